@@ -1,0 +1,72 @@
+"""The one table of column names that travel between rollouts and learners.
+
+Ragged columns are aligned with `input_ids`: position t belongs to token t. `loss_mask[t]` is True when
+token t was sampled by the policy and trains; `*_logprobs[t]` is the natural-log probability of token t
+given the tokens before it, and 0 where `loss_mask` is False.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSpec:
+    """What a column holds.
+
+    Attributes:
+        dtype: numpy dtype name of the values.
+        is_ragged: True for one value a token (values and offsets), False for one value a row.
+        meaning: One sentence.
+    """
+
+    dtype: str
+    is_ragged: bool
+    meaning: str
+
+
+def _token(dtype: str, meaning: str) -> ColumnSpec:
+    return ColumnSpec(dtype=dtype, is_ragged=True, meaning=meaning)
+
+
+def _row(dtype: str, meaning: str) -> ColumnSpec:
+    return ColumnSpec(dtype=dtype, is_ragged=False, meaning=meaning)
+
+
+COLUMNS: dict[str, ColumnSpec] = {
+    "input_ids": _token("int32", "Prompt and response tokens of one trajectory."),
+    "loss_mask": _token("bool", "True where the token was sampled by the policy and trains."),
+    "rollout_logprobs": _token("float32", "The engine's logprobs of the sampled tokens."),
+    "policy_versions": _token("int32", "Policy version that sampled each token; -1 where none did."),
+    "old_logprobs": _token("float32", "The learner's logprobs before the update (PPO's denominator)."),
+    "reference_logprobs": _token("float32", "Logprobs of the frozen reference policy."),
+    "teacher_logprobs": _token("float32", "Logprobs of the teacher for the sampled tokens."),
+    "values": _token("float32", "The critic's values."),
+    "advantages": _token("float32", "Advantage of each trained token; 0 where masked."),
+    "returns": _token("float32", "Return of each trained token; 0 where masked."),
+    "correction_weights": _token("float32", "Importance weights for the engine's mismatch."),
+    "loss_weights": _token("float32", "Weight of each token in the loss; sums the loss over the global batch."),
+    "reward": _row("float32", "Scalar reward of the trajectory."),
+    "is_truncated": _row("bool", "True when the response hit its length limit."),
+    "num_prompt_tokens": _row("int32", "Tokens before the first sampled token."),
+}
+
+
+def column_spec(name: str) -> ColumnSpec:
+    """Look a column up by name.
+
+    Raises:
+        DataError: The name is not in the table; the message lists the known ones.
+    """
+    try:
+        return COLUMNS[name]
+    except KeyError:
+        known = ", ".join(sorted(COLUMNS))
+        raise DataError(f"unknown column {name!r}; known columns: {known}. Add new ones to rl_core/columns.py.") from None
+
+
+def column_dtype(name: str) -> np.dtype[np.generic]:
+    """numpy dtype of a known column."""
+    return np.dtype(column_spec(name).dtype)

@@ -1,0 +1,57 @@
+"""Every error that the packages raise on purpose; each is also the standard error it resembles."""
+
+
+class RLError(Exception):
+    """Base of all errors raised on purpose by this project."""
+
+
+class ShapeError(RLError, ValueError):
+    """An array or tensor has a shape or dtype other than the one documented."""
+
+
+class SettingsError(RLError, ValueError):
+    """A user's setting is impossible; the message names the setting and what to do."""
+
+
+class DataError(RLError, ValueError):
+    """A file, row or field of the user's data cannot be used."""
+
+
+class NotReadyError(RLError, RuntimeError):
+    """An object was used before it was started, or after it was closed."""
+
+
+class DeadlineError(RLError, TimeoutError):
+    """A wait ran out of time; the message names who waited for what, and since when."""
+
+
+class OutdatedLeaseError(RLError, RuntimeError):
+    """A lease was acked or extended after it had expired, been released or been acked."""
+
+
+class WeightProofError(RLError, RuntimeError):
+    """An engine's weights are not the learner's; `tensor` is the first that differs.
+
+    Attributes:
+        tensor: Hugging Face name of the first differing tensor, or None when only the canary differs.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
+class RoleError(RLError, RuntimeError):
+    """A role raised or died; the message carries its name, rank and remote traceback."""
+
+
+class EngineError(RLError, RuntimeError):
+    """An engine cannot serve a request."""
+
+
+class CheckpointError(RLError, RuntimeError):
+    """A checkpoint is missing, torn, or belongs to another model."""
+
+
+class MissingExtraError(RLError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

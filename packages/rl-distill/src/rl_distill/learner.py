@@ -1,0 +1,139 @@
+"""What every learner does: logprobs, optimizer steps, weights, checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rl_core.batch import Batch, Ragged
+
+MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Whole trajectories packed end to end; everything is on the learner's device.
+
+    Attributes:
+        input_ids: [T] int64.
+        position_ids: [T] int64, from 0 in each trajectory.
+        offsets: [S + 1] int64; trajectory i is [offsets[i]:offsets[i + 1]].
+        columns: Token columns [T] of the batch by name (loss_mask, loss_weights, advantages, ...), as
+            float32 or bool, aligned with input_ids.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    offsets: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+
+
+Objective = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, MetricSums]]
+"""(policy_logprobs [T], entropy [T] or None, micro-batch) -> (loss summed over the micro-batch's tokens with
+`loss_weights`, metric sums). policy_logprobs[t] belongs to token t; it is 0 at the first token of each trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerOptions:
+    """How a learner trains.
+
+    Attributes:
+        learning_rate: Peak learning rate.
+        warmup_steps: Steps of linear warm-up from 0.
+        decay_steps: Steps of linear decay to 0 that end at this step; None keeps the rate constant.
+        betas: Adam's.
+        eps: Adam's.
+        weight_decay: Decoupled weight decay.
+        clip_grad: Largest global gradient norm; 0 turns clipping off.
+        micro_batch_tokens: Most tokens of a micro-batch; a longer trajectory gets its own.
+        dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
+        num_threads: Threads of a CPU learner; None leaves torch's setting.
+        seed: Of the initial weights, where none are loaded, and of dropout.
+    """
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    micro_batch_tokens: int = 8192
+    dtype: str = "float32"
+    num_threads: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        step: Number of this step, from 1.
+        loss: The objective over the whole global batch.
+        grad_norm: Global norm before clipping.
+        learning_rate: Used by this step.
+        metrics: Weighted means of the objective's metric sums.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    metrics: Mapping[str, float]
+
+
+class Learner(Protocol):
+    """A policy in training. One caller at a time."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done so far."""
+        ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy."""
+        ...
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Logprobs of the tokens of each trajectory, float32, aligned with input_ids, first token 0."""
+        ...
+
+    def train_step(
+        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> StepResult:
+        """One optimizer step on the whole batch; the batch needs `loss_weights`.
+
+        Raises:
+            ShapeError: A needed column is missing or nothing in the batch trains.
+        """
+        ...
+
+    def export_weights(self) -> Mapping[str, torch.Tensor]:
+        """All weights by Hugging Face name; may be views, valid until the next step."""
+        ...
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names served from another tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights (a Hugging Face folder in `policy/`), optimizer and step into an empty directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`.
+
+        Raises:
+            CheckpointError: Missing, torn, or of another model.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Can be called twice."""
+        ...
+

@@ -1,0 +1,116 @@
+"""What every engine does: generate, score, take weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+from rl_core.records import FinishReason, FloatArray, IntArray
+from rl_core.weights import WeightReceipt, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Attributes:
+        max_tokens: Most new tokens of a response.
+        temperature: 0 is greedy.
+        top_p: Nucleus; 1 keeps every token.
+        top_k: Keeps the k likeliest tokens; None keeps all.
+        seed: Makes the draw repeatable; sample i of a request uses seed + i.
+        stop_token_ids: Tokens that end a response, beside the model's own end token; the token stays in it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt to continue.
+
+    Attributes:
+        input_ids: [P] int32.
+        sampling: How to draw.
+        num_samples: Independent responses to give.
+    """
+
+    input_ids: IntArray
+    sampling: SamplingParams
+    num_samples: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        token_ids: [R] int32 sampled tokens, the end token included.
+        logprobs: [R] float32, of the distribution drawn from (temperature applied); zeros when greedy.
+        policy_versions: [R] int32 version of the weights that sampled each token.
+        finish_reason: "stop", "length" or "abort".
+        num_preempted: How often the engine had to start it again.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    policy_versions: IntArray
+    finish_reason: FinishReason
+    num_preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTraits:
+    """What an engine is, once started.
+
+    Attributes:
+        name: Such as "vllm 0.32.0 (cpu, float32)".
+        max_model_len: Most tokens of prompt and response together.
+        vocab_size: Token ids are below this.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+class RolloutEngine(Protocol):
+    """An engine; all methods are called from one event loop, and may overlap.
+
+    A request that cannot be served (too long, empty, ids out of the vocabulary) raises EngineError and
+    leaves the others alone. After a failure of the engine itself every waiting call raises it.
+    """
+
+    @property
+    def traits(self) -> EngineTraits:
+        """What the engine is; NotReadyError before `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model; slow. Version 0 is served until the first update."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """num_samples responses, in order; an aborted one has finish_reason "abort" and what it had."""
+        ...
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Logprobs of the tokens of each sequence at temperature 1, each [T] with position 0 = 0."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Replace all weights between two decoding steps, and drop what was cached from the old ones."""
+        ...
+
+    async def abort_all(self) -> None:
+        """End every running request; their `generate` calls return partial responses."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything; no process stays behind. Can be called twice."""
+        ...
