@@ -1,0 +1,31 @@
+"""Protocol and data transfer: records, batches, the transfer queue, weights with proof, roles."""
+
+from rl_core.batch import Batch, Ragged, RowKey
+from rl_core.cluster import LocalCluster, RoleSpec
+from rl_core.columns import COLUMNS, ColumnSpec
+from rl_core.errors import RLError
+from rl_core.queue import InProcessQueue, Lease, TaskSpec, TransferQueue
+from rl_core.records import Group, Prompt, Timings, Trajectory
+from rl_core.weights import Canary, WeightReceipt, WeightUpdate
+
+__all__ = [
+    "COLUMNS",
+    "Batch",
+    "Canary",
+    "ColumnSpec",
+    "Group",
+    "InProcessQueue",
+    "Lease",
+    "LocalCluster",
+    "Prompt",
+    "RLError",
+    "Ragged",
+    "RoleSpec",
+    "RowKey",
+    "TaskSpec",
+    "Timings",
+    "Trajectory",
+    "TransferQueue",
+    "WeightReceipt",
+    "WeightUpdate",
+]

@@ -58,7 +58,7 @@ class Ragged:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """[N] length of each row."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

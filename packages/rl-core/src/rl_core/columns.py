@@ -64,9 +64,11 @@ def column_spec(name: str) -> ColumnSpec:
         return COLUMNS[name]
     except KeyError:
         known = ", ".join(sorted(COLUMNS))
-        raise DataError(f"unknown column {name!r}; known columns: {known}. Add new ones to rl_core/columns.py.") from None
+        raise DataError(
+            f"unknown column {name!r}; known columns: {known}. Add new ones to rl_core/columns.py."
+        ) from None
 
 
 def column_dtype(name: str) -> np.dtype[np.generic]:
-    """numpy dtype of a known column."""
+    """Numpy dtype of a known column."""
     return np.dtype(column_spec(name).dtype)

@@ -25,6 +25,10 @@ class DeadlineError(RLError, TimeoutError):
     """A wait ran out of time; the message names who waited for what, and since when."""
 
 
+class NothingToLeaseError(RLError, LookupError):
+    """A lease asked for rows that will never come: everything issued is already acked or dropped."""
+
+
 class OutdatedLeaseError(RLError, RuntimeError):
     """A lease was acked or extended after it had expired, been released or been acked."""
 
@@ -37,6 +41,7 @@ class WeightProofError(RLError, RuntimeError):
     """
 
     def __init__(self, message: str, *, tensor: str | None = None) -> None:
+        """Keep the tensor's name beside the message."""
         super().__init__(message)
         self.tensor = tensor
 

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import google_crc32c
-import numpy as np
 
-from rl_core.errors import WeightProofError
 from rl_core.records import FloatArray, IntArray
 
 if TYPE_CHECKING:

@@ -1,0 +1,95 @@
+"""The child's side of a role in a process of its own: `python -m rl_core.cluster.child FD PARENT_PID`.
+
+It ends when its parent ends, however that happens: the socket closes, and on Linux the kernel kills it.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_core.cluster.messages import CallMessage, RemoteError, ReplyMessage
+
+PR_SET_PDEATHSIG = 1
+
+
+class RoleServer:
+    """Runs one object's methods as calls come in."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Serve calls from this connection."""
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._target: Any = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_ended = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Answer calls until the parent says that it is enough."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), name="read parent", daemon=True).start()
+        await self._has_ended.wait()
+        if hasattr(self._target, "close"):
+            result = self._target.close()
+            if inspect.isawaitable(result):
+                await result
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the parent is gone, and nobody is left to tell
+            if message is None:
+                loop.call_soon_threadsafe(self._has_ended.set)
+                return
+            loop.call_soon_threadsafe(self._begin, message)
+
+    def _begin(self, message: CallMessage) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: CallMessage) -> None:
+        try:
+            result = await self._run(message)
+            reply = ReplyMessage(message.call_id, result, None)
+        except Exception as error:
+            reply = ReplyMessage(message.call_id, None, RemoteError.of(error))
+        with self._send_lock:
+            self._connection.send(reply)
+
+    async def _run(self, message: CallMessage) -> Any:
+        if not message.method:
+            from rl_core.cluster.local import load_factory
+
+            factory, kwargs = message.args
+            self._target = load_factory(factory)(**kwargs)
+            return None
+        result = getattr(self._target, message.method)(*message.args, **message.kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+def main() -> None:
+    """Run until the parent closes the connection."""
+    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    connection = Connection(fd)
+
+    async def serve() -> None:
+        await RoleServer(connection).serve()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()
