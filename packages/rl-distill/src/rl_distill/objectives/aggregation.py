@@ -1,0 +1,83 @@
+"""Aggregations of token losses, each as the weight of every token in the global batch.
+
+The loss is sum over t of weight[t] * loss[t]. The weights are made once, over the whole global batch, before it is
+cut into ranks and micro-batches; sums then add up to the same loss and gradient however it is cut.
+
+Source: token-mean is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3.3), seq-mean-token-mean GRPO's
+(Shao et al. 2024, arXiv:2402.03300), seq-mean-token-sum-norm Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.ragged import row_counts, spread_rows
+from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
+
+RowWeights = Callable[[Tensor, int | None], Tensor]
+"""([N] float64 trained tokens of each row, horizon) -> [N] weight of each trained token of that row. A row with none
+gets any finite value, and counts in no mean."""
+
+
+def token_mean(token_counts: Tensor, _horizon: int | None) -> Tensor:
+    """Every trained token of the global batch weighs the same."""
+    return torch.ones_like(token_counts) / token_counts.sum().clamp(min=1)
+
+
+def seq_mean_token_sum(token_counts: Tensor, _horizon: int | None) -> Tensor:
+    """Sum in each trajectory, mean over trajectories."""
+    return torch.ones_like(token_counts) / (token_counts > 0).sum().clamp(min=1)
+
+
+def seq_mean_token_sum_norm(token_counts: Tensor, horizon: int | None) -> Tensor:
+    """Sum in each trajectory divided by a constant length, mean over trajectories.
+
+    Raises:
+        SettingsError: No horizon, or below 1.
+    """
+    if horizon is None or horizon < 1:
+        raise SettingsError(
+            f"aggregation seq-mean-token-sum-norm needs horizon >= 1; found {horizon}. "
+            "Set it to the largest response length, which stays the same from batch to batch."
+        )
+    return seq_mean_token_sum(token_counts, None) / horizon
+
+
+def seq_mean_token_mean(token_counts: Tensor, horizon: int | None) -> Tensor:
+    """Mean in each trajectory, mean over trajectories."""
+    return seq_mean_token_sum(token_counts, horizon) / token_counts.clamp(min=1)
+
+
+AGGREGATIONS: dict[str, RowWeights] = {
+    "token-mean": token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "seq-mean-token-mean": seq_mean_token_mean,
+}
+
+
+def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights, horizon: int | None = None) -> Tensor:
+    """Weight of each token in the loss of the global batch.
+
+    Args:
+        loss_mask: [T] bool of the whole global batch, True where a token trains.
+        offsets: [N + 1] int64 rows of it.
+        row_weights: Aggregation, one of `AGGREGATIONS` or a user's own.
+        horizon: Constant length that seq-mean-token-sum-norm divides by.
+
+    Returns:
+        [T] float32, 0 where masked. Trajectories without a trained token count in no mean. The weights sum to 1 with
+        token-mean and seq-mean-token-mean, to the mean number of trained tokens with seq-mean-token-sum, and to
+        that over `horizon` with seq-mean-token-sum-norm.
+
+    Raises:
+        ShapeError: loss_mask is not [T] bool, or offsets are not its rows.
+        SettingsError: The aggregation needs a horizon.
+    """
+    num_tokens = check_tokens({"loss_mask": loss_mask})
+    check_mask(loss_mask)
+    check_offsets(offsets, num_tokens=num_tokens)
+    of_rows = row_weights(row_counts(loss_mask, offsets).double(), horizon).float()
+    return torch.where(loss_mask, spread_rows(of_rows, offsets, num_tokens=num_tokens), 0.0)

@@ -1,0 +1,56 @@
+"""Estimators of KL(policy || reference) from the logprobs of sampled tokens.
+
+All take policy_logprobs and reference_logprobs, [T] float, and give [T] estimates for tokens that the policy sampled.
+As a reward or a metric, k1 and k3 are unbiased. In a loss their gradients mean, in expectation: k1 nothing (0, only
+noise), k2 that of KL(policy || reference), k3 that of the forward KL(reference || policy).
+
+Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_distill.objectives.shapes import check_tokens
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+"""(policy_logprobs [T], reference_logprobs [T]) -> [T] estimates."""
+
+LOG_RATIO_BOUND = 20.0
+"""Log ratios are clamped to this before exp, which would overflow; beyond it the gradient is 0."""
+
+K3_BOUND = 10.0
+"""k3 is clamped to this, so that one far token does not outweigh the batch; beyond it the gradient is 0."""
+
+
+def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """log(policy / reference): unbiased, of either sign."""
+    _check(policy_logprobs, reference_logprobs)
+    return policy_logprobs - reference_logprobs
+
+
+def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """|log(policy / reference)|: a distance, no estimate of the KL."""
+    _check(policy_logprobs, reference_logprobs)
+    return (policy_logprobs - reference_logprobs).abs()
+
+
+def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Half the squared log ratio: biased, its gradient is the KL's."""
+    _check(policy_logprobs, reference_logprobs)
+    return 0.5 * (policy_logprobs - reference_logprobs).square()
+
+
+def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """With r = reference / policy, r - 1 - log r: unbiased, never negative, at most `K3_BOUND`."""
+    _check(policy_logprobs, reference_logprobs)
+    log_ratio = (reference_logprobs - policy_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=K3_BOUND)
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+
+
+def _check(policy_logprobs: Tensor, reference_logprobs: Tensor) -> None:
+    check_tokens({"policy_logprobs": policy_logprobs, "reference_logprobs": reference_logprobs})

@@ -1,0 +1,112 @@
+"""Policy losses on packed tokens.
+
+Source: PPO's clip, Schulman et al. 2017, arXiv:1707.06347; separate clip_high, DAPO, Yu et al. 2025,
+arXiv:2503.14476; dual clip, Ye et al. 2020, arXiv:1912.09729.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
+
+LOG_RATIO_BOUND = 20.0
+"""Log ratios are clamped to this before exp, which would overflow; beyond it the gradient is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTokens:
+    """What a policy loss is made from: whole trajectories packed end to end.
+
+    Outside loss_mask the three float tensors read 0, whatever was given: neither a value nor a gradient passes. Only
+    policy_logprobs keep their gradient.
+
+    Attributes:
+        policy_logprobs: [T] float.
+        old_logprobs: [T] float, of the policy before this batch's updates.
+        advantages: [T] float.
+        loss_mask: [T] bool.
+        offsets: [N + 1] int64 rows.
+    """
+
+    policy_logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        """Check shapes, and blank what is masked."""
+        floats = ("policy_logprobs", "old_logprobs", "advantages")
+        num_tokens = check_tokens({name: getattr(self, name) for name in (*floats, "loss_mask")})
+        check_mask(self.loss_mask)
+        check_offsets(self.offsets, num_tokens=num_tokens)
+        for name in floats:
+            value: Tensor = getattr(self, name)
+            blanked = torch.where(self.loss_mask, value, torch.zeros_like(value))
+            object.__setattr__(self, name, blanked if name == "policy_logprobs" else blanked.detach())
+
+    def log_ratio(self) -> Tensor:
+        """[T] log(policy / old), within `LOG_RATIO_BOUND`."""
+        return (self.policy_logprobs - self.old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """What a policy loss gives.
+
+    Attributes:
+        losses: [T], to be summed with the tokens' weights; values outside loss_mask do not count.
+        diagnostics: [T] values by metric name, without gradient, to be averaged over trained tokens.
+    """
+
+    losses: Tensor
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+PolicyLoss = Callable[..., TokenLosses]
+"""(PolicyTokens, **options) -> TokenLosses. A token's loss depends on no other trajectory, so that losses add up over
+micro-batches; it may depend on the tokens of its own."""
+
+
+def ppo_clip(
+    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
+) -> TokenLosses:
+    """PPO's clipped surrogate with dual clip.
+
+    Args:
+        tokens: Packed tokens.
+        clip_low: The ratio's gain ends at 1 - clip_low where the advantage is negative.
+        clip_high: The ratio's gain ends at 1 + clip_high where the advantage is positive.
+        dual_clip: Where the advantage is negative the loss is at most dual_clip * |advantage|; math.inf turns it off.
+
+    Returns:
+        Losses and `actor/pg_clipfrac`, `actor/pg_clipfrac_lower` (dual clip), `actor/ppo_kl` (k1 of old to policy).
+
+    Raises:
+        SettingsError: clip_low outside [0, 1], clip_high below 0, or dual_clip not above 1.
+    """
+    if not 0.0 <= clip_low <= 1.0 or not clip_high >= 0.0 or not dual_clip > 1.0:
+        raise SettingsError(
+            "ppo_clip needs 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1; "
+            f"found {clip_low}, {clip_high}, {dual_clip}."
+        )
+    log_ratio, advantages = tokens.log_ratio(), tokens.advantages
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = torch.maximum(plain, bounded)
+    is_negative = advantages < 0
+    ceiling = torch.where(is_negative, -advantages, torch.ones_like(advantages)) * dual_clip
+    losses = torch.where(is_negative, torch.minimum(clipped, ceiling), clipped)
+    return TokenLosses(
+        losses=losses,
+        diagnostics={
+            "actor/pg_clipfrac": (bounded > plain).to(losses.dtype),
+            "actor/pg_clipfrac_lower": (is_negative & (clipped > ceiling)).to(losses.dtype),
+            "actor/ppo_kl": -log_ratio.detach(),
+        },
+    )

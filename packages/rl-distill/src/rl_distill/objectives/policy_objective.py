@@ -1,0 +1,208 @@
+"""The policy's objective: policy loss, KL to the reference and entropy, on one micro-batch.
+
+Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts named in `policy_loss`, `kl`, `correction`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError, SettingsError
+from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.objectives.correction import mismatch_sums, truncated_weights
+from rl_distill.objectives.kl import KLEstimator
+from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
+from rl_distill.objectives.registry import KL, POLICY_LOSSES
+from rl_distill.objectives.shapes import check_tokens
+
+CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjectiveOptions:
+    """What the policy is trained for.
+
+    Attributes:
+        policy_loss: Name in the registry of policy losses.
+        clip_low: Clip range below; None takes the policy loss's own (ppo_clip: 0.2).
+        clip_high: Clip range above; None takes the policy loss's own (ppo_clip: 0.2).
+        dual_clip: Bound of the loss at negative advantages; None takes the policy loss's own (ppo_clip: 3), inf is
+            off.
+        policy_loss_options: Further options of the policy loss by name.
+        kl_coefficient: Weight of the KL to the reference in the loss; not 0 needs `reference_logprobs`.
+        kl_estimator: "k1", "abs", "k2" or "k3".
+        entropy_coefficient: Weight of the entropy that is subtracted from the loss.
+        correction: Truncated importance sampling for the engine's mismatch, by "token" or "sequence"; needs
+            `rollout_logprobs`.
+        correction_cap: Largest importance weight.
+    """
+
+    policy_loss: str = "ppo_clip"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    policy_loss_options: Mapping[str, float] = field(default_factory=dict)
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+    correction: Literal["none", "token", "sequence"] = "none"
+    correction_cap: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyObjective:
+    """An `Objective`: call it with policy_logprobs [T], entropy [T] or None, and the micro-batch.
+
+    The loss of a token is correction weight * policy loss + kl_coefficient * KL - entropy_coefficient * entropy; the
+    loss of the micro-batch is their sum with the column `loss_weights`. Nothing outside `loss_mask` counts.
+
+    Columns: `loss_mask`, `loss_weights` and `advantages` are needed. Without `old_logprobs` the policy is its own old
+    policy (ratio 1, gradient kept), which is exact for one update on each batch and wrong for several.
+    `reference_logprobs` gives the KL, `rollout_logprobs` the mismatch metrics. `correction_weights` are used as they
+    are, before `options.correction`.
+
+    Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`; the policy
+    loss's diagnostics are means over trained tokens.
+
+    Attributes:
+        options: As given.
+        policy_loss: With its options bound.
+        kl: Estimator.
+    """
+
+    options: PolicyObjectiveOptions
+    policy_loss: PolicyLoss
+    kl: KLEstimator
+
+    def __call__(self, policy_logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
+        """Loss of the micro-batch and its metric sums.
+
+        Raises:
+            ShapeError: A tensor is not [T].
+            DataError: A needed column is missing.
+            SettingsError: A coefficient is set for something that the learner or the batch did not give.
+        """
+        mask = _column(micro, "loss_mask")
+        weights = _masked(_column(micro, "loss_weights"), mask, name="loss_weights")
+        old = micro.columns.get("old_logprobs", policy_logprobs).detach()
+        tokens = PolicyTokens(
+            policy_logprobs=policy_logprobs,
+            old_logprobs=old,
+            advantages=_column(micro, "advantages"),
+            loss_mask=mask,
+            offsets=micro.offsets,
+        )
+        computed = self.policy_loss(tokens)
+        losses = _masked(computed.losses, mask, name="losses of the policy loss")
+        correction = self._correction_weights(tokens, micro)
+        losses = losses if correction is None else losses * correction
+        loss = (weights * losses).sum()
+        metrics = {"actor/pg_loss": (loss.detach(), weights.sum()), **_diagnostic_sums(computed, mask)}
+        for name, coefficient, values in (
+            ("actor/kl_loss", self.options.kl_coefficient, self._kl_losses(tokens, micro)),
+            ("actor/entropy", -self.options.entropy_coefficient, self._entropies(entropy, mask)),
+        ):
+            if values is not None:
+                total = (weights * values).sum()
+                metrics[name] = (total.detach(), weights.sum())
+                loss = loss + coefficient * total if coefficient else loss
+        if "rollout_logprobs" in micro.columns:
+            metrics |= mismatch_sums(tokens.old_logprobs, micro.columns["rollout_logprobs"], mask, micro.offsets)
+        return loss, metrics
+
+    def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
+        """[T] importance weights, or None for none."""
+        if "correction_weights" in micro.columns:
+            return _masked(micro.columns["correction_weights"], tokens.loss_mask, name="correction_weights")
+        if self.options.correction == "none":
+            return None
+        log_ratio = tokens.old_logprobs - _column(micro, "rollout_logprobs")
+        return truncated_weights(
+            log_ratio, tokens.loss_mask, tokens.offsets, level=self.options.correction, cap=self.options.correction_cap
+        )
+
+    def _kl_losses(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
+        """[T] KL estimates, or None without a reference."""
+        if "reference_logprobs" not in micro.columns:
+            if self.options.kl_coefficient:
+                raise SettingsError(
+                    f"kl_coefficient is {self.options.kl_coefficient}, but the batch has no reference_logprobs. "
+                    "Score the batch with the reference first, or set kl_coefficient = 0."
+                )
+            return None
+        reference = _masked(micro.columns["reference_logprobs"], tokens.loss_mask, name="reference_logprobs")
+        return self.kl(tokens.policy_logprobs, reference)
+
+    def _entropies(self, entropy: Tensor | None, mask: Tensor) -> Tensor | None:
+        """[T] entropies, or None when the learner gave none."""
+        if entropy is None:
+            if self.options.entropy_coefficient:
+                raise SettingsError(
+                    f"entropy_coefficient is {self.options.entropy_coefficient}, but the learner gave no entropy. "
+                    "Call train_step with with_entropy=True, or set entropy_coefficient = 0."
+                )
+            return None
+        return _masked(entropy, mask, name="entropy")
+
+
+def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
+    """The objective that the options describe.
+
+    Raises:
+        SettingsError: An unknown name or option (with the nearest), or an impossible value.
+    """
+    clips = {name: getattr(options, name) for name in CLIP_OPTIONS if getattr(options, name) is not None}
+    twice = sorted(clips.keys() & options.policy_loss_options.keys())
+    if twice:
+        raise SettingsError(f"{twice[0]} is set twice, the second time in policy_loss_options; keep one.")
+    objective = PolicyObjective(
+        options=options,
+        policy_loss=POLICY_LOSSES.get_with(options.policy_loss, {**clips, **options.policy_loss_options}),
+        kl=KL.get(options.kl_estimator),
+    )
+    if options.correction not in ("none", "token", "sequence") or not options.correction_cap > 0:
+        raise SettingsError(
+            'correction must be "none", "token" or "sequence", and correction_cap > 0; '
+            f"found {options.correction!r}, {options.correction_cap}."
+        )
+    _try_out(objective.policy_loss)
+    return objective
+
+
+def _try_out(policy_loss: PolicyLoss) -> None:
+    """Call a policy loss on one token, so that an impossible option is refused before a run starts."""
+    zero = torch.zeros(1)
+    policy_loss(
+        PolicyTokens(
+            policy_logprobs=zero,
+            old_logprobs=zero,
+            advantages=zero,
+            loss_mask=zero == 0,
+            offsets=torch.tensor([0, 1]),
+        )
+    )
+
+
+def _column(micro: MicroBatch, name: str) -> Tensor:
+    try:
+        return micro.columns[name]
+    except KeyError:
+        found = ", ".join(sorted(micro.columns)) or "none"
+        raise DataError(f"the objective needs the column {name!r}; the micro-batch has {found}.") from None
+
+
+def _masked(values: Tensor, mask: Tensor, *, name: str) -> Tensor:
+    """[T] values, 0 where masked, so that neither NaN nor a gradient passes."""
+    check_tokens({"loss_mask": mask, name: values})
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def _diagnostic_sums(computed: TokenLosses, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    count = mask.sum()
+    return {
+        name: (_masked(values.detach(), mask, name=name).sum(), count.to(values.dtype))
+        for name, values in computed.diagnostics.items()
+    }
