@@ -85,9 +85,9 @@ Column = Array | Ragged
 
 def offsets_of(lengths: ArrayLike) -> NDArray[np.int64]:
     """[N + 1] offsets of rows with these lengths."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    array = np.asarray(lengths, dtype=np.int64)
+    offsets: NDArray[np.int64] = np.zeros(len(array) + 1, dtype=np.int64)
+    np.cumsum(array, out=offsets[1:])
     return offsets
 
 

@@ -8,6 +8,10 @@ from typing import Protocol
 import torch
 from rl_core.batch import Batch, Ragged
 
+from rl_distill.options import LearnerOptions
+
+__all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "StepResult"]
+
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up."""
 
@@ -33,37 +37,6 @@ class MicroBatch:
 Objective = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, MetricSums]]
 """(policy_logprobs [T], entropy [T] or None, micro-batch) -> (loss summed over the micro-batch's tokens with
 `loss_weights`, metric sums). policy_logprobs[t] belongs to token t; it is 0 at the first token of each trajectory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerOptions:
-    """How a learner trains.
-
-    Attributes:
-        learning_rate: Peak learning rate.
-        warmup_steps: Steps of linear warm-up from 0.
-        decay_steps: Steps of linear decay to 0 that end at this step; None keeps the rate constant.
-        betas: Adam's.
-        eps: Adam's.
-        weight_decay: Decoupled weight decay.
-        clip_grad: Largest global gradient norm; 0 turns clipping off.
-        micro_batch_tokens: Most tokens of a micro-batch; a longer trajectory gets its own.
-        dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
-        num_threads: Threads of a CPU learner; None leaves torch's setting.
-        seed: Of the initial weights, where none are loaded, and of dropout.
-    """
-
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    decay_steps: int | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    micro_batch_tokens: int = 8192
-    dtype: str = "float32"
-    num_threads: int | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,139 @@
+"""What can be refused before anything heavy starts: arithmetic, names and files."""
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.registry import known_advantages, known_aggregations, known_kl_estimators, known_policy_losses
+from rl_rollout.engines.registry import known_engines
+from rl_rollout.loops.registry import known_loops
+from rl_sync_trainer.settings import Settings
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse settings that cannot work, all at once.
+
+    Raises:
+        SettingsError: Each line names a setting, what it must be, and what it is.
+    """
+    problems = [*_ranges(settings), *_arithmetic(settings), *_names(settings), *_files(settings)]
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def _ranges(settings: Settings) -> Iterator[str]:
+    rollout, trainer, learner, algorithm = settings.rollout, settings.trainer, settings.learner, settings.algorithm
+    at_least = {
+        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
+        "rollout.group_size": (rollout.group_size, 1),
+        "rollout.max_response_tokens": (rollout.max_response_tokens, 1),
+        "prompts.max_tokens": (settings.prompts.max_tokens, 1),
+        "reward.max_concurrency": (settings.reward.max_concurrency, 1),
+        "trainer.steps": (trainer.steps, 1),
+        "trainer.minibatches": (trainer.minibatches, 1),
+        "trainer.validate_every": (trainer.validate_every, 0),
+        "trainer.checkpoint_every": (trainer.checkpoint_every, 0),
+        "trainer.keep_checkpoints": (trainer.keep_checkpoints, 1),
+        "trainer.canary_prompts": (trainer.canary_prompts, 1),
+        "learner.micro_batch_tokens": (learner.micro_batch_tokens, 1),
+        "learner.warmup_steps": (learner.warmup_steps, 0),
+        "learner.clip_grad": (learner.clip_grad, 0),
+        "learner.weight_decay": (learner.weight_decay, 0),
+        "algorithm.kl_coefficient": (algorithm.kl_coefficient, 0),
+        "algorithm.clip_high": (algorithm.clip_high, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if value < least:
+            yield f"{name} must be at least {least}; found {value}."
+    for name, number in {
+        "learner.learning_rate": learner.learning_rate,
+        "rollout.temperature": rollout.temperature,
+        "algorithm.correction_cap": algorithm.correction_cap,
+        "engine.kv_cache_gib": settings.engine.kv_cache_gib,
+    }.items():
+        if number <= 0:
+            yield f"{name} must be above 0; found {number:g}."
+    if not 0 < rollout.top_p <= 1:
+        yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
+    if not 0 <= algorithm.clip_low < 1:
+        yield f"algorithm.clip_low must be at least 0 and below 1; found {algorithm.clip_low:g}."
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip must be above 1, or none; found {algorithm.dual_clip:g}."
+    if learner.dtype not in ("float32", "bfloat16"):
+        yield f'learner.dtype must be "float32" or "bfloat16"; found {learner.dtype!r}.'
+
+
+def _arithmetic(settings: Settings) -> Iterator[str]:
+    rollout, trainer, algorithm = settings.rollout, settings.trainer, settings.algorithm
+    if trainer.minibatches >= 1 and rollout.prompts_per_step % trainer.minibatches:
+        yield (
+            f"rollout.prompts_per_step = {rollout.prompts_per_step} groups cannot be divided into trainer.minibatches "
+            f"= {trainer.minibatches} equal parts; make the first a multiple of the second."
+        )
+    if rollout.group_size == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
+        yield (
+            f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
+            "must be at least 2; found 1."
+        )
+    if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
+        yield (
+            f"algorithm.correction = {algorithm.correction!r} compares the learner's logprobs with the engine's; it "
+            'needs algorithm.old_logprobs = "recompute", found "rollout".'
+        )
+    if rollout.top_p < 1 or rollout.top_k is not None:
+        yield (
+            "rollout.top_p < 1 and rollout.top_k cut the distribution that is sampled from, while the learner scores "
+            "the whole one: every importance ratio would be wrong. Leave them at 1 and none for training."
+        )
+
+
+def _names(settings: Settings) -> Iterator[str]:
+    algorithm, rollout = settings.algorithm, settings.rollout
+    for name, found, known in (
+        ("algorithm.advantage", algorithm.advantage, known_advantages()),
+        ("algorithm.policy_loss", algorithm.policy_loss, known_policy_losses()),
+        ("algorithm.aggregation", algorithm.aggregation, known_aggregations()),
+        ("algorithm.kl_estimator", algorithm.kl_estimator, known_kl_estimators()),
+        ("rollout.engine", rollout.engine, known_engines()),
+        ("rollout.loop", rollout.loop, known_loops()),
+    ):
+        if found not in known:
+            nearest = difflib.get_close_matches(found, known, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{hint}"
+
+
+def _files(settings: Settings) -> Iterator[str]:
+    prompts = settings.prompts
+    for name, path in (
+        ("prompts.train", prompts.train),
+        ("prompts.validation", prompts.validation),
+        ("prompts.test", prompts.test),
+    ):
+        if path is not None and not path.exists():
+            yield f"{name}: {path} does not exist (looked in {Path.cwd()})."
+    yield from check_policy_folder(settings.policy.path, setting="policy.path")
+
+
+def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
+    """Problems of a Hugging Face folder, in words."""
+    if not path.is_dir():
+        yield f"{setting}: {path} is not a folder (looked in {Path.cwd()})."
+        return
+    config = path / "config.json"
+    if not config.is_file():
+        yield f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder."
+    else:
+        try:
+            json.loads(config.read_text())
+        except ValueError as error:
+            yield f"{setting}: {config} is not JSON: {error}."
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        yield (
+            f"{setting}: {path} has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it "
+            "came from into it."
+        )
+    if not any(path.glob("*.safetensors")):
+        yield f"{setting}: {path} has no *.safetensors weights; other formats can run code and are not read."

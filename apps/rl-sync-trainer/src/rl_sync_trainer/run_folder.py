@@ -1,0 +1,151 @@
+"""A run's folder: its lock, its settings, its summary."""
+
+import fcntl
+import json
+import os
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rl_core.errors import SettingsError
+from rl_sync_trainer.checkpoints import write_durably
+from rl_sync_trainer.settings import Settings
+
+CHANGEABLE_ON_RESUME = (
+    "run.if_exists",
+    "trainer.steps",
+    "trainer.validate_every",
+    "trainer.validate_first",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.proof_tolerance",
+    "prompts.validation_limit",
+    "reward.timeout_s",
+    "reward.max_concurrency",
+    "rollout.placement",
+    "rollout.deadline_s",
+    "rollout.start_deadline_s",
+    "engine.max_num_seqs",
+    "engine.max_num_batched_tokens",
+    "engine.kv_cache_gib",
+    "engine.gpu_memory_utilization",
+    "learner.num_threads",
+    "metrics.console",
+    "metrics.strict",
+    "metrics.log_validation_generations",
+)
+"""Settings that may differ when a run is resumed: they do not change what it learns from."""
+
+
+class RunFolder:
+    """The folder of one run, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the folder; nothing is made before `acquire`."""
+        self.path = path
+        self._lock: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def generations(self) -> Path:
+        """Where validation responses lie."""
+        return self.path / "generations"
+
+    @property
+    def has_run(self) -> bool:
+        """True when a run has been started in it."""
+        return (self.path / "settings.toml").exists()
+
+    def acquire(self) -> None:
+        """Make the folder and take its lock, which the kernel frees when this process ends.
+
+        Raises:
+            SettingsError: A live process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(lock, 100).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise SettingsError(
+                f"run folder {self.path} is in use by a live run (process {holder}). Wait for it, stop it, or choose "
+                "another name with --run.name=NAME."
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock = lock
+
+    def release(self) -> None:
+        """Give the lock back. Can be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def archive(self) -> Path:
+        """Move the run that is there aside, keep the lock on a new folder, and say where the old one went."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        aside = self.path.with_name(f"{self.path.name}.{stamp}")
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.path.with_name(f"{self.path.name}.{stamp}-{number}")
+        self.path.rename(aside)
+        self.release()
+        self.acquire()
+        return aside
+
+    def write_settings(self, settings: Settings) -> None:
+        """Write the settings as they apply, defaults included."""
+        write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
+
+    def check_resume(self, settings: Settings) -> None:
+        """Refuse to resume with settings that would change what is learnt.
+
+        Raises:
+            SettingsError: What differs, and which settings may.
+        """
+        before = _flat(tomllib.loads((self.path / "settings.toml").read_text()))
+        now = _flat(_without_none(plain_settings(settings)))
+        differing = [
+            f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name) and name not in CHANGEABLE_ON_RESUME
+        ]
+        if differing:
+            lines = "\n".join(differing)
+            raise SettingsError(
+                f"run {self.path} cannot be resumed with other settings:\n{lines}\nSet them back, or start a new run "
+                f"with --run.name=NAME. These may differ: {', '.join(CHANGEABLE_ON_RESUME)}."
+            )
+
+    def write_summary(self, summary: Mapping[str, Any]) -> Path:
+        """Write `summary.json`."""
+        file = self.path / "summary.json"
+        write_durably(file, (json.dumps(summary, indent=2) + "\n").encode())
+        return file
+
+
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Settings as nested dicts of plain values."""
+    values = settings.model_dump(mode="json")
+    return {section: dict(fields) for section, fields in values.items()}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        section: {name: value for name, value in fields.items() if value is not None}
+        for section, fields in values.items()
+    }
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}

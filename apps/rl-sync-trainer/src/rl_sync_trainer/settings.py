@@ -1,0 +1,233 @@
+"""Every setting of the synchronous trainer; `train --help` prints this file's words.
+
+Values come from, in falling order: the command line (`--trainer.steps=20`), environment variables
+(`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. Nothing is ever rewritten by the program.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from rl_distill.options import LearnerOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Where the run lives.
+
+    Attributes:
+        name: Folder of the run, below `directory`.
+        directory: Where runs are kept.
+        seed: Of prompt order and sampling.
+        if_exists: When the folder holds a run already: "refuse", "resume" it, or "archive" it under another
+            name and start anew.
+    """
+
+    name: str = "run"
+    directory: Path = Path("runs")
+    seed: int = 0
+    if_exists: Literal["refuse", "resume", "archive"] = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """The model that is trained.
+
+    Attributes:
+        path: Hugging Face folder with configuration, tokenizer and safetensors.
+        learner: "megatron", or "torch" (the plain reference learner).
+    """
+
+    path: Path
+    learner: Literal["megatron", "torch"] = "megatron"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    """The problems.
+
+    Attributes:
+        train: Parquet, JSONL, or a Hugging Face dataset on disk.
+        validation: Evaluated every `trainer.validate_every` steps; use it to choose settings.
+        test: Evaluated only before the first and after the last step; never used to choose anything.
+        max_tokens: Longest prompt, template included.
+        overlong: What to do with a longer one: "error" or "drop".
+        validation_limit: Use only the first so many validation problems; none uses all.
+    """
+
+    train: Path
+    validation: Path | None = None
+    test: Path | None = None
+    max_tokens: int = 1024
+    overlong: Literal["error", "drop"] = "error"
+    validation_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """How responses are made.
+
+    Attributes:
+        engine: "vllm", "transformers", or the name of one installed by another package.
+        placement: "inline" (in the learner's process, where a debugger works) or "process" (its own).
+        loop: Agent loop by name.
+        prompts_per_step: Prompts of a step.
+        group_size: Sessions of each prompt.
+        max_response_tokens: Longest response.
+        temperature: Of training samples.
+        top_p: Nucleus of training samples; 1 keeps every token.
+        top_k: Keep the k likeliest tokens; none keeps all.
+        deadline_s: Longest wait for one step's rollouts.
+        start_deadline_s: Longest wait for the engine to start.
+    """
+
+    engine: str = "vllm"
+    placement: Literal["inline", "process"] = "inline"
+    loop: str = "single_turn"
+    prompts_per_step: int = 64
+    group_size: int = 8
+    max_response_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    deadline_s: float = 3600.0
+    start_deadline_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """How responses are scored.
+
+    Attributes:
+        function: Name of a built-in reward, or `path.py:function`.
+        timeout_s: Longest time of one call; none means no limit.
+        max_concurrency: Calls that run at once.
+    """
+
+    function: str
+    timeout_s: float | None = 30.0
+    max_concurrency: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSettings:
+    """What is optimised.
+
+    Attributes:
+        advantage: "grpo" (groups centred and divided by their standard deviation) or "dr_grpo" (centred only).
+        policy_loss: "ppo_clip".
+        clip_low: PPO's ratio is clipped below 1 - clip_low.
+        clip_high: PPO's ratio is clipped above 1 + clip_high.
+        dual_clip: Bound of the loss for negative advantages; none turns it off.
+        aggregation: "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" or "seq-mean-token-mean",
+            over the whole batch.
+        kl_coefficient: Weight of the KL to the frozen initial policy in the loss; 0 loads no reference.
+        kl_estimator: "k1", "k2", "k3" or "abs".
+        entropy_coefficient: Weight of the entropy bonus.
+        old_logprobs: PPO's denominator: "rollout" takes the engine's logprobs, "recompute" the learner's own
+            before the update.
+        correction: Truncated importance sampling for the engine's mismatch: "none", "token" or "sequence"; needs
+            old_logprobs = "recompute".
+        correction_cap: Largest importance weight.
+    """
+
+    advantage: str = "grpo"
+    policy_loss: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    aggregation: str = "token-mean"
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    correction: Literal["none", "token", "sequence"] = "none"
+    correction_cap: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """The loop.
+
+    Attributes:
+        steps: Steps to train; each makes one batch of rollouts.
+        minibatches: Optimizer updates that a step's groups are divided into.
+        validate_every: Steps between validations; 0 validates only at the end.
+        validate_first: Also validate before the first step.
+        checkpoint_every: Steps between checkpoints; 0 writes only the last.
+        keep_checkpoints: How many of the newest to keep.
+        canary_prompts: Prompts whose logprobs prove each weight update.
+        proof_tolerance: Largest canary difference in nats; none chooses by the engine's dtype.
+    """
+
+    steps: int = 100
+    minibatches: int = 1
+    validate_every: int = 10
+    validate_first: bool = True
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 2
+    canary_prompts: int = 4
+    proof_tolerance: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSettings:
+    """What the run says.
+
+    Attributes:
+        console: "auto" (a progress bar in a terminal, else plain lines), "bar", "lines" or "off".
+        strict: Fail on a metric that is not defined, instead of a warning.
+        log_validation_generations: Validation responses written to `generations/` each time.
+    """
+
+    console: Literal["auto", "bar", "lines", "off"] = "auto"
+    strict: bool = False
+    log_validation_generations: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How the engine runs; only a few of these matter to an engine other than vLLM.
+
+    Attributes:
+        dtype: "float32" or "bfloat16".
+        max_num_seqs: Sequences decoded at once.
+        max_num_batched_tokens: Tokens of one engine step.
+        kv_cache_gib: KV cache of a CPU engine, in GiB.
+        gpu_memory_utilization: Share of the GPU's memory for weights and KV cache.
+        enforce_eager: Skip compilation; starts faster, and is right on CPUs.
+        enable_prefix_caching: Share the KV of equal prefixes.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    kv_cache_gib: float = 1.0
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+
+
+class Settings(BaseSettings):
+    """All settings of a run."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+    policy: PolicySettings
+    prompts: PromptSettings
+    reward: RewardSettings
+    run: RunSettings = Field(default_factory=RunSettings)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    metrics: MetricSettings = Field(default_factory=MetricSettings)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where everything of the run lies."""
+        return self.run.directory / self.run.name
+

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class StopRequestedError(Exception):
+    """The user asked the run to stop."""
+
+
+class StopSignal:
+    """Remembers the first signal, and wakes whoever waits for it."""
+
+    def __init__(self) -> None:
+        """Nothing was asked yet."""
+        self.number: int | None = None
+        self._event = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def exit_status(self) -> int:
+        """130 after SIGINT, 143 after SIGTERM."""
+        return 128 + (self.number or signal.SIGTERM)
+
+    def __enter__(self) -> "StopSignal":
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = number
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    def check(self) -> None:
+        """Raise StopRequestedError once a signal came."""
+        if self.number is not None:
+            raise StopRequestedError
+
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for work, and cancel it when a signal comes.
+
+        Raises:
+            StopRequestedError: A signal came first; the work was cancelled and has ended.
+        """
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise StopRequestedError
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()

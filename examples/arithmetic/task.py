@@ -1,0 +1,66 @@
+"""The problems: two-digit sums and differences, and how a demonstration answers them."""
+
+import random
+from dataclasses import dataclass
+
+LARGEST_OPERAND = 99
+NUM_VALIDATION = 500
+NUM_TEST = 500
+CHARACTERS = "0123456789+-=:,;"
+PAD_TOKEN = "<pad>"
+END_TOKEN = "<eos>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One sum or difference.
+
+    Attributes:
+        left: First operand, 0 to 99.
+        operator: "+" or "-".
+        right: Second operand, 0 to 99.
+    """
+
+    left: int
+    operator: str
+    right: int
+
+    @property
+    def question(self) -> str:
+        """Such as "37+58", both operands with two digits."""
+        return f"{self.left:02d}{self.operator}{self.right:02d}"
+
+    @property
+    def answer(self) -> str:
+        """Such as "95" or "-21"."""
+        return str(self.left + self.right if self.operator == "+" else self.left - self.right)
+
+    @property
+    def scratchpad(self) -> str:
+        """Such as ";15,8:95": the column sums of units and tens, then the answer."""
+        sign = 1 if self.operator == "+" else -1
+        units = self.left % 10 + sign * (self.right % 10)
+        tens = self.left // 10 + sign * (self.right // 10)
+        return f";{units},{tens}:{self.answer}"
+
+
+def final_answer(response: str) -> str:
+    """The answer in a response: after the last colon of a scratchpad, else the whole of it."""
+    return response.rpartition(":")[2] if response.startswith(";") else response
+
+
+def split_problems(seed: int = 0) -> dict[str, list[Problem]]:
+    """All 20,000 problems, shuffled, in three parts that share none.
+
+    `train` is learnt from, `validation` may be looked at to choose settings, `test` is only reported.
+    """
+    operands = range(LARGEST_OPERAND + 1)
+    problems = [Problem(left, operator, right) for left in operands for right in operands for operator in "+-"]
+    random.Random(seed).shuffle(problems)
+    held_out = NUM_VALIDATION + NUM_TEST
+    return {
+        "train": problems[held_out:],
+        "validation": problems[:NUM_VALIDATION],
+        "test": problems[NUM_VALIDATION:held_out],
+    }
