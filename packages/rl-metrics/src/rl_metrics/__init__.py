@@ -1,0 +1,47 @@
+"""What a run says: definitions, reductions, validation, trackers."""
+
+from rl_metrics.definitions import Band, Metric, MetricTable
+from rl_metrics.events import EventLog, read_events
+from rl_metrics.memory import memory_metrics
+from rl_metrics.mismatch_metrics import summarize_mismatch
+from rl_metrics.reduction import Recorder
+from rl_metrics.rollout_metrics import (
+    summarize_batch,
+    summarize_components,
+    summarize_rewards,
+    summarize_speed,
+    summarize_timings,
+)
+from rl_metrics.table import DEFINITIONS
+from rl_metrics.trackers.console import ConsoleTracker, Reading
+from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_metrics
+from rl_metrics.trackers.protocol import Tracker
+from rl_metrics.validation import ValidationResponses, headline, summarize_validation
+
+__all__ = [
+    "DEFINITIONS",
+    "Band",
+    "ConsoleTracker",
+    "EventLog",
+    "Fanout",
+    "JsonlTracker",
+    "Metric",
+    "MetricRow",
+    "MetricTable",
+    "Reading",
+    "Recorder",
+    "Tracker",
+    "ValidationResponses",
+    "headline",
+    "memory_metrics",
+    "read_events",
+    "read_metrics",
+    "summarize_batch",
+    "summarize_components",
+    "summarize_mismatch",
+    "summarize_rewards",
+    "summarize_speed",
+    "summarize_timings",
+    "summarize_validation",
+]

@@ -1,0 +1,8 @@
+"""`python -m rl_metrics` is `rl-metrics`."""
+
+import sys
+
+from rl_metrics.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""events.jsonl: what happened in a run, as structured events."""
+
+import re
+import time
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+
+EVENT_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+"""Events have constant snake_case names; what varies is in the fields."""
+
+RESERVED = frozenset({"event", "time"})
+
+
+class EventLog:
+    """Appends events to a file; a kill at any moment loses at most the line being written."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Open or create the file; what is in it stays.
+
+        Args:
+            path: Such as `run/events.jsonl`.
+            clock: Seconds since the epoch.
+        """
+        self._writer = JsonLinesWriter(path)
+        self._clock = clock
+
+    def write(self, event: str, /, **fields: Json) -> None:
+        """Append one event.
+
+        Args:
+            event: Constant snake_case name, such as "checkpoint_saved".
+            fields: What belongs to it, such as step=20; anything that is no JSON is written as text.
+
+        Raises:
+            DataError: The name is not snake_case, or a field is called "event" or "time".
+        """
+        if not EVENT_NAME.fullmatch(event):
+            raise DataError(f"an event's name is constant snake_case; found {event!r}. Put what varies into fields.")
+        if reserved := RESERVED & fields.keys():
+            raise DataError(f"event {event!r} has a field called {min(reserved)!r}, which is taken; rename it.")
+        self._append(event, fields)
+
+    def structlog_processor(
+        self, _logger: Any, method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """A structlog processor that copies warnings and errors into the file, and passes everything on."""
+        if method in ("warning", "error", "critical", "exception"):
+            fields = {key: value for key, value in event.items() if key not in ("event", "timestamp", *RESERVED)}
+            self._append(str(event.get("event", "")), {"level": method, **fields})
+        return event
+
+    def close(self) -> None:
+        """Close the file. Can be called twice."""
+        self._writer.close()
+
+    def _append(self, event: str, fields: dict[str, Any]) -> None:
+        self._writer.append({"time": round(self._clock(), 3), "event": event, **fields})
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a run, in order; torn lines are left out."""
+    return [row for row in read_json_lines(path) if "event" in row]

@@ -1,0 +1,89 @@
+"""The table of metrics as a terminal table, JSON, or the page docs/metrics.md."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_metrics.definitions import Metric
+from rl_metrics.table import FAMILIES
+
+PAGE_HEAD = """# Metrics
+
+Every metric of the project, as defined in `packages/rl-metrics/src/rl_metrics/table.py`. Written by
+`rl-metrics list --markdown > docs/metrics.md`; a test fails when it is out of date.
+
+A name with `{placeholders}` is a family. *Reduced* says how the values of one step, its micro-batches and ranks become
+one. *Healthy* is where a run usually does well; a value outside is a reason to look, not a verdict. Unit `1` is a plain
+number.
+"""
+
+
+def matching(pattern: str) -> dict[str, tuple[Metric, ...]]:
+    """Metrics by chapter whose name or meaning contains the pattern, whatever the case; "" gives all."""
+    wanted = pattern.lower()
+    found = {
+        chapter: tuple(m for m in metrics if wanted in m.name.lower() or wanted in m.meaning.lower())
+        for chapter, metrics in FAMILIES.items()
+    }
+    return {chapter: metrics for chapter, metrics in found.items() if metrics}
+
+
+def as_markdown(chapters: dict[str, tuple[Metric, ...]]) -> str:
+    """The docs page."""
+    parts = [PAGE_HEAD]
+    for chapter, metrics in chapters.items():
+        rows = "\n".join(_markdown_row(metric) for metric in metrics)
+        parts.append(
+            f"## {chapter}\n\n| name | unit | reduced | meaning | healthy |\n|---|---|---|---|---|\n{rows}\n",
+        )
+    return "\n".join(parts)
+
+
+def as_json(chapters: dict[str, tuple[Metric, ...]]) -> str:
+    """A JSON list of the definitions."""
+    rows = [_json_row(metric, chapter) for chapter, metrics in chapters.items() for metric in metrics]
+    return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+
+
+def show(chapters: dict[str, tuple[Metric, ...]], console: Console) -> None:
+    """Write terminal tables, one for each chapter."""
+    for chapter, metrics in chapters.items():
+        table = Table(title=chapter, title_justify="left", expand=True)
+        table.add_column("name", style="bold", overflow="fold", ratio=4)
+        for column, ratio in (("unit", 1), ("reduced", 2), ("meaning", 6), ("healthy", 2)):
+            table.add_column(column, ratio=ratio)
+        for metric in metrics:
+            table.add_row(*(Text(cell) for cell in _cells(metric)))
+        console.print(table)
+    console.print(f"{_count(chapters.values())} metrics and families")
+
+
+def _count(groups: Iterable[tuple[Metric, ...]]) -> int:
+    return sum(len(metrics) for metrics in groups)
+
+
+def _cells(metric: Metric) -> tuple[str, str, str, str, str]:
+    return metric.name, metric.unit, metric.reduced, metric.meaning, str(metric.healthy) if metric.healthy else ""
+
+
+def _markdown_row(metric: Metric) -> str:
+    name, unit, reduced, meaning, healthy = _cells(metric)
+    band = f"{healthy} ({metric.healthy.source})" if metric.healthy else ""
+    return f"| `{name}` | {unit} | {reduced} | {meaning} | {band} |"
+
+
+def _json_row(metric: Metric, chapter: str) -> dict[str, Any]:
+    healthy = metric.healthy
+    return {
+        "name": metric.name,
+        "chapter": chapter,
+        "unit": metric.unit,
+        "reduction": metric.reduction,
+        "weighted_by": metric.weighted_by if metric.reduction == "mean" else None,
+        "meaning": metric.meaning,
+        "healthy": None if healthy is None else {"low": healthy.low, "high": healthy.high, "source": healthy.source},
+    }

@@ -1,0 +1,230 @@
+"""Values of one step, from micro-batches and ranks, reduced exactly as their definitions say.
+
+Sums are kept as fractions, so a reduced value is the correctly rounded one, and the same bits, however the
+values were split over micro-batches and ranks, and in whatever order they came.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, SupportsFloat
+
+import structlog
+
+from rl_core.errors import DataError
+from rl_metrics.definitions import Metric, MetricTable, Reduction
+from rl_metrics.table import DEFINITIONS
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sum:
+    """What has been recorded for one metric.
+
+    Attributes:
+        reduction: How it becomes one value.
+        total: Weighted sum of the finite values; of "sum", their sum.
+        weight: Sum of the weights of the finite values.
+        extreme: Smallest, largest or newest finite value, by reduction.
+        num_nonfinite: NaN and infinite values, which are in none of the others.
+    """
+
+    reduction: Reduction
+    total: Fraction = field(default_factory=Fraction)
+    weight: Fraction = field(default_factory=Fraction)
+    extreme: float | None = None
+    num_nonfinite: int = 0
+
+    def add(self, value: float, weight: float) -> None:
+        if not math.isfinite(value):
+            self.num_nonfinite += 1
+        elif self.reduction in ("mean", "sum"):
+            exact_weight = Fraction(weight)
+            self.total += Fraction(value) * exact_weight if self.reduction == "mean" else Fraction(value)
+            self.weight += exact_weight
+        else:
+            self.add_extreme(value)
+
+    def add_extreme(self, value: float) -> None:
+        if self.extreme is None or self.reduction == "last":
+            self.extreme = value
+        else:
+            self.extreme = min(self.extreme, value) if self.reduction == "min" else max(self.extreme, value)
+
+    def merge(self, other: "_Sum") -> None:
+        self.total += other.total
+        self.weight += other.weight
+        self.num_nonfinite += other.num_nonfinite
+        if other.extreme is not None:
+            self.add_extreme(other.extreme)
+
+    def value(self) -> float | None:
+        """The reduced value; NaN when only non-finite ones came, None when nothing with a weight did."""
+        if self.reduction in ("mean", "sum"):
+            if self.weight > 0:
+                return float(self.total / self.weight if self.reduction == "mean" else self.total)
+        elif self.extreme is not None:
+            return self.extreme
+        return math.nan if self.num_nonfinite else None
+
+
+class Recorder:
+    """Collects the metrics of one step; `reduce` gives one value each.
+
+    A NaN or infinite value is left out of its metric and counted in `nonfinite/{metric}`, which is reported
+    only when there is one. A value with weight 0 (the mean of nothing) does not count at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        definitions: MetricTable = DEFINITIONS,
+        strict: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Make an empty recorder.
+
+        Args:
+            definitions: The metrics that may be recorded.
+            strict: An undefined metric is an error (tests); False warns once and takes the mean.
+            clock: Seconds, for `timer`.
+        """
+        self._definitions = definitions
+        self._strict = strict
+        self._clock = clock
+        self._sums: dict[str, _Sum] = {}
+
+    def record(self, name: str, value: SupportsFloat, *, weight: SupportsFloat = 1.0) -> None:
+        """Add one value.
+
+        Args:
+            name: A defined metric.
+            value: A number, or a scalar array or tensor.
+            weight: How many tokens, trajectories, ... (the definition's `weighted_by`) the value is the mean of;
+                counts in means only.
+
+        Raises:
+            DataError: The name is undefined (strict), or the weight is negative or not finite.
+        """
+        weight = float(weight)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise DataError(f"weight of {name} must be finite and at least 0; found {weight}. Pass how many it counts.")
+        entry = self._entry(name)
+        if weight > 0:
+            entry.add(float(value), weight)
+
+    def record_all(self, values: Mapping[str, SupportsFloat], *, weight: SupportsFloat = 1.0) -> None:
+        """Add one value to each of several metrics, with one weight."""
+        for name, value in values.items():
+            self.record(name, value, weight=weight)
+
+    def record_sums(self, sums: Mapping[str, tuple[SupportsFloat, SupportsFloat]]) -> None:
+        """Add pairs (weighted sum, weight), as objectives give them for each micro-batch.
+
+        Raises:
+            DataError: A metric is neither a mean nor a sum, or a weight is negative or not finite.
+        """
+        for name, (weighted_sum, weight) in sums.items():
+            entry = self._entry(name)
+            if entry.reduction not in ("mean", "sum"):
+                raise DataError(
+                    f"{name} is reduced by {entry.reduction!r}; a pair (weighted sum, weight) fits only 'mean' "
+                    "and 'sum'. Record its value with Recorder.record."
+                )
+            total, count = float(weighted_sum), float(weight)
+            if not (math.isfinite(count) and count >= 0):
+                raise DataError(f"weight of {name} must be finite and at least 0; found {count}.")
+            if count == 0:
+                continue
+            if math.isfinite(total):
+                entry.total += Fraction(total)
+                entry.weight += Fraction(count)
+            else:
+                entry.num_nonfinite += 1
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Record the time of a block as `timing_s/{phase}`, also when it raises."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.record(f"timing_s/{phase}", self._clock() - started)
+
+    def merge(self, other: "Recorder") -> None:
+        """Add everything that another recorder holds; of a "last" metric its value becomes the newest.
+
+        Raises:
+            DataError: The two define a metric differently.
+        """
+        for name, theirs in other._sums.items():
+            ours = self._entry(name)
+            if ours.reduction != theirs.reduction:
+                raise DataError(
+                    f"{name} is reduced by {ours.reduction!r} here and by {theirs.reduction!r} in the recorder to "
+                    "merge; give both the same MetricTable."
+                )
+            ours.merge(theirs)
+
+    def reduce(self) -> dict[str, float]:
+        """One value of each metric, in the order in which they were first recorded.
+
+        A metric of which nothing with a weight was recorded is left out; one that had only non-finite values is NaN.
+        """
+        values: dict[str, float] = {}
+        nonfinite: dict[str, float] = {}
+        for name, entry in self._sums.items():
+            value = entry.value()
+            if value is not None:
+                values[name] = value
+            if entry.num_nonfinite:
+                nonfinite[f"nonfinite/{name}"] = float(entry.num_nonfinite)
+        if nonfinite:
+            log.warning(
+                "nonfinite_metrics", counts={name.removeprefix("nonfinite/"): n for name, n in nonfinite.items()}
+            )
+        return values | nonfinite
+
+    def clear(self) -> None:
+        """Forget everything, for the next step."""
+        self._sums.clear()
+
+    def definition(self, name: str) -> Metric:
+        """How this recorder defines a metric."""
+        return self._definitions.resolve(name, strict=self._strict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything recorded as JSON values, exact, to send to another rank."""
+        return {
+            name: {
+                "total": entry.total.as_integer_ratio(),
+                "weight": entry.weight.as_integer_ratio(),
+                "extreme": entry.extreme,
+                "num_nonfinite": entry.num_nonfinite,
+            }
+            for name, entry in self._sums.items()
+        }
+
+    def merge_json(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what another rank's `to_json` gave."""
+        for name, theirs in state.items():
+            ours = self._entry(name)
+            ours.merge(
+                _Sum(
+                    reduction=ours.reduction,
+                    total=Fraction(*theirs["total"]),
+                    weight=Fraction(*theirs["weight"]),
+                    extreme=theirs["extreme"],
+                    num_nonfinite=theirs["num_nonfinite"],
+                )
+            )
+
+    def _entry(self, name: str) -> _Sum:
+        entry = self._sums.get(name)
+        if entry is None:
+            entry = self._sums[name] = _Sum(reduction=self.definition(name).reduction)
+        return entry

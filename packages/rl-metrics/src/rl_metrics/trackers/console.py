@@ -1,0 +1,191 @@
+"""The console: what is starting, how the steps go, and what came out."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+from rich.console import Console
+
+from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
+from rl_metrics.validation import headline
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A number that the console shows of each step.
+
+    Attributes:
+        label: Such as "kl".
+        names: Metrics; the first that the step has is shown.
+        format: A format specification, such as ".3f".
+        unit: Shown behind the value.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    format: str = ".3f"
+    unit: str = ""
+
+
+READINGS = (
+    Reading(label="loss", names=("sft/loss",), format=".4f"),
+    Reading(label="reward", names=("critic/rewards/mean", "critic/score/mean")),
+    Reading(label="kl", names=("actor/kl_loss", "actor/ppo_kl", "rollout_corr/kl"), format=".2g"),
+    Reading(label="entropy", names=("actor/entropy",)),
+    Reading(label="speed", names=("perf/throughput", "sft/throughput"), format=",.0f", unit=" tok/s"),
+)
+"""What the console shows unless told otherwise, beside the newest validation."""
+
+
+class ConsoleTracker:
+    """Shows a run: a live display in a terminal, plain lines otherwise.
+
+    Nothing that it does can stop a run: when the terminal is gone or cannot show something, it warns once and
+    is silent from then on.
+    """
+
+    def __init__(
+        self,
+        *,
+        console: Console | None = None,
+        min_interval_s: float = 10.0,
+        readings: Sequence[Reading] = READINGS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a console; nothing is written yet.
+
+        Args:
+            console: Where to write; None is the standard output.
+            min_interval_s: Outside a terminal, least seconds between the lines of two steps.
+            readings: What to show of a step.
+            clock: Seconds.
+        """
+        target = console if console is not None else RunConsole()
+        self._view: View | None
+        if target.is_interactive:
+            self._view = LiveView(target, clock=clock)
+        else:
+            self._view = PlainView(target, min_interval_s=min_interval_s, clock=clock)
+        self._readings = tuple(readings)
+        self._clock = clock
+        self._title = "training"
+        self._total_steps = 0
+        self._first_step = 0
+        self._began_s = 0.0
+        self._has_begun = False
+        self._validation: float | None = None
+
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        self._draw(lambda view: view.say(text))
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Show that something slow runs, at once, and how long it took, also when it fails.
+
+        Args:
+            text: What runs, such as "starting vLLM".
+        """
+        self._draw(lambda view: view.phase_began(text))
+        began_s = self._clock()
+        outcome = "failed after "
+        try:
+            yield
+            outcome = ""
+        finally:
+            took = f"{outcome}{self._clock() - began_s:.1f} s"
+            self._draw(lambda view: view.phase_ended(text, took))
+
+    def begin(self, title: str, *, total_steps: int, done_steps: int = 0) -> None:
+        """Start a bar of steps; the bar before it ends.
+
+        Args:
+            title: Such as "warm start" or "GRPO".
+            total_steps: Number of the last step.
+            done_steps: Steps done before, in a resumed run.
+        """
+        self._title, self._total_steps = title, total_steps
+        self._start(done_steps)
+        self._draw(lambda view: view.progress_began(title, total_steps, done_steps))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show one step: its readings, its validation if it had one, and the time left."""
+        validation = headline(metrics)
+        if validation is not None:
+            self._validation = validation
+        if not self._has_begun:
+            self._start(step - 1)
+        report = StepReport(
+            title=self._title,
+            step=step,
+            total_steps=max(self._total_steps, step),
+            readings=self._shown(metrics),
+            eta=self._eta(step),
+            validation=None if validation is None else f"{validation:.3f}",
+            is_due=validation is not None or step == self._total_steps,
+        )
+        self._draw(lambda view: view.stepped(report))
+
+    def end(self) -> None:
+        """End the bar of steps. Can be called twice."""
+        self._has_begun = False
+        self._draw(lambda view: view.progress_ended())
+
+    def summary(self, title: str, rows: Mapping[str, object]) -> None:
+        """End the bar and show a table: what came out, and where everything lies.
+
+        Args:
+            title: Such as "run finished".
+            rows: Value by name; a float is shown with four digits.
+        """
+        self.end()
+        table = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in rows.items()]
+        self._draw(lambda view: view.table(title, table))
+
+    def close(self) -> None:
+        """Give the terminal back. Can be called twice."""
+        self._draw(lambda view: view.close())
+
+    def _start(self, done_steps: int) -> None:
+        self._first_step = done_steps
+        self._began_s = self._clock()
+        self._has_begun = True
+
+    def _shown(self, metrics: Mapping[str, float]) -> tuple[Row, ...]:
+        shown: list[Row] = []
+        for reading in self._readings:
+            value = next((metrics[name] for name in reading.names if name in metrics), None)
+            if value is not None:
+                shown.append((reading.label, f"{value:{reading.format}}{reading.unit}"))
+        if self._validation is not None:
+            shown.append(("validation", f"{self._validation:.3f}"))
+        return tuple(shown)
+
+    def _eta(self, step: int) -> str:
+        done, left = step - self._first_step, self._total_steps - step
+        if done <= 0 or left <= 0:
+            return ""
+        return duration_text((self._clock() - self._began_s) / done * left)
+
+    def _draw(self, draw: Callable[[View], None]) -> None:
+        if self._view is None:
+            return
+        try:
+            draw(self._view)
+        except Exception as error:
+            self._view = None
+            log.warning("console_failed", error=f"{type(error).__name__}: {error}")
+
+
+def duration_text(seconds: float) -> str:
+    """`42 s`, `3:05` or `1:02:03`."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

@@ -1,0 +1,48 @@
+"""Several trackers as one; none of them can stop a run."""
+
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from rl_metrics.trackers.protocol import Tracker
+
+log = structlog.get_logger(__name__)
+
+
+class Fanout:
+    """Passes metrics to trackers; one that raises is warned of once, closed and left out from then on."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        """Hold the trackers.
+
+        Args:
+            trackers: By name, as it appears in the warning.
+        """
+        self._trackers = dict(trackers)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the trackers that still work."""
+        return tuple(self._trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of one step to every tracker that still works."""
+        for name, tracker in list(self._trackers.items()):
+            if not self._survives(name, lambda tracker=tracker: tracker.log(step, metrics)):  # type: ignore[misc]
+                del self._trackers[name]
+                self._survives(name, tracker.close, is_silent=True)
+
+    def close(self) -> None:
+        """Close all trackers. Can be called twice."""
+        while self._trackers:
+            name, tracker = self._trackers.popitem()
+            self._survives(name, tracker.close)
+
+    def _survives(self, name: str, call: Callable[[], None], *, is_silent: bool = False) -> bool:
+        try:
+            call()
+        except Exception as error:
+            if not is_silent:
+                log.warning("tracker_failed", tracker=name, error=f"{type(error).__name__}: {error}")
+            return False
+        return True
