@@ -1,0 +1,57 @@
+"""Rollouts: prompts, engines, agent loops and rewards. Importing this loads no engine and no torch."""
+
+from rl_rollout.audit import audit_trajectory
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.loops import (
+    AgentLoop,
+    LoopContext,
+    SessionLoop,
+    SessionResult,
+    SingleTurnLoop,
+    resolve_loop,
+)
+from rl_rollout.prompts import PromptOptions, PromptSet, PromptSource, PromptTokenizer, load_prompts
+from rl_rollout.rewards import (
+    MathVerify,
+    RewardFunction,
+    RewardInput,
+    RewardResult,
+    RewardScorer,
+    Scored,
+    quick,
+    resolve_reward,
+)
+from rl_rollout.rollout import GroupResult, Rollout, require_some_success
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentLoop",
+    "EngineTraits",
+    "GenerateRequest",
+    "Generation",
+    "GroupResult",
+    "LoopContext",
+    "MathVerify",
+    "PromptOptions",
+    "PromptSet",
+    "PromptSource",
+    "PromptTokenizer",
+    "RewardFunction",
+    "RewardInput",
+    "RewardResult",
+    "RewardScorer",
+    "Rollout",
+    "RolloutEngine",
+    "SamplingParams",
+    "Scored",
+    "SessionLoop",
+    "SessionResult",
+    "SingleTurnLoop",
+    "audit_trajectory",
+    "load_prompts",
+    "quick",
+    "require_some_success",
+    "resolve_loop",
+    "resolve_reward",
+]

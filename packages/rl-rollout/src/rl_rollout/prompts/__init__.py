@@ -1,0 +1,19 @@
+"""Prompts: files in, checked and tokenized prompts out."""
+
+from rl_rollout.prompts.prompt_set import PromptOptions, PromptSet, load_prompts
+from rl_rollout.prompts.rows import Rows, open_rows
+from rl_rollout.prompts.schema import Problem, read_problem
+from rl_rollout.prompts.source import PromptSource
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+
+__all__ = [
+    "Problem",
+    "PromptOptions",
+    "PromptSet",
+    "PromptSource",
+    "PromptTokenizer",
+    "Rows",
+    "load_prompts",
+    "open_rows",
+    "read_problem",
+]

@@ -1,0 +1,100 @@
+"""One response to each prompt."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rl_core.errors import EngineError
+from rl_core.records import NO_VERSION, Prompt, Timings, Trajectory
+from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.loops.protocol import LoopContext, SessionResult
+from rl_rollout.rewards.scorer import Scored, reward_input
+
+
+class SingleTurnLoop:
+    """Asks the engine once for all sessions of a prompt, and scores what comes.
+
+    A session's generate_s is the time of that one request, hence the same for the whole group.
+    """
+
+    async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
+        """One trajectory a session, in order.
+
+        Raises:
+            EngineError: The engine cannot serve the request, or gave another number of responses.
+        """
+        request = GenerateRequest(input_ids=prompt.input_ids, sampling=context.sampling, num_samples=num_sessions)
+        started_at = time.perf_counter()
+        generations = await context.engine.generate(request)
+        generate_s = time.perf_counter() - started_at
+        if len(generations) != num_sessions:
+            raise EngineError(f"the engine gave {len(generations)} responses to a request for {num_sessions}.")
+        trajectories = [
+            trajectory_of(prompt, generation, session_index=index, generate_s=generate_s)
+            for index, generation in enumerate(generations)
+        ]
+        finished = [index for index, generation in enumerate(generations) if _failure_of(generation) is None]
+        texts = context.decode([generations[index].token_ids for index in finished])
+        inputs = [
+            reward_input(prompt, text=text, ids=generations[i].token_ids, finish_reason=generations[i].finish_reason)
+            for i, text in zip(finished, texts, strict=True)
+        ]
+        scored = dict(zip(finished, await context.scorer.score(inputs) if inputs else (), strict=True))
+        return [
+            with_reward([trajectories[index]], scored[index])
+            if index in scored
+            else SessionResult(trajectories=(trajectories[index],), failure=_failure_of(generation))
+            for index, generation in enumerate(generations)
+        ]
+
+
+def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int, generate_s: float) -> Trajectory:
+    """Prompt and response as one trajectory, the response's tokens exactly as sampled."""
+    num_prompt, num_response = len(prompt.input_ids), len(generation.token_ids)
+    num_tokens = num_prompt + num_response
+    loss_mask = np.zeros(num_tokens, dtype=np.bool_)
+    loss_mask[num_prompt:] = True
+    rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
+    rollout_logprobs[num_prompt:] = generation.logprobs
+    policy_versions = np.full(num_tokens, NO_VERSION, dtype=np.int32)
+    policy_versions[num_prompt:] = generation.policy_versions
+    return Trajectory(
+        prompt_uid=prompt.uid,
+        session_index=session_index,
+        input_ids=np.concatenate([prompt.input_ids, generation.token_ids]).astype(np.int32, copy=False),
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout_logprobs,
+        policy_versions=policy_versions,
+        finish_reason=generation.finish_reason,
+        timings=Timings(generate_s=generate_s, num_preempted=generation.num_preempted),
+    )
+
+
+def with_reward(trajectories: Sequence[Trajectory], scored: Scored) -> SessionResult:
+    """A session's trajectories with its reward; the last one carries the time that it took."""
+    *others, last = trajectories
+    last = replace(last, timings=replace(last.timings, reward_s=scored.reward_s))
+    result = scored.result
+    if result is None:
+        return SessionResult(trajectories=(*others, last), failure=scored.failure)
+    return SessionResult(
+        trajectories=tuple(
+            replace(
+                trajectory,
+                reward=result.reward,
+                reward_components=result.components,
+                extras={**trajectory.extras, **result.extras},
+            )
+            for trajectory in (*others, last)
+        )
+    )
+
+
+def _failure_of(generation: Generation) -> str | None:
+    if generation.finish_reason == "abort":
+        return f"the engine aborted the response after {len(generation.token_ids)} tokens"
+    if not len(generation.token_ids):
+        return "the engine gave a response without tokens"
+    return None

@@ -1,0 +1,47 @@
+"""Rows of a parquet file, by pyarrow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_core.errors import DataError, MissingExtraError
+from rl_core.records import Json
+
+BATCH_ROWS = 1024
+
+
+class ParquetRows:
+    """A parquet file as an Arrow table; a row becomes Python objects when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the table.
+
+        Raises:
+            DataError: pyarrow cannot read the file.
+            MissingExtraError: pyarrow is not installed.
+        """
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise MissingExtraError(f"{path}: parquet files need pyarrow. Run: pip install pyarrow") from error
+        self.path = path
+        try:
+            self._table = pq.read_table(path, memory_map=True)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a readable parquet file ({error}). Write it again.") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, row: int) -> dict[str, Json]:
+        """A row by its index from 0."""
+        rows: list[dict[str, Json]] = self._table.slice(row, 1).to_pylist()
+        return rows[0]
+
+    def __iter__(self) -> Iterator[dict[str, Json]]:
+        for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
+            yield from batch.to_pylist()
+
+    def locate(self, row: int) -> str:
+        """File and row, counted from 1."""
+        return f"{self.path}, row {row + 1}"

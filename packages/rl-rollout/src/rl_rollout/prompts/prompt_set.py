@@ -1,0 +1,211 @@
+"""All prompts of some files, checked and tokenized before anything heavy starts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from rl_core.batch import Ragged
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import Prompt
+from rl_rollout.prompts.rows import Rows, open_rows
+from rl_rollout.prompts.schema import Problem, read_problem
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+
+CHUNK_ROWS = 1024
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How rows become prompts.
+
+    Attributes:
+        max_prompt_tokens: Longest prompt, template included.
+        overlong: A longer one is an "error", or a "drop" that is counted.
+        plain_prompts: A string prompt is tokenized as it stands ("raw"), or as a user's message ("chat").
+        requires_ground_truth: Refuse rows without ground truth.
+    """
+
+    max_prompt_tokens: int
+    overlong: Literal["error", "drop"] = "error"
+    plain_prompts: Literal["raw", "chat"] = "raw"
+    requires_ground_truth: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that no prompt can meet."""
+        if self.max_prompt_tokens < 1:
+            raise SettingsError(f"max_prompt_tokens must be at least 1; found {self.max_prompt_tokens}.")
+
+
+class PromptSet:
+    """Prompts in file order; tokens are kept, columns are read again when a prompt is asked for.
+
+    Attributes:
+        uids: Content hash and row number of each prompt.
+        num_dropped: Rows left out because they were too long.
+        fingerprint: Hash of all tokens and uids; a resumed run must find the same.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Rows],
+        *,
+        uids: Sequence[str],
+        tokens: Ragged,
+        rows: NDArray[np.int64],
+        options: PromptOptions,
+    ) -> None:
+        """Hold what `load_prompts` made.
+
+        Args:
+            files: The opened files.
+            uids: N uids.
+            tokens: N rows of int32 tokens.
+            rows: [N, 2] index into files, and row in that file.
+            options: As the rows were read.
+        """
+        self._files = tuple(files)
+        self._tokens = tokens
+        self._rows = rows
+        self._options = options
+        self.uids = tuple(uids)
+        self.num_dropped = sum(map(len, files)) - len(self.uids)
+        digest = blake2b("\n".join(self.uids).encode(), digest_size=16)
+        digest.update(tokens.offsets.tobytes())
+        digest.update(tokens.values.tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Prompts in file order, for validation."""
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Prompt:
+        """A prompt by its index from 0."""
+        return self.prompt(index)
+
+    def prompt(self, index: int, *, uid_suffix: str = "") -> Prompt:
+        """A prompt by its index, its uid lengthened by a suffix."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt index {index} is not in 0..{len(self) - 1}")
+        file, row = self._rows[index].tolist()
+        problem = self._read(self._files[file][row], where=self._files[file].locate(row))
+        return Prompt(
+            uid=self.uids[index] + uid_suffix,
+            input_ids=self._tokens[index],
+            messages=problem.messages,
+            data_source=problem.data_source,
+            ground_truth=problem.ground_truth,
+            columns=problem.columns,
+        )
+
+    def _read(self, row: dict[str, object], *, where: str) -> Problem:
+        problem = read_problem(row, where=where, requires_ground_truth=self._options.requires_ground_truth)
+        return as_given(problem, self._options)
+
+
+def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: PromptOptions) -> PromptSet:
+    """Read, check and tokenize every row of the files, in their order.
+
+    Raises:
+        DataError: A file or row cannot be used; the message names file, row and field.
+        SettingsError: No file is given.
+    """
+    if not files:
+        raise SettingsError("no prompt file is given; expected at least one.")
+    opened = [open_rows(Path(path)) for path in files]
+    reader = _Reader(tokenizer, options)
+    for file_index, rows in enumerate(opened):
+        reader.read_file(file_index, rows)
+    if not reader.uids:
+        raise DataError(
+            f"all {reader.num_rows} rows of {', '.join(str(rows.path) for rows in opened)} are longer than "
+            f"max_prompt_tokens = {options.max_prompt_tokens}. Raise it."
+        )
+    prompts = PromptSet(
+        opened,
+        uids=reader.uids,
+        tokens=Ragged.from_rows(reader.tokens, dtype=np.int32),
+        rows=np.asarray(reader.rows, dtype=np.int64),
+        options=options,
+    )
+    log.info("prompts_loaded", num_prompts=len(prompts), num_dropped=prompts.num_dropped, files=[str(f) for f in files])
+    return prompts
+
+
+def as_given(problem: Problem, options: PromptOptions) -> Problem:
+    """A plain problem as the options want it: raw text, or one user's message."""
+    if problem.text is None or options.plain_prompts == "raw":
+        return problem
+    return Problem(
+        messages=({"role": "user", "content": problem.text},),
+        text=None,
+        data_source=problem.data_source,
+        ground_truth=problem.ground_truth,
+        columns=problem.columns,
+    )
+
+
+class _Reader:
+    """Collects uids, tokens and places of rows, a chunk at a time."""
+
+    def __init__(self, tokenizer: PromptTokenizer, options: PromptOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self.uids: list[str] = []
+        self.tokens: list[NDArray[np.int32]] = []
+        self.rows: list[tuple[int, int]] = []
+        self.num_rows = 0
+
+    def read_file(self, file_index: int, rows: Rows) -> None:
+        remaining = enumerate(rows)
+        while chunk := list(islice(remaining, CHUNK_ROWS)):
+            places = [rows.locate(row) for row, _ in chunk]
+            problems = [
+                as_given(
+                    read_problem(columns, where=where, requires_ground_truth=self._options.requires_ground_truth),
+                    self._options,
+                )
+                for (_, columns), where in zip(chunk, places, strict=True)
+            ]
+            encoded = self._encode(problems, places)
+            for (row, _), where, problem, ids in zip(chunk, places, problems, encoded, strict=True):
+                uid = f"{problem.digest()}-{self.num_rows}"
+                self.num_rows += 1
+                if self._fits(ids, where=where):
+                    self.uids.append(uid)
+                    self.tokens.append(np.asarray(ids, dtype=np.int32))
+                    self.rows.append((file_index, row))
+
+    def _encode(self, problems: Sequence[Problem], places: Sequence[str]) -> list[list[int]]:
+        plain = iter(self._tokenizer.encode([p.text for p in problems if p.text is not None], add_special_tokens=True))
+        rendered = [
+            self._tokenizer.render(problem.messages, where=f"{where}, field `prompt`")
+            for problem, where in zip(problems, places, strict=True)
+            if problem.text is None
+        ]
+        chats = iter(self._tokenizer.encode(rendered, add_special_tokens=False))
+        return [next(chats) if problem.text is None else next(plain) for problem in problems]
+
+    def _fits(self, ids: Sequence[int], *, where: str) -> bool:
+        if not ids:
+            raise DataError(f"{where}, field `prompt`: it gives no tokens; expected at least one.")
+        limit = self._options.max_prompt_tokens
+        if len(ids) <= limit:
+            return True
+        if self._options.overlong == "drop":
+            return False
+        raise DataError(
+            f"{where}, field `prompt`: {len(ids)} tokens, more than max_prompt_tokens = {limit}. "
+            'Raise the limit, shorten the prompt, or set overlong = "drop".'
+        )

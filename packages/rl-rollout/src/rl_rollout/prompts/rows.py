@@ -1,0 +1,114 @@
+"""Rows of the user's files: JSONL, parquet, and Hugging Face datasets on disk."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+from rl_rollout.prompts.hf_dataset import HfDatasetRows, is_hf_dataset
+from rl_rollout.prompts.parquet import ParquetRows
+
+EXTENSIONS = (".parquet", ".jsonl")
+
+
+class Rows(Protocol):
+    """The rows of one file."""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder as the user named it."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, Json]:
+        """A row by its index from 0."""
+        ...
+
+    def __iter__(self) -> Iterator[dict[str, Json]]: ...
+
+    def locate(self, row: int) -> str:
+        """Where a row is, in the user's words; rows and lines are counted from 1."""
+        ...
+
+
+class JsonlRows:
+    """One JSON object a line; blank lines are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and parse the whole file.
+
+        Raises:
+            DataError: A line is not UTF-8, not JSON, or not an object.
+        """
+        self.path = path
+        self._rows: list[dict[str, Json]] = []
+        self._lines: list[int] = []
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._rows.append(_parse_line(line, where=f"{path}, line {number}"))
+                    self._lines.append(number)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Json]:
+        """A row by its index from 0."""
+        return self._rows[row]
+
+    def __iter__(self) -> Iterator[dict[str, Json]]:
+        return iter(self._rows)
+
+    def locate(self, row: int) -> str:
+        """File and line, counted from 1 with blank lines."""
+        return f"{self.path}, line {self._lines[row]}"
+
+
+def open_rows(path: Path) -> Rows:
+    """Open a file by its extension, or a folder that `datasets` saved.
+
+    Raises:
+        DataError: The file is missing, empty, unreadable, or of an unknown kind.
+        MissingExtraError: The library that reads this kind is not installed.
+    """
+    if not path.exists():
+        raise DataError(f"{path} does not exist. Give the path of a {' or '.join(EXTENSIONS)} file.")
+    rows: Rows
+    if path.is_dir():
+        if not is_hf_dataset(path):
+            raise DataError(
+                f"{path} is a folder, but not one that datasets' save_to_disk wrote (it has no state.json). "
+                f"Give such a folder, or a {' or '.join(EXTENSIONS)} file."
+            )
+        rows = HfDatasetRows(path)
+    elif path.suffix == ".jsonl":
+        rows = JsonlRows(path)
+    elif path.suffix == ".parquet":
+        rows = ParquetRows(path)
+    else:
+        raise DataError(
+            f"{path} has the unknown extension {path.suffix!r}; expected {' or '.join(EXTENSIONS)}, or a folder "
+            "that datasets' save_to_disk wrote. Convert the file."
+        )
+    if not len(rows):
+        raise DataError(f"{path} has no rows; expected at least one.")
+    return rows
+
+
+def _parse_line(line: bytes, *, where: str) -> dict[str, Json]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.") from None
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}). Expected one object a line.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")

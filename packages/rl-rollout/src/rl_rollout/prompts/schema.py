@@ -1,0 +1,126 @@
+"""Two common schemas of a row: messages with a `reward_model`, and a plain `prompt` with an `answer`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a row says, before the tokenizer sees it.
+
+    Attributes:
+        messages: Chat messages; empty for a plain prompt.
+        text: The plain prompt; None when there are messages.
+        data_source: Name of the data set.
+        ground_truth: What the reward compares with.
+        columns: The row, untouched.
+    """
+
+    messages: tuple[Mapping[str, Json], ...]
+    text: str | None
+    data_source: str
+    ground_truth: Json
+    columns: Mapping[str, Json]
+
+    def digest(self) -> str:
+        """12 hex digits of the prompt, source and ground truth; equal on every machine."""
+        parts = [self.text if self.text is not None else self.messages, self.data_source, self.ground_truth]
+        canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+        return blake2b(canonical.encode(), digest_size=6).hexdigest()
+
+
+def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: bool = True) -> Problem:
+    """Check a row and take its parts.
+
+    Args:
+        row: Columns by name. `prompt` is a list of messages (`role`, `content`) or a string. The ground
+            truth is `reward_model.ground_truth`, or else `answer`. `data_source` is optional.
+        where: File and row, for messages.
+        requires_ground_truth: Refuse rows with neither ground truth nor answer.
+
+    Raises:
+        DataError: A field is missing or of another type; the message names file, row and field.
+    """
+    prompt = row.get("prompt")
+    if prompt is None:
+        found = ", ".join(sorted(map(str, row)))
+        raise DataError(f"{where}, field `prompt`: missing. Expected a string or a list of messages; found {found}.")
+    source = row.get("data_source")
+    if source is not None and (not isinstance(source, str) or not source):
+        raise DataError(f"{where}, field `data_source`: expected a non-empty string, found {_show(source)}.")
+    is_plain = isinstance(prompt, str)
+    return Problem(
+        messages=() if is_plain else _read_messages(prompt, where=where),
+        text=_check_text(prompt, where=where, field="prompt") if is_plain else None,
+        data_source=source or "default",
+        ground_truth=_read_ground_truth(row, where=where, is_required=requires_ground_truth),
+        columns=row,
+    )
+
+
+def _read_messages(prompt: Json, *, where: str) -> tuple[Mapping[str, Json], ...]:
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}, field `prompt`: expected a string or a list of messages, found {_show(prompt)}.")
+    if not prompt:
+        raise DataError(f"{where}, field `prompt`: expected at least one message, found an empty list.")
+    return tuple(_read_message(message, where=where, field=f"prompt[{i}]") for i, message in enumerate(prompt))
+
+
+def _read_message(message: Json, *, where: str, field: str) -> Mapping[str, Json]:
+    if not isinstance(message, dict):
+        raise DataError(f"{where}, field `{field}`: expected an object with role and content, found {_show(message)}.")
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            raise DataError(f"{where}, field `{field}.{key}`: expected a string, found {_show(message.get(key))}.")
+    if not message["role"]:
+        raise DataError(f"{where}, field `{field}.role`: expected a role such as 'user', found an empty string.")
+    _check_unicode(message["content"], where=where, field=f"{field}.content")
+    # Arrow gives every message all keys of the column; templates ask whether a key is there.
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool) -> Json:
+    reward_model = row.get("reward_model")
+    if reward_model is not None:
+        if not isinstance(reward_model, dict):
+            raise DataError(f"{where}, field `reward_model`: expected an object, found {_show(reward_model)}.")
+        if reward_model.get("ground_truth") is not None:
+            return reward_model["ground_truth"]
+        if is_required:
+            raise DataError(f"{where}, field `reward_model.ground_truth`: missing. Add what the reward compares with.")
+    answer = row.get("answer")
+    if answer is None and is_required:
+        raise DataError(
+            f"{where}, field `answer`: missing, and there is no `reward_model.ground_truth` either. Add one of them, "
+            "or allow rows without ground truth."
+        )
+    return answer
+
+
+def _check_text(text: str, *, where: str, field: str) -> str:
+    if not text:
+        raise DataError(f"{where}, field `{field}`: expected text, found an empty string.")
+    _check_unicode(text, where=where, field=field)
+    return text
+
+
+def _check_unicode(text: str, *, where: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}, field `{field}`: character {error.start} is half of a surrogate pair, which no tokenizer takes. "
+            "Repair the text."
+        ) from None
+
+
+def _show(value: Json) -> str:
+    if value is None:
+        return "nothing"
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

@@ -1,0 +1,128 @@
+"""Text to tokens and back, by the tokenizer in a model folder."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.records import IntArray, Json
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+class PromptTokenizer:
+    """A Hugging Face tokenizer, for prompts and responses."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Json] | None = None,
+    ) -> None:
+        """Wrap a tokenizer that is already loaded.
+
+        Args:
+            tokenizer: A transformers tokenizer.
+            chat_template: Jinja text used instead of the tokenizer's own template.
+            template_options: Variables of the template, such as {"enable_thinking": False}.
+        """
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template or tokenizer.chat_template
+        self._template_options = dict(template_options or {})
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Json] | None = None,
+    ) -> "PromptTokenizer":
+        """Load the tokenizer of a model folder; nothing is fetched, and no code of the folder runs.
+
+        Raises:
+            SettingsError: The folder is missing, has no tokenizer, or one that transformers cannot load.
+            MissingExtraError: transformers is not installed.
+        """
+        if not folder.is_dir():
+            raise SettingsError(f"{folder} is not a folder. Give a local model folder; nothing is downloaded.")
+        # transformers makes up an empty tokenizer from config.json alone, so look before asking it.
+        if not any((folder / name).is_file() for name in VOCABULARY_FILES) and not any(folder.glob("*.tiktoken")):
+            raise SettingsError(
+                f"{folder} has no tokenizer; expected one of {', '.join(VOCABULARY_FILES)}. "
+                "Copy the tokenizer's files into the model folder."
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise MissingExtraError(
+                "tokenizers need transformers. Run: pip install 'rl-rollout[transformers]'"
+            ) from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises many kinds for a damaged folder
+            raise SettingsError(
+                f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {error})."
+            ) from error
+        return cls(tokenizer, chat_template=chat_template, template_options=template_options)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True when messages can become text."""
+        return bool(self._chat_template)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a response, if the tokenizer names one."""
+        found = self._tokenizer.eos_token_id
+        return None if found is None else int(found)
+
+    def render(self, messages: Sequence[Mapping[str, Json]], *, where: str = "messages") -> str:
+        """Messages as the template writes them, ready for the model to answer.
+
+        Raises:
+            DataError: There is no template, or it refuses these messages.
+        """
+        if not self._chat_template:
+            raise DataError(
+                f"{where}: the prompt is a list of messages, but the tokenizer has no chat template. "
+                "Give a chat template, or plain string prompts."
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._chat_template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_options,
+            )
+        except Exception as error:  # a template can raise anything
+            raise DataError(
+                f"{where}: the chat template refuses the messages ({type(error).__name__}: {error})."
+            ) from error
+        return str(text)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text.
+
+        Args:
+            texts: What to encode.
+            add_special_tokens: True for plain text, which may need a begin token; False for rendered
+                messages, whose template writes its own.
+        """
+        if not texts:
+            return []
+        encoded = self._tokenizer(list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def decode(self, sequences: Sequence[IntArray]) -> list[str]:
+        """Text of each sequence without special tokens; for rewards and people, never for training."""
+        if not sequences:
+            return []
+        ids = [sequence.tolist() for sequence in sequences]
+        texts: list[str] = self._tokenizer.batch_decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return texts

@@ -1,0 +1,65 @@
+"""What a reward function takes and gives."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.records import FinishReason, IntArray, Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardInput:
+    """One response to judge.
+
+    Attributes:
+        prompt_uid: uid of its prompt.
+        response_text: The response as text, without special tokens.
+        response_ids: [R] int32 the response as sampled.
+        messages: The prompt's messages; empty for a plain prompt, which is in columns["prompt"].
+        ground_truth: As in the row.
+        data_source: As in the row.
+        columns: All columns of the row.
+        finish_reason: Why the response ended.
+    """
+
+    prompt_uid: str
+    response_text: str
+    response_ids: IntArray
+    messages: tuple[Mapping[str, Json], ...] = ()
+    ground_truth: Json = None
+    data_source: str = "default"
+    columns: Mapping[str, Json] = field(default_factory=dict)
+    finish_reason: FinishReason = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """What a response is worth.
+
+    Attributes:
+        reward: The scalar that trains.
+        components: Named parts and other measures, each reported as a metric.
+        extras: Anything else, as JSON, kept with the trajectory (such as the extracted answer).
+    """
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Json] = field(default_factory=dict)
+
+
+RewardOutput = float | Mapping[str, Any] | RewardResult
+"""A number; or a mapping with "reward" and components, all numbers; or a RewardResult."""
+
+RewardFunction = Callable[[RewardInput], RewardOutput | Awaitable[RewardOutput]]
+"""Any callable of one RewardInput, `def` or `async def`.
+
+A plain `def` runs in a thread, the responses of one group after another, so it may block. One marked
+with `quick` runs on the event loop. An `async def` runs on the event loop, all responses at once. A
+function with a `close` method is closed with its scorer.
+"""
+
+
+def quick(function: Callable[[RewardInput], RewardOutput]) -> Callable[[RewardInput], RewardOutput]:
+    """Mark a function that takes microseconds and cannot hang: it runs in place, with no time-out."""
+    function.is_quick = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,55 @@
+"""Rules that compare text in microseconds."""
+
+import re
+from decimal import Decimal
+
+from rl_rollout.rewards.protocol import RewardInput, quick
+
+# A minus is a sign only where it does not subtract: "5-3" ends in 3, "= -3" in -3.
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])-)?\.\d+")
+BOXED = "\\boxed{"
+
+
+@quick
+def exact_match(given: RewardInput) -> float:
+    """1 when the response is the ground truth, spaces at both ends aside."""
+    return float(given.response_text.strip() == str(given.ground_truth).strip())
+
+
+@quick
+def number_match(given: RewardInput) -> float:
+    """1 when the last number of the response equals the ground truth's last number."""
+    found = last_number(given.response_text)
+    expected = last_number(str(given.ground_truth))
+    return float(found is not None and found == expected)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number of a text, thousands separators removed."""
+    last = None
+    for last in NUMBER.finditer(text):  # noqa: B007
+        pass
+    return None if last is None else Decimal(last.group().replace(",", ""))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last complete `\boxed{...}` holds, inner braces balanced."""
+    start = text.rfind(BOXED)
+    while start >= 0:
+        inside = _balanced(text, start + len(BOXED))
+        if inside is not None:
+            return inside
+        start = text.rfind(BOXED, 0, start)
+    return None
+
+
+def _balanced(text: str, start: int) -> str | None:
+    depth = 1
+    for position in range(start, len(text)):
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start:position]
+    return None
