@@ -87,7 +87,8 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Ten
     sizes = torch.bincount(index)
     squares = centered.new_zeros(len(sizes)).index_add(0, index, centered.square())
     deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()
-    return (centered / (deviations[index] + eps)).to(rewards.dtype)
+    scale = torch.where(deviations > 0, deviations + eps, 1.0)
+    return (centered / scale[index]).to(rewards.dtype)
 
 
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:

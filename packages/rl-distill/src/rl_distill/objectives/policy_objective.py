@@ -18,6 +18,9 @@ from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLos
 from rl_distill.objectives.registry import KL, POLICY_LOSSES
 from rl_distill.objectives.shapes import check_tokens
 
+Term = tuple[float, Tensor]
+"""Factor of a term in the loss, and its [T] values."""
+
 CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 
 
@@ -87,10 +90,9 @@ class PolicyObjective:
         """
         mask = _column(micro, "loss_mask")
         weights = _masked(_column(micro, "loss_weights"), mask, name="loss_weights")
-        old = micro.columns.get("old_logprobs", policy_logprobs).detach()
         tokens = PolicyTokens(
             policy_logprobs=policy_logprobs,
-            old_logprobs=old,
+            old_logprobs=micro.columns.get("old_logprobs", policy_logprobs),
             advantages=_column(micro, "advantages"),
             loss_mask=mask,
             offsets=micro.offsets,
@@ -98,17 +100,13 @@ class PolicyObjective:
         computed = self.policy_loss(tokens)
         losses = _masked(computed.losses, mask, name="losses of the policy loss")
         correction = self._correction_weights(tokens, micro)
-        losses = losses if correction is None else losses * correction
-        loss = (weights * losses).sum()
-        metrics = {"actor/pg_loss": (loss.detach(), weights.sum()), **_diagnostic_sums(computed, mask)}
-        for name, coefficient, values in (
-            ("actor/kl_loss", self.options.kl_coefficient, self._kl_losses(tokens, micro)),
-            ("actor/entropy", -self.options.entropy_coefficient, self._entropies(entropy, mask)),
-        ):
-            if values is not None:
-                total = (weights * values).sum()
-                metrics[name] = (total.detach(), weights.sum())
-                loss = loss + coefficient * total if coefficient else loss
+        terms = {"actor/pg_loss": (1.0, losses if correction is None else losses * correction)}
+        terms |= self._kl_term(tokens, micro) | self._entropy_term(entropy, mask)
+        totals = {name: (weights * values).sum() for name, (_, values) in terms.items()}
+        # A term that is only a metric is left out, so that not even 0 * inf reaches the loss.
+        loss = torch.stack([factor * totals[name] for name, (factor, _) in terms.items() if factor]).sum()
+        metrics = {name: (total.detach(), weights.sum()) for name, total in totals.items()}
+        metrics |= _diagnostic_sums(computed, mask)
         if "rollout_logprobs" in micro.columns:
             metrics |= mismatch_sums(tokens.old_logprobs, micro.columns["rollout_logprobs"], mask, micro.offsets)
         return loss, metrics
@@ -124,28 +122,28 @@ class PolicyObjective:
             log_ratio, tokens.loss_mask, tokens.offsets, level=self.options.correction, cap=self.options.correction_cap
         )
 
-    def _kl_losses(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
-        """[T] KL estimates, or None without a reference."""
+    def _kl_term(self, tokens: PolicyTokens, micro: MicroBatch) -> dict[str, Term]:
+        """The KL estimates, or nothing without a reference."""
         if "reference_logprobs" not in micro.columns:
             if self.options.kl_coefficient:
                 raise SettingsError(
                     f"kl_coefficient is {self.options.kl_coefficient}, but the batch has no reference_logprobs. "
                     "Score the batch with the reference first, or set kl_coefficient = 0."
                 )
-            return None
+            return {}
         reference = _masked(micro.columns["reference_logprobs"], tokens.loss_mask, name="reference_logprobs")
-        return self.kl(tokens.policy_logprobs, reference)
+        return {"actor/kl_loss": (self.options.kl_coefficient, self.kl(tokens.policy_logprobs, reference))}
 
-    def _entropies(self, entropy: Tensor | None, mask: Tensor) -> Tensor | None:
-        """[T] entropies, or None when the learner gave none."""
+    def _entropy_term(self, entropy: Tensor | None, mask: Tensor) -> dict[str, Term]:
+        """The entropies, or nothing when the learner gave none."""
         if entropy is None:
             if self.options.entropy_coefficient:
                 raise SettingsError(
                     f"entropy_coefficient is {self.options.entropy_coefficient}, but the learner gave no entropy. "
                     "Call train_step with with_entropy=True, or set entropy_coefficient = 0."
                 )
-            return None
-        return _masked(entropy, mask, name="entropy")
+            return {}
+        return {"actor/entropy": (-self.options.entropy_coefficient, _masked(entropy, mask, name="entropy"))}
 
 
 def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:

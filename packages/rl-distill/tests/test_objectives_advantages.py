@@ -1,0 +1,108 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, ShapeError
+from rl_distill.objectives import RewardedRows, dr_grpo, dr_grpo_advantages, grpo, grpo_advantages
+
+
+def rows_of(rewards, group, session, output=None, *, lengths=None, loss_mask=None):
+    lengths = lengths or [1] * len(rewards)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return RewardedRows(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group=torch.tensor(group),
+        session=torch.tensor(session),
+        output=torch.tensor(output if output is not None else [0] * len(rewards)),
+        loss_mask=torch.tensor(loss_mask) if loss_mask else torch.ones(int(offsets[-1]), dtype=torch.bool),
+        offsets=offsets,
+    )
+
+
+def test_grpo_literal():
+    # Group 7: mean 0.5, unbiased deviation sqrt(((0.5^2) * 2) / 1) = 0.70710678; group 3 alone has nothing to compare.
+    found = grpo_advantages(torch.tensor([1.0, 5.0, 0.0], dtype=torch.float64), torch.tensor([7, 3, 7]), eps=0.0)
+    assert found.tolist() == pytest.approx([math.sqrt(0.5), 0.0, -math.sqrt(0.5)], rel=1e-12)
+
+
+def test_dr_grpo_literal():
+    found = dr_grpo_advantages(torch.tensor([1.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 0, 1]))
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e6, 0.0])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10])
+def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
+    # In floating point the mean of seven times 0.1 is not 0.1; divided by eps that would train.
+    rewards = torch.full((size,), reward, dtype=torch.float64)
+    assert grpo_advantages(rewards, torch.zeros(size, dtype=torch.int64)).tolist() == [0.0] * size
+
+
+def test_last_trajectory_decides_for_its_session():
+    # Session 0 gave outputs 0 and 1, out of order; its reward is output 1's. Session 2 gave none.
+    rows = rows_of([1.0, 9.0, 0.0], [0, 0, 0], [0, 0, 1], [1, 0, 0], lengths=[2, 1, 2])
+    assert dr_grpo(rows)["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5, -0.5]
+
+
+def test_sessions_are_counted_once_whatever_they_gave():
+    # Rewards of the sessions are 3, 0, 0: the three outputs of session 0 do not pull the mean.
+    rows = rows_of([3.0, 3.0, 3.0, 0.0, 0.0], [0] * 5, [0, 0, 0, 1, 2], [0, 1, 2, 0, 0])
+    assert dr_grpo(rows)["advantages"].tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
+
+
+def test_same_session_number_in_another_group_is_another_session():
+    rows = rows_of([1.0, 0.0, 5.0, 7.0], [0, 0, 1, 1], [0, 1, 0, 1])
+    assert dr_grpo(rows)["advantages"].tolist() == [0.5, -0.5, -1.0, 1.0]
+
+
+def test_masked_tokens_get_zero():
+    rows = rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[2, 2], loss_mask=[False, True, False, True])
+    assert dr_grpo(rows)["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5]
+
+
+def test_no_rows():
+    rows = rows_of([], [], [])
+    assert grpo(rows)["advantages"].shape == (0,)
+
+
+def test_missing_reward_is_refused_with_its_row():
+    with pytest.raises(DataError, match=r"rows \[1\] of 2 are not"):
+        rows_of([1.0, math.nan], [0, 0], [0, 1])
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ShapeError, match=r"group must have shape \[N\]"):
+        rows_of([1.0, 0.0], [0], [0, 1])
+    with pytest.raises(ShapeError, match="offsets"):
+        rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[1, 2, 3])
+    with pytest.raises(ShapeError, match="never fall"):
+        rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[2, 3], loss_mask=[True])
+
+
+rewards_and_groups = st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(0, 3)), min_size=1, max_size=20)
+
+
+@settings(deadline=None)
+@given(rewards_and_groups)
+def test_groups_sum_to_zero_and_order_does_not_matter(pairs):
+    rewards = torch.tensor([reward for reward, _ in pairs], dtype=torch.float64)
+    group = torch.tensor([index for _, index in pairs])
+    found = grpo_advantages(rewards, group)
+    for index in group.unique():
+        assert abs(float(found[group == index].sum())) < 1e-6
+    order = torch.arange(len(pairs) - 1, -1, -1)
+    torch.testing.assert_close(grpo_advantages(rewards[order], group[order]), found[order], rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None)
+@given(rewards_and_groups, st.floats(-10, 10))
+def test_dr_grpo_ignores_a_constant_added_to_all_rewards(pairs, shift):
+    rewards = torch.tensor([reward for reward, _ in pairs], dtype=torch.float64)
+    group = torch.tensor([index for _, index in pairs])
+    torch.testing.assert_close(
+        dr_grpo_advantages(rewards + shift, group), dr_grpo_advantages(rewards, group), rtol=1e-9, atol=1e-9
+    )

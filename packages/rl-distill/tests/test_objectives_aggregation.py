@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import SettingsError, ShapeError
+from rl_distill.objectives import AGGREGATIONS, token_weights
+
+# Rows: two of three tokens train, none of two, one of one.
+MASK = torch.tensor([False, True, True, False, False, True])
+OFFSETS = torch.tensor([0, 3, 5, 6])
+
+
+@pytest.mark.parametrize(
+    ("mode", "horizon", "expected"),
+    [
+        ("token-mean", None, [0, 1 / 3, 1 / 3, 0, 0, 1 / 3]),
+        ("seq-mean-token-sum", None, [0, 1 / 2, 1 / 2, 0, 0, 1 / 2]),
+        ("seq-mean-token-sum-norm", 8, [0, 1 / 16, 1 / 16, 0, 0, 1 / 16]),
+        ("seq-mean-token-mean", None, [0, 1 / 4, 1 / 4, 0, 0, 1 / 2]),
+    ],
+)
+def test_literals(mode, horizon, expected):
+    found = token_weights(MASK, OFFSETS, row_weights=AGGREGATIONS[mode], horizon=horizon)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("horizon", [None, 0])
+def test_norm_needs_a_horizon(horizon):
+    with pytest.raises(SettingsError, match="needs horizon >= 1"):
+        token_weights(MASK, OFFSETS, row_weights=AGGREGATIONS["seq-mean-token-sum-norm"], horizon=horizon)
+
+
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
+def test_nothing_to_train_gives_zeros(mode):
+    found = token_weights(
+        torch.zeros(4, dtype=torch.bool), torch.tensor([0, 4]), row_weights=AGGREGATIONS[mode], horizon=4
+    )
+    assert found.tolist() == [0.0] * 4
+
+
+def test_wrong_tensors_are_refused():
+    mode = AGGREGATIONS["token-mean"]
+    with pytest.raises(ShapeError, match=r"dtype torch\.bool; found torch\.float32"):
+        token_weights(MASK.float(), OFFSETS, row_weights=mode)
+    with pytest.raises(ShapeError, match=r"must have shape \[T\]; found \[2, 3\]"):
+        token_weights(MASK.reshape(2, 3), OFFSETS, row_weights=mode)
+    with pytest.raises(ShapeError, match="from 0 to T = 6"):
+        token_weights(MASK, OFFSETS[:-1], row_weights=mode)
+    with pytest.raises(ShapeError, match="int64"):
+        token_weights(MASK, OFFSETS.float(), row_weights=mode)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_means_sum_to_one_and_sums_to_the_mean_length(rows):
+    mask = torch.tensor([token for row in rows for token in row])
+    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    trained = [sum(row) for row in rows if any(row)]
+    mean_length = sum(trained) / max(len(trained), 1)
+    expected = {
+        "token-mean": float(bool(trained)),
+        "seq-mean-token-mean": float(bool(trained)),
+        "seq-mean-token-sum": mean_length,
+        "seq-mean-token-sum-norm": mean_length / 16,
+    }
+    for mode, total in expected.items():
+        found = token_weights(mask, offsets, row_weights=AGGREGATIONS[mode], horizon=16)
+        assert float(found.double().sum()) == pytest.approx(total, rel=1e-5)
+        assert not found[~mask].any()

@@ -1,0 +1,127 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import SettingsError, ShapeError
+from rl_distill.objectives import PolicyTokens, ppo_clip
+
+
+def tokens_of(ratios, advantages, *, loss_mask=None, policy_logprobs=None):
+    old = torch.full((len(ratios),), -1.0, dtype=torch.float64)
+    return PolicyTokens(
+        policy_logprobs=old + torch.tensor(ratios, dtype=torch.float64).log()
+        if policy_logprobs is None
+        else policy_logprobs,
+        old_logprobs=old,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        loss_mask=torch.ones(len(ratios), dtype=torch.bool) if loss_mask is None else torch.tensor(loss_mask),
+        offsets=torch.tensor([0, len(ratios)]),
+    )
+
+
+def test_literals():
+    # Ratio and advantage -> loss, by hand, with clip 0.2 / 0.28 and dual clip 3:
+    cases = [
+        (1.1, 2.0, -2.2),  # inside: -A r
+        (1.5, 2.0, -2.56),  # gain ends at 1.28
+        (0.5, 2.0, -1.0),  # loss keeps growing below: -A r
+        (0.5, -2.0, 1.6),  # gain ends at 0.8
+        (1.5, -2.0, 3.0),  # -A r
+        (5.0, -2.0, 6.0),  # dual clip: 3 |A|
+    ]
+    ratios, advantages, expected = zip(*cases, strict=True)
+    found = ppo_clip(tokens_of(ratios, advantages), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    assert found.losses.tolist() == pytest.approx(expected, rel=1e-12)
+    assert found.diagnostics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 1, 0, 0]
+    assert found.diagnostics["actor/pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 1]
+    assert found.diagnostics["actor/ppo_kl"].tolist() == pytest.approx([-math.log(r) for r in ratios], rel=1e-12)
+
+
+def test_dual_clip_off():
+    found = ppo_clip(tokens_of([5.0, 5.0, 1.0], [-2.0, 0.0, 1.0]), dual_clip=math.inf)
+    assert found.losses.tolist() == pytest.approx([10.0, 0.0, -1.0], rel=1e-12)
+
+
+def test_gradient_is_the_policy_gradient_on_policy_and_zero_where_clipped():
+    tokens = tokens_of([1.0, 1.5, 0.5, 5.0], [2.0, 2.0, -2.0, -2.0])
+    policy = tokens.policy_logprobs.clone().requires_grad_()
+    tokens = tokens_of([1.0] * 4, [2.0, 2.0, -2.0, -2.0], policy_logprobs=policy)
+    ppo_clip(tokens).losses.sum().backward()
+    assert policy.grad.tolist() == pytest.approx([-2.0, 0.0, 0.0, 0.0])
+
+
+def test_gradcheck():
+    policy = torch.tensor([-1.05, -0.6, -1.9, -0.9, 0.7], dtype=torch.float64, requires_grad=True)
+
+    def losses(logprobs):
+        return ppo_clip(tokens_of([1.0] * 5, [1.0, 2.0, 3.0, -1.0, -2.0], policy_logprobs=logprobs)).losses
+
+    assert torch.autograd.gradcheck(losses, policy)
+
+
+def test_far_ratio_does_not_overflow():
+    policy = torch.tensor([500.0, -500.0, 500.0], requires_grad=True)
+    found = ppo_clip(
+        PolicyTokens(
+            policy_logprobs=policy,
+            old_logprobs=torch.zeros(3),
+            advantages=torch.tensor([1.0, 1.0, -1.0]),
+            loss_mask=torch.ones(3, dtype=torch.bool),
+            offsets=torch.tensor([0, 3]),
+        )
+    )
+    found.losses.sum().backward()
+    assert found.losses.isfinite().all()
+    assert policy.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_masked_tokens_read_zero_and_pass_no_gradient():
+    policy = torch.tensor([-1.0, math.nan, math.inf, -1.0], requires_grad=True)
+    nan = torch.tensor([-1.0, math.nan, -math.inf, -1.0])
+    mask = torch.tensor([True, False, False, True])
+    tokens = PolicyTokens(
+        policy_logprobs=policy, old_logprobs=nan, advantages=nan, loss_mask=mask, offsets=torch.tensor([0, 4])
+    )
+    assert tokens.advantages.tolist() == tokens.old_logprobs.tolist() == [-1.0, 0.0, 0.0, -1.0]
+    ppo_clip(tokens).losses.sum().backward()
+    assert policy.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_old_logprobs_and_advantages_pass_no_gradient():
+    policy = torch.tensor([-1.0], requires_grad=True)
+    tokens = PolicyTokens(
+        policy_logprobs=policy,
+        old_logprobs=policy,
+        advantages=policy * -2.0,
+        loss_mask=torch.tensor([True]),
+        offsets=torch.tensor([0, 1]),
+    )
+    ppo_clip(tokens).losses.sum().backward()
+    assert policy.grad.tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}, {"dual_clip": 1.0}, {"dual_clip": math.nan}],
+)
+def test_impossible_clip_is_refused(options):
+    with pytest.raises(SettingsError, match="ppo_clip needs"):
+        ppo_clip(tokens_of([1.0], [1.0]), **options)
+
+
+def test_shapes_are_checked():
+    with pytest.raises(ShapeError, match=r"advantages must have shape \[T\] with T = 2, as policy_logprobs has"):
+        tokens_of([1.0, 1.0], [1.0])
+    with pytest.raises(ShapeError, match=r"torch\.bool"):
+        tokens_of([1.0], [1.0], loss_mask=[1.0])
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 50), st.floats(-5, 5))
+def test_loss_is_never_below_the_unclipped_one_but_for_dual_clip(ratio, advantage):
+    found = float(ppo_clip(tokens_of([ratio], [advantage])).losses)
+    assert found >= min(-advantage * ratio, 3 * abs(advantage)) - 1e-9
+    assert found <= 3 * abs(advantage) + 1e-9

@@ -1,0 +1,87 @@
+import subprocess
+import sys
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, Registry, grpo, ppo_clip
+
+
+def test_names():
+    assert {"grpo", "dr_grpo"} <= set(ADVANTAGES.names())
+    assert "ppo_clip" in POLICY_LOSSES.names()
+    assert KL.names() == ["abs", "k1", "k2", "k3"]
+    assert AGGREGATION.names() == [
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "token-mean",
+    ]
+    assert ADVANTAGES.get("grpo") is grpo
+
+
+def test_unknown_name_gives_the_nearest_and_all():
+    with pytest.raises(
+        SettingsError, match=r"unknown advantage 'gropo'\. Did you mean 'grpo'\? Known: .*dr_grpo, grpo"
+    ):
+        ADVANTAGES.get("gropo")
+    with pytest.raises(SettingsError, match=r"unknown KL estimator 'zzz'\. Known: abs, k1, k2, k3\.$"):
+        KL.get("zzz")
+
+
+def test_unknown_option_gives_the_nearest():
+    with pytest.raises(
+        SettingsError, match=r"unknown option of policy loss 'ppo_clip': 'clip_hi'\. Did you mean 'clip_high'"
+    ):
+        POLICY_LOSSES.get_with("ppo_clip", {"clip_hi": 0.3})
+    assert POLICY_LOSSES.get_with("ppo_clip", {}) is ppo_clip
+    assert POLICY_LOSSES.get_with("ppo_clip", {"clip_high": 0.3}).keywords == {"clip_high": 0.3}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package in sys.path that offers entry points, as an installed one would."""
+
+    def install(points):
+        folder = tmp_path / "outside-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+        lines = "\n".join(f"{name} = {target}" for name, target in points.items())
+        (folder / "entry_points.txt").write_text(f"[rl_distill.policy_losses]\n{lines}\n")
+        (tmp_path / "outside_losses.py").write_text("def mine(tokens, *, temper=1.0):\n    return temper\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    sys.modules.pop("outside_losses", None)
+
+
+def test_entry_points_of_other_packages_are_found(installed):
+    installed({"mine": "outside_losses:mine"})
+    assert "mine" in POLICY_LOSSES.names()
+    assert "outside_losses" not in sys.modules, "imported only when asked for"
+    assert POLICY_LOSSES.get_with("mine", {"temper": 2.0})(None) == 2.0
+
+
+def test_entry_point_that_does_not_load(installed):
+    installed({"broken": "outside_losses:absent", "lost": "not_there:x"})
+    for name in ("broken", "lost"):
+        with pytest.raises(SettingsError, match=f"'{name}' cannot be loaded from"):
+            POLICY_LOSSES.get(name)
+
+
+def test_entry_point_may_not_replace_a_builtin(installed):
+    installed({"ppo_clip": "outside_losses:mine"})
+    with pytest.raises(SettingsError, match="offered more than once"):
+        POLICY_LOSSES.get("ppo_clip")
+
+
+def test_empty_registry():
+    with pytest.raises(SettingsError, match="Known: none"):
+        Registry("thing", {}).get("x")
+
+
+def test_import_loads_nothing_heavy():
+    heavy = ("megatron", "vllm", "ray", "transformers", "wandb")
+    code = f"import sys, rl_distill.objectives, rl_distill.testing; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "[]"
