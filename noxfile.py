@@ -1,0 +1,372 @@
+"""Every verb of the project: `nox -l` is the table of contents, a bare `nox` runs the checks.
+
+Environments live in .nox, one for each purpose, and are shared between verbs. Each is made from locks/ once,
+made again when what it was made from changes, and never taken for whole when its making was cut short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
+PROJECTS = (*(f"packages/{name}" for name in PACKAGES), "apps/rl-sync-trainer")
+SOURCES = tuple(f"{project}/src" for project in PROJECTS)
+CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "noxfile.py", "conftest.py")
+UNIT_EXTRAS = {
+    "rl-core": ("rl-core[torch]",),
+    "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets]"),
+    "rl-distill": ("rl-core[torch]", "rl-distill[megatron]"),
+    "rl-metrics": ("rl-core", "rl-metrics"),
+}
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
+TEST_ENV = {
+    "OMP_NUM_THREADS": "1",  # two processes with two threads each starve one another on two cores
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "WANDB_MODE": "offline",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
+
+nox.options.sessions = ["lint", "imports", "types", "unit", "wheels"]
+nox.options.default_venv_backend = "none"
+nox.options.error_on_external_run = False
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment: a name, what it costs, pip's arguments step by step, and the files these read."""
+
+    name: str
+    cost: str
+    steps: tuple[tuple[str, ...], ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return ROOT / ".nox" / self.name
+
+    @property
+    def python(self) -> str:
+        """Its interpreter."""
+        return str(self.folder / "bin" / "python")
+
+    def recipe(self) -> str:
+        """Digest of everything it is made from."""
+        digest = hashlib.sha256(json.dumps([sys.version, sys.base_prefix, str(self.folder), self.steps]).encode())
+        for name in self.inputs:
+            digest.update((ROOT / name).read_bytes())
+        return digest.hexdigest()
+
+
+def editable(*requirements: str) -> tuple[str, ...]:
+    """Pip arguments that install projects, with extras such as rl-core[torch], from their folders."""
+    folders = {Path(project).name: project for project in PROJECTS}
+    paths = [f"./{folders[r.partition('[')[0]]}{''.join(r.partition('[')[1:])}" for r in requirements]
+    return ("--no-build-isolation", *(word for path in paths for word in ("-e", path)))
+
+
+TOOLS = Environment(
+    name="tools",
+    cost="60 MB to download, 15 s",
+    steps=(("--no-deps", "-r", "locks/dev.txt"),),
+    inputs=("locks/dev.txt",),
+)
+WORKSPACE = Environment(
+    name="workspace",
+    cost="0.6 GB to download, 3.2 GB on disk, 2 to 4 minutes on two cores",
+    steps=(
+        ("--no-deps", TORCH),
+        ("--no-deps", "-r", "locks/cpu.txt"),
+        ("--no-deps", "-c", "locks/dev.txt", *BACKEND),
+    ),
+    inputs=("locks/cpu.txt", "locks/dev.txt"),
+)
+TRL = Environment(
+    name="bench-trl",
+    cost="0.4 GB to download, 1.5 GB on disk, 1 to 2 minutes",
+    steps=(("--no-deps", TORCH), ("--no-deps", "-r", "locks/trl.txt")),
+    inputs=("locks/trl.txt",),
+)
+
+
+def unit_environment(package: str) -> Environment:
+    """A package with what it declares and the test runner, nothing else; versions from the lock."""
+    projects = UNIT_EXTRAS[package]
+    needs_torch = any("torch" in r or "rl-distill" in r for r in projects)
+    constraints = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
+    return Environment(
+        name=f"unit-{package}",
+        cost="1 GB on disk, up to a minute" if needs_torch else "15 s",
+        steps=(
+            *(((*constraints, TORCH),) if needs_torch else ()),
+            (*constraints, "pytest", "hypothesis", *BACKEND),
+            (*constraints, *editable(*projects)),
+        ),
+        inputs=("locks/cpu.txt", "locks/dev.txt", *(f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects)),
+    )
+
+
+def ensure(session: nox.Session, environment: Environment) -> str:
+    """Make the environment unless it stands as its recipe says; gives its interpreter."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - nox itself runs on older ones
+        session.error(f"Python 3.11 or newer is needed; found {platform.python_version()}. Install nox with a newer one.")
+    stamp = environment.folder / "made-from"
+    with only_one(environment):
+        recipe = environment.recipe()
+        if stamp.is_file() and stamp.read_text() == recipe and Path(environment.python).exists():
+            return environment.python
+        started = time.monotonic()
+        session.log(f"Making the environment .nox/{environment.name}, once: {environment.cost}.")
+        shutil.rmtree(environment.folder, ignore_errors=True)
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(environment.folder))
+        for step in environment.steps:
+            install(session, environment.python, *step)
+        stamp.write_text(recipe)  # last: without it the folder counts as torn
+        session.log(f".nox/{environment.name} is ready after {time.monotonic() - started:.0f} s.")
+    return environment.python
+
+
+@contextlib.contextmanager
+def only_one(environment: Environment) -> Iterator[None]:
+    """Let one nox at a time make an environment; the others wait for it."""
+    environment.folder.parent.mkdir(exist_ok=True)
+    with environment.folder.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def install(session: nox.Session, python: str, *arguments: str) -> None:
+    """Run pip; torch comes from pip's own sources where they have it, else from PyTorch's CPU index.
+
+    A failure ends the session with pip's last words.
+    """
+    lines = pip_install(session, python, *arguments)
+    if any(f"No matching distribution found for {TORCH}" in line for line in lines):
+        session.log(f"pip's sources have no {TORCH}; trying PyTorch's CPU index.")
+        lines = pip_install(session, python, "--extra-index-url", TORCH_INDEX, *arguments)
+    if lines:
+        said = "\n".join(line for line in lines if not line.startswith("WARNING"))
+        session.error(
+            f"pip could not install {' '.join(arguments)}. Is a package registry reachable (`pip config list`)? "
+            f"The half-made environment is made again by the next run. pip said:\n{said}"
+        )
+
+
+def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]:
+    """Run `pip install`, saying every 10 s how far it is; pip's last lines when it fails, else none."""
+    command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar=off", *arguments]
+    last: deque[str] = deque(maxlen=15)
+    started, said, num_found = time.monotonic(), time.monotonic(), 0
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            last.append(line.rstrip())
+            num_found += line.startswith("Collecting")
+            unpacks = line.startswith("Installing collected packages")
+            if unpacks or time.monotonic() - said > 10:
+                said = time.monotonic()
+                state = "downloaded; unpacking" if unpacks else "found so far"
+                session.log(f"  {num_found} packages {state} ({said - started:.0f} s)")
+    return list(last) if process.returncode else []
+
+
+def workspace(session: nox.Session) -> str:
+    """The environment with everything locked and all projects in it, editable; gives its interpreter."""
+    if sys.platform != "linux":
+        session.error(f"locks/cpu.txt is for Linux; found {sys.platform}. A Linux container runs it.")
+    python = ensure(session, WORKSPACE)
+    stamp = WORKSPACE.folder / "projects-made-from"
+    with only_one(WORKSPACE):
+        files = [(ROOT / project / "pyproject.toml").read_bytes() for project in PROJECTS]
+        recipe = hashlib.sha256(b"\0".join(files)).hexdigest()
+        if not stamp.is_file() or stamp.read_text() != recipe:
+            names = [Path(project).name for project in PROJECTS]
+            install(session, python, "--no-deps", *editable(*names))
+            stamp.write_text(recipe)
+    return python
+
+
+def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
+    """Run pytest quietly for the environment: threads bounded, no network look-ups."""
+    session.run(python, "-m", "pytest", *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Run the main job, the arithmetic example; arguments pass through: `nox -s train -- --trainer.steps=20`."""
+    python = workspace(session)
+    sys.stdout.flush()
+    # The job takes the place of nox: its exit status, Ctrl-C and SIGTERM are then the user's, with nothing between.
+    os.execv(python, [python, "examples/arithmetic/run.py", *session.posargs])  # noqa: S606
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run everything CI runs: the checks, then all tests on real vLLM and Megatron; with arguments, pytest alone."""
+    checks = 0
+    if not session.posargs:
+        session.log("First the checks (lint, imports, types, unit, wheels), then all tests; about 15 minutes in all.")
+        command = [sys.executable, "-m", "nox", "--sessions", *(nox.options.sessions or ())]
+        checks = subprocess.run(command, cwd=ROOT, check=False).returncode
+    covered = {f"packages/{name}/tests" for name in ("rl-core", "rl-distill", "rl-metrics")}  # by unit
+    suites = [p for p in (*(f"{project}/tests" for project in PROJECTS), "examples", "tests") if p not in covered]
+    run_pytest(session, workspace(session), *(session.posargs or [s for s in suites if (ROOT / s).is_dir()]))
+    if checks:
+        session.error("the tests passed, but a check above failed.")
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Test each package with only what it declares: `nox -s unit -- rl-core -k queue`."""
+    named = [name for name in PACKAGES if name in session.posargs]
+    rest = [word for word in session.posargs if word not in PACKAGES]
+    failed = []
+    for name in named or PACKAGES:
+        python = ensure(session, unit_environment(name))
+        try:
+            run_pytest(session, python, f"packages/{name}/tests", *rest)
+        except CommandFailed:
+            failed.append(name)
+    if failed:
+        session.error(f"unit tests failed: {', '.join(failed)}.")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    tools = ensure(session, TOOLS)
+    fix = "--fix" in session.posargs
+    paths = [path for path in CHECKED if (ROOT / path).exists()]
+    session.run(tools, "-m", "ruff", "check", *(["--fix"] if fix else []), *paths)
+    session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly, against the installed libraries."""
+    python, tools = workspace(session), ensure(session, TOOLS)
+    paths = [path for path in (*SOURCES, "examples", "benchmarks") if any((ROOT / path).rglob("*.py"))]
+    session.run(tools, "-m", "mypy", "--python-executable", python, *paths)
+    session.run(tools, "-m", "mypy", "noxfile.py")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Check the directions of imports between packages, and where optional backends may appear."""
+    tools = ensure(session, TOOLS)
+    path = os.pathsep.join(str(ROOT / source) for source in SOURCES)
+    session.run(str(Path(tools).with_name("lint-imports")), "--no-cache", env={"PYTHONPATH": path})
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every wheel and try them in an empty environment outside the checkout."""
+    tools = ensure(session, TOOLS)
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for project in PROJECTS:
+        session.run(tools, "-m", "build", "--no-isolation", "--outdir", str(dist), project, silent=True)
+    built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(dist.glob("*.whl"))}
+    with tempfile.TemporaryDirectory(prefix="rl-wheels-") as folder:
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", f"{folder}/env")
+        python = f"{folder}/env/bin/python"
+        for name in ("test_imports.py", "test_wheels.py"):
+            shutil.copy(ROOT / "tests" / name, folder)
+        install(session, python, "-c", "locks/cpu.txt", "pytest", built["rl-core"], built["rl-rollout"])
+        attempt = [python, "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder]
+        with session.chdir(folder):
+            session.run(*attempt, "test_imports.py", "-k", "rl_core or rl_rollout", env={"WITHOUT_TORCH": "1"})
+        install(session, python, "-c", "locks/cpu.txt", TORCH)
+        install(session, python, "-c", "locks/cpu.txt", *built.values())
+        with session.chdir(folder):
+            session.run(*attempt, "test_imports.py", "test_wheels.py")
+        session.run(python, "-m", "pip", "check")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run a benchmark against its peer: `nox -s bench -- trl --json results.json`; without a name, list them."""
+    names = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+    name = session.posargs[0] if session.posargs else ""
+    if name not in names:
+        session.error(f"name a benchmark: {', '.join(names) or 'there is none yet'}; found {name or 'no name'}.")
+    env = {"TRL_PYTHON": ensure(session, TRL)} if name == "trl" else {}
+    python = workspace(session)
+    session.run(python, f"benchmarks/{name}.py", *session.posargs[1:], env=env, interrupt_timeout=STOP_S)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Run the long fault and fuzz tests: `nox -s soak -- queue --seed 7`; the seed is printed when none is given."""
+    parser = argparse.ArgumentParser(prog="nox -s soak --")
+    parser.add_argument("name", nargs="?", help="part of a test's name; all when left out")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
+    options, rest = parser.parse_known_args(session.posargs)
+    session.log(f"Seed {options.seed}; the same run again: nox -s soak -- {options.name or ''} --seed {options.seed}")
+    chosen = ["-k", options.name] if options.name else []
+    seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
+    run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *rest, "packages", "apps", "tests")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the GPU tests with the python on PATH, whose wheels fit its GPU (locks/README.md)."""
+    paths = os.pathsep.join([*(str(ROOT / s) for s in SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**TEST_ENV, "PYTHONPATH": paths}
+    session.run("python", "-m", "pytest", "-m", "gpu", *(session.posargs or ["packages", "apps", "tests"]), env=env)
+
+
+@nox.session
+def changelog(session: nox.Session) -> None:
+    """Show each package's next changelog; `nox -s changelog -- rl-core` writes that one and drops its fragments."""
+    tools = ensure(session, TOOLS)
+    names = [Path(project).name for project in PROJECTS]
+    for project, name in zip(PROJECTS, names, strict=True):
+        if session.posargs and name not in session.posargs:
+            continue
+        version = nox.project.load_toml(ROOT / project / "pyproject.toml")["project"]["version"]
+        mode = ["--yes"] if session.posargs else ["--draft"]
+        session.run(tools, "-m", "towncrier", "build", "--dir", project, "--version", version, *mode)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all three when none is named."""
+    tools = ensure(session, TOOLS)
+    left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
+    for name in session.posargs or ("cpu", "dev", "trl"):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]
+            install(session, tools, *resolve, "-r", f"locks/{name}.in")
+            found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+        pins = {item["name"].lower().replace("_", "-").replace(".", "-"): item["version"] for item in found}
+        text = "".join(f"{key}=={pins[key]}\n" for key in sorted(pins) if key not in left_out)
+        (ROOT / f"locks/{name}.txt").write_text(text)
+        session.log(f"locks/{name}.txt: {text.count('==')} packages. Now run `nox -s tests` before you commit it.")

@@ -1,0 +1,76 @@
+"""The house itself: licences, links and commands in the documents are true."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECTS = sorted(path.parent for path in [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("apps/*/pyproject.toml")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(path / "README.md" for path in PROJECTS)])
+DOCUMENTS = [path for path in DOCUMENTS if path.is_file()]
+
+
+def project_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=project_id)
+def test_project_is_laid_out_like_the_others(project: Path):
+    for name in ("README.md", "CHANGELOG.md", "LICENSE", "changes", "src", "tests"):
+        assert (project / name).exists(), f"{project.name} has no {name}"
+    assert (project / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=project_id)
+def test_changelog_fragments_have_a_known_kind(project: Path):
+    settings = tomllib.loads((project / "pyproject.toml").read_text())
+    kinds = {kind["directory"] for kind in settings["tool"]["towncrier"]["type"]}
+    for fragment in (project / "changes").glob("*.md"):
+        assert re.fullmatch(rf"(\+[\w-]+|\d+)\.({'|'.join(kinds)})(\.\d+)?\.md", fragment.name), fragment
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=project_id)
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=project_id)
+def test_nox_verbs_in_documents_exist(document: Path):
+    verbs = set(re.findall(r"^@nox\.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE))
+    assert {"train", "tests", "unit", "lint"} <= verbs
+    named = re.findall(r"nox -s ([a-z]+)", document.read_text())
+    assert set(named) <= verbs
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=project_id)
+def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    names: dict[str, object] = {"__name__": "example"}
+    for block in blocks:
+        exec(compile(block, str(document), "exec"), names)
+
+
+def test_lock_pins_every_package_once():
+    for lock in ROOT.glob("locks/*.txt"):
+        if lock.name == "overrides.txt":
+            continue
+        lines = lock.read_text().split()
+        assert all(re.fullmatch(r"[a-z0-9-]+==[^=]+", line) for line in lines), lock
+        assert len({line.split("==")[0] for line in lines}) == len(lines), lock
+
+
+def test_lock_leaves_out_what_breaks_vllm_on_cpu():
+    names = {line.split("==")[0] for line in (ROOT / "locks/cpu.txt").read_text().split()}
+    assert names & {"torchvision", "torchaudio", "torchcodec", "triton"} == set()
+
+
+def test_lock_and_noxfile_name_the_same_torch():
+    torch_pin = re.search(r'^TORCH = "(.*)"$', (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE)
+    assert torch_pin is not None
+    for lock in ("cpu", "trl"):
+        assert torch_pin[1] in (ROOT / f"locks/{lock}.txt").read_text().split()

@@ -1,0 +1,41 @@
+"""What every distribution must carry; `nox -s wheels` runs this on the installed wheels too."""
+
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+DISTRIBUTIONS = ["rl-core", "rl-rollout", "rl-distill", "rl-metrics", "rl-sync-trainer"]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_is_typed(name: str):
+    spec = importlib.util.find_spec(name.replace("-", "_"))
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).with_name("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_metadata_is_whole(name: str):
+    metadata = importlib.metadata.metadata(name)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", metadata["Version"])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Summary"]
+    licences = [path for path in importlib.metadata.files(name) or [] if path.name == "LICENSE"]
+    assert licences, f"{name} carries no licence"
+    assert "Apache License" in licences[0].read_text()
+
+
+def test_rl_core_needs_no_torch():
+    always = [line for line in importlib.metadata.requires("rl-core") or [] if "extra ==" not in line]
+    assert sorted(re.split(r"[<>=]", line)[0] for line in always) == ["google-crc32c", "numpy"]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_entry_points_load(name: str):
+    for entry in importlib.metadata.distribution(name).entry_points:
+        assert callable(entry.load()), f"{entry.group}: {entry.name}"
