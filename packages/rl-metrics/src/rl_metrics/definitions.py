@@ -17,6 +17,14 @@ Reduction = Literal["mean", "sum", "min", "max", "last"]
 WeightedBy = Literal["token", "trajectory", "group", "prompt", "step"]
 """What a mean counts: the weight given with a value is how many of these it stands for."""
 
+PLURALS: dict[WeightedBy, str] = {
+    "token": "tokens",
+    "trajectory": "trajectories",
+    "group": "groups",
+    "prompt": "prompts",
+    "step": "steps",
+}
+
 PLACEHOLDERS = {"source": r".+", "metric": r".+", "n": r"[0-9]+"}
 """What `{source}`, `{metric}` and `{n}` stand for in a name; any other placeholder is one part without a slash."""
 
@@ -77,7 +85,7 @@ class Metric:
     @property
     def reduced(self) -> str:
         """The reduction in words, such as "mean over tokens"."""
-        return f"mean over {self.weighted_by}s" if self.reduction == "mean" else self.reduction
+        return f"mean over {PLURALS[self.weighted_by]}" if self.reduction == "mean" else self.reduction
 
 
 class MetricTable:

@@ -6,9 +6,13 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from rl_core.errors import DataError
 from rl_core.records import Json
 from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+
+log = structlog.get_logger(__name__)
 
 EVENT_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 """Events have constant snake_case names; what varies is in the fields."""
@@ -17,7 +21,10 @@ RESERVED = frozenset({"event", "time"})
 
 
 class EventLog:
-    """Appends events to a file; a kill at any moment loses at most the line being written."""
+    """Appends events to a file; a kill at any moment loses at most the line being written.
+
+    A file that cannot be written (a full disk) stops no run: one warning, and no events from then on.
+    """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; what is in it stays.
@@ -28,6 +35,7 @@ class EventLog:
         """
         self._writer = JsonLinesWriter(path)
         self._clock = clock
+        self._is_off = False
 
     def write(self, event: str, /, **fields: Json) -> None:
         """Append one event.
@@ -55,11 +63,18 @@ class EventLog:
         return event
 
     def close(self) -> None:
-        """Close the file. Can be called twice."""
+        """Close the file; events that come later are not written. Can be called twice."""
+        self._is_off = True
         self._writer.close()
 
     def _append(self, event: str, fields: dict[str, Any]) -> None:
-        self._writer.append({"time": round(self._clock(), 3), "event": event, **fields})
+        if self._is_off:
+            return
+        try:
+            self._writer.append({"time": round(self._clock(), 3), "event": event, **fields})
+        except OSError as error:
+            self._is_off = True
+            log.warning("event_log_failed", path=str(self._writer.path), error=str(error))
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

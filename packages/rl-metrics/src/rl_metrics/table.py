@@ -5,9 +5,9 @@ Names follow verl's where it has one, so that dashboards keep working.
 
 from rl_metrics.definitions import Band, Metric, MetricTable, Reduction, WeightedBy
 
-GUIDE = "rules of thumb for GRPO and PPO at small learning rates"
-BY_DESIGN = "follows from the definition"
-PROOF = "the bound of the weight proof in float32"
+GUIDE = "rule of thumb"
+BY_DESIGN = "by definition"
+PROOF = "weight proof in float32"
 
 
 def _spread(
@@ -55,8 +55,10 @@ TRAINING = (
         over="token",
         healthy=Band(high=0.01, source=GUIDE),
     ),
-    _one("training/rollout_probs_diff_max", "1", "The same difference, largest.", reduction="max"),
-    _one("training/rollout_probs_diff_std", "1", "The same difference, sample standard deviation."),
+    _one(
+        "training/rollout_probs_diff_max", "1", "Largest absolute difference of those probabilities.", reduction="max"
+    ),
+    _one("training/rollout_probs_diff_std", "1", "Sample standard deviation of that absolute difference."),
     _one(
         "training/rollout_actor_probs_pearson_corr",
         "1",
@@ -106,7 +108,7 @@ ACTOR = (
         healthy=Band(high=1.0, source=GUIDE),
     ),
     _one("actor/lr", "1", "Learning rate of the step."),
-    _one("sft/loss", "nats", "Cross entropy of the warm start's demonstrations.", reduction="mean"),
+    _mean("sft/loss", "nats", "Cross entropy of the warm start's demonstrations.", over="token"),
     _mean("sft/token_accuracy", "1", "Share of demonstration tokens that were the likeliest.", over="token"),
     _mean("sft/grad_norm", "1", "Global gradient norm of the warm start before clipping.", over="step"),
     _one("sft/lr", "1", "Learning rate of the warm start."),
@@ -209,7 +211,11 @@ CORRECTION = (
         healthy=Band(low=-0.1, high=0.1, source=GUIDE),
     ),
     _mean(
-        "rollout_corr/k3_kl", "nats", "k3 estimate of the same KL.", over="token", healthy=Band(high=0.1, source=GUIDE)
+        "rollout_corr/k3_kl",
+        "nats",
+        "k3 estimate of KL from the engine's policy to the learner's.",
+        over="token",
+        healthy=Band(high=0.1, source=GUIDE),
     ),
     _mean("rollout_corr/training_ppl", "1", "Perplexity of responses under the learner.", over="trajectory"),
     _mean("rollout_corr/training_log_ppl", "nats", "Log perplexity of responses under the learner.", over="trajectory"),
@@ -218,9 +224,14 @@ CORRECTION = (
     _mean(
         "rollout_corr/log_ppl_diff", "nats", "Learner's minus engine's log perplexity of a response.", over="trajectory"
     ),
-    _mean("rollout_corr/log_ppl_abs_diff", "nats", "The same difference, absolute.", over="trajectory"),
-    _one("rollout_corr/log_ppl_diff_max", "nats", "The same difference, largest.", reduction="max"),
-    _one("rollout_corr/log_ppl_diff_min", "nats", "The same difference, smallest.", reduction="min"),
+    _mean(
+        "rollout_corr/log_ppl_abs_diff",
+        "nats",
+        "Absolute difference of learner's and engine's log perplexity of a response.",
+        over="trajectory",
+    ),
+    _one("rollout_corr/log_ppl_diff_max", "nats", "Largest difference of log perplexities.", reduction="max"),
+    _one("rollout_corr/log_ppl_diff_min", "nats", "Smallest difference of log perplexities.", reduction="min"),
     _mean(
         "rollout_corr/ppl_ratio",
         "1",
@@ -310,7 +321,12 @@ VALIDATION = (
         "The source's main variable (acc, else reward): mean over a prompt's n responses, then over prompts.",
         over="prompt",
     ),
-    _mean("val-aux/{source}/{variable}/mean@{n}", "1", "The same for any other variable.", over="prompt"),
+    _mean(
+        "val-aux/{source}/{variable}/mean@{n}",
+        "1",
+        "Any other variable: mean over a prompt's n responses, then over prompts.",
+        over="prompt",
+    ),
     _mean(
         "val-aux/{source}/{variable}/std@{n}",
         "1",

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -172,12 +172,15 @@ class ConsoleTracker:
         return duration_text((self._clock() - self._began_s) / done * left)
 
     def _draw(self, draw: Callable[[View], None]) -> None:
-        if self._view is None:
+        view = self._view
+        if view is None:
             return
         try:
-            draw(self._view)
+            draw(view)
         except Exception as error:
             self._view = None
+            with suppress(Exception):
+                view.close()
             log.warning("console_failed", error=f"{type(error).__name__}: {error}")
 
 

@@ -1,0 +1,213 @@
+import io
+import os
+
+import pytest
+import structlog
+from rich.console import Console
+
+from rl_metrics.trackers.console import ConsoleTracker, duration_text
+from rl_metrics.trackers.console_views import RunConsole
+
+STEP = {
+    "critic/rewards/mean": 0.75,
+    "actor/ppo_kl": 0.00123,
+    "actor/entropy": 0.2345,
+    "perf/throughput": 8123.4,
+}
+VALIDATION = {"val-core/arithmetic/acc/mean@1": 0.968}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal:
+    """A console on a text buffer, with a clock that the test moves."""
+
+    def __init__(self, *, is_terminal, width=80, min_interval_s=10.0):
+        self.file = io.StringIO()
+        self.clock = Clock()
+        target = Console(file=self.file, force_terminal=is_terminal, width=width, color_system=None, _environ={})
+        self.tracker = ConsoleTracker(console=target, min_interval_s=min_interval_s, clock=self.clock)
+
+    @property
+    def text(self):
+        return self.file.getvalue()
+
+    @property
+    def lines(self):
+        return self.text.splitlines()
+
+    def run_steps(self, steps, *, seconds=1.0, metrics=STEP):
+        for step in steps:
+            self.clock.now += seconds
+            self.tracker.log(step, metrics)
+
+
+@pytest.fixture
+def plain():
+    return Terminal(is_terminal=False)
+
+
+@pytest.fixture
+def live():
+    terminal = Terminal(is_terminal=True)
+    yield terminal
+    terminal.tracker.close()
+
+
+def test_a_phase_is_announced_at_once_and_timed(plain):
+    with plain.tracker.phase("starting vLLM"):
+        assert plain.lines == ["starting vLLM ..."]
+        plain.clock.now += 7.75
+    assert plain.lines == ["starting vLLM ...", "starting vLLM: 7.8 s"]
+
+
+def test_a_phase_that_fails_says_so(plain):
+    def start():
+        with plain.tracker.phase("starting vLLM"):
+            plain.clock.now += 2.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        start()
+    assert plain.lines[-1] == "starting vLLM: failed after 2.0 s"
+
+
+def test_a_line_of_a_step(plain):
+    plain.tracker.begin("GRPO", total_steps=3)
+    plain.run_steps([1], metrics=STEP | VALIDATION)
+    assert plain.lines == [
+        "GRPO: 3 steps",
+        "GRPO 1/3  reward 0.750  kl 0.0012  entropy 0.234  speed 8,123 tok/s  validation 0.968  eta 2 s",
+    ]
+
+
+def test_first_last_and_validation_always_have_lines_others_every_ten_seconds(plain):
+    plain.tracker.begin("GRPO", total_steps=30)
+    plain.run_steps(range(1, 16))
+    plain.run_steps([16], metrics=STEP | VALIDATION)
+    plain.run_steps(range(17, 31))
+    assert [line.split()[1] for line in plain.lines[1:]] == ["1/30", "11/30", "16/30", "26/30", "30/30"]
+
+
+def test_an_interrupted_run_shows_its_last_step(plain):
+    plain.tracker.begin("GRPO", total_steps=30)
+    plain.run_steps([1, 2, 3])
+    plain.tracker.close()
+    plain.tracker.close()
+    assert [line.split()[1] for line in plain.lines[1:]] == ["1/30", "3/30"]
+
+
+def test_the_next_bar_begins_afresh(plain):
+    plain.tracker.begin("warm start", total_steps=5)
+    plain.run_steps([1, 2], metrics={"sft/loss": 1.25})
+    plain.tracker.begin("GRPO", total_steps=20, done_steps=10)
+    plain.run_steps([11])
+    assert [line.split("  ")[0] for line in plain.lines] == [
+        "warm start: 5 steps",
+        "warm start 1/5",
+        "warm start 2/5",
+        "GRPO: 20 steps, 10 done before",
+        "GRPO 11/20",
+    ]
+    assert "loss 1.2500" in plain.lines[1]
+
+
+def test_the_time_left_counts_from_where_a_resumed_run_began(plain):
+    plain.tracker.begin("GRPO", total_steps=20, done_steps=10)
+    plain.run_steps([11], seconds=6.0)
+    assert plain.lines[-1].endswith("eta 54 s")
+
+
+def test_the_newest_validation_stays(plain):
+    plain.tracker.begin("GRPO", total_steps=4)
+    plain.run_steps([0], metrics=VALIDATION)
+    plain.run_steps([1, 2, 3, 4])
+    assert plain.lines[-1].endswith("validation 0.968")
+    assert plain.lines[1] == "GRPO 0/4  validation 0.968"
+
+
+def test_plain_text_has_no_control_codes_and_no_wrapping(plain):
+    plain.tracker.say("x" * 300 + " [bold]not markup[/bold] :smile:")
+    assert plain.lines == ["x" * 300 + " [bold]not markup[/bold] :smile:"]
+    assert "\x1b" not in plain.text
+
+
+def test_the_summary_in_plain_lines(plain):
+    plain.tracker.summary("run finished", {"steps": 20, "wall_s": 123.456789, "folder": "runs/a [1]"})
+    assert plain.lines == ["run finished", "  steps   20", "  wall_s  123.5", "  folder  runs/a [1]"]
+
+
+def test_steps_without_a_beginning_are_shown(plain):
+    plain.run_steps([7])
+    assert plain.lines[0].startswith("training 7/7  reward 0.750")
+
+
+def test_a_terminal_gets_a_bar_with_readings_within_its_width(live):
+    live.tracker.begin("GRPO", total_steps=20)
+    live.run_steps([1, 2], metrics=STEP)
+    assert "2/20" in live.text
+    assert "eta 18 s" in live.text
+    assert "reward 0.750  kl 0.0012  entropy 0.234  speed 8,123 tok/s" in live.text
+
+
+def test_a_terminal_keeps_validations_and_phases_above_the_bar(live):
+    with live.tracker.phase("starting vLLM"):
+        assert "starting vLLM ... 0 s" in live.text
+        live.clock.now += 3.0
+    assert "starting vLLM: 3.0 s\n" in live.text
+    live.tracker.begin("GRPO", total_steps=20)
+    live.run_steps([1], metrics=STEP | VALIDATION)
+    assert "GRPO 1/20  validation 0.968\n" in live.text
+    with live.tracker.phase("saving checkpoint"):
+        assert "saving checkpoint ... 0 s" in live.text
+    assert "saving checkpoint:" not in live.text
+
+
+def test_a_terminal_is_given_back(live):
+    live.tracker.begin("GRPO", total_steps=20)
+    live.run_steps([1])
+    live.tracker.summary("run finished", {"folder": "runs/" + "x" * 100})
+    live.tracker.close()
+    assert live.text.rfind("\x1b[?25h") > live.text.rfind("\x1b[?25l") > -1
+    assert "run finished" in live.text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in live.text.split("run finished")[1]
+
+
+class BrokenFile(io.StringIO):
+    def write(self, text):
+        raise OSError("terminal gone")
+
+
+def test_a_console_that_fails_warns_once_and_is_silent():
+    tracker = ConsoleTracker(console=Console(file=BrokenFile(), force_terminal=False))
+    with structlog.testing.capture_logs() as logs:
+        tracker.say("hello")
+        with tracker.phase("starting"):
+            pass
+        tracker.log(1, STEP)
+        tracker.summary("end", {})
+        tracker.close()
+    assert logs == [{"event": "console_failed", "log_level": "warning", "error": "OSError: terminal gone"}]
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        tracker = ConsoleTracker(console=RunConsole(file=file, force_terminal=False))
+        tracker.say("hello")
+        tracker.say("again")
+        tracker.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (65, "1:05"), (3723, "1:02:03")]
+)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text

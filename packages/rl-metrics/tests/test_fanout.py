@@ -1,0 +1,61 @@
+import structlog
+
+from rl_metrics.trackers.fanout import Fanout
+
+
+class ListTracker:
+    def __init__(self, *, fails_at=None, close_fails=False):
+        self.rows = []
+        self.num_closed = 0
+        self.fails_at = fails_at
+        self.close_fails = close_fails
+
+    def log(self, step, metrics):
+        if step == self.fails_at:
+            raise OSError("disk full")
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        self.num_closed += 1
+        if self.close_fails:
+            raise OSError("still full")
+
+
+def test_all_get_everything():
+    first, second = ListTracker(), ListTracker()
+    fanout = Fanout({"first": first, "second": second})
+    fanout.log(1, {"a": 1.0})
+    fanout.close()
+    fanout.close()
+    assert first.rows == second.rows == [(1, {"a": 1.0})]
+    assert (first.num_closed, second.num_closed) == (1, 1)
+
+
+def test_one_that_raises_is_warned_of_once_and_left_out():
+    good, bad = ListTracker(), ListTracker(fails_at=2, close_fails=True)
+    fanout = Fanout({"bad": bad, "good": good})
+    with structlog.testing.capture_logs() as logs:
+        for step in (1, 2, 3):
+            fanout.log(step, {})
+        fanout.close()
+    assert [step for step, _ in bad.rows] == [1]
+    assert [step for step, _ in good.rows] == [1, 2, 3]
+    assert bad.num_closed == 1
+    assert logs == [
+        {"event": "tracker_failed", "log_level": "warning", "tracker": "bad", "error": "OSError: disk full"}
+    ]
+
+
+def test_the_active_ones_are_named():
+    fanout = Fanout({"bad": ListTracker(fails_at=1), "good": ListTracker()})
+    assert fanout.active == ("bad", "good")
+    fanout.log(1, {})
+    assert fanout.active == ("good",)
+
+
+def test_a_close_that_raises_does_not_keep_others_open():
+    bad, good = ListTracker(close_fails=True), ListTracker()
+    with structlog.testing.capture_logs() as logs:
+        Fanout({"good": good, "bad": bad}).close()
+    assert good.num_closed == 1
+    assert [entry["error"] for entry in logs] == ["OSError: still full"]

@@ -1,0 +1,130 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import structlog
+
+from rl_core.errors import NotReadyError
+from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_metrics
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from rl_metrics.trackers.jsonl import JsonlTracker
+tracker = JsonlTracker(Path(sys.argv[1]))
+step = 0
+while True:
+    step += 1
+    tracker.log(step, {"actor/entropy": step / 3, "text" * 200: 1.0})
+    if step == 50:
+        sys.stdout.write("ready\\n")
+        sys.stdout.flush()
+"""
+
+
+def test_lines_are_there_as_soon_as_they_are_written(tmp_path):
+    path = tmp_path / "new" / "folder" / "metrics.jsonl"
+    tracker = JsonlTracker(path, clock=lambda: 12.3456)
+    tracker.log(1, {"actor/entropy": 0.5})
+    assert path.read_text() == '{"step":1,"time":12.346,"actor/entropy":0.5}\n'
+    tracker.close()
+    tracker.close()
+
+
+def test_a_restart_appends(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        tracker = JsonlTracker(path, clock=lambda: 1.0)
+        tracker.log(step, {"a": float(step)})
+        tracker.close()
+    assert read_metrics(path) == [
+        MetricRow(step=1, time=1.0, metrics={"a": 1.0}),
+        MetricRow(step=2, time=1.0, metrics={"a": 2.0}),
+    ]
+
+
+def test_a_torn_last_line_spoils_only_itself(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1,"time":1,"a":1}\n{"step":2,"time":1,"a')
+    with structlog.testing.capture_logs() as logs:
+        assert [row.step for row in read_metrics(path)] == [1]
+    assert logs == [
+        {"event": "unreadable_lines", "log_level": "warning", "path": str(path), "count": 1, "first_line": 2}
+    ]
+    tracker = JsonlTracker(path)
+    tracker.log(2, {"a": 2.0})
+    tracker.log(3, {"a": 3.0})
+    assert [row.step for row in read_metrics(path)] == [1, 2, 3]
+    assert path.read_text().count("\n") == 4
+
+
+def test_kill_9_loses_no_earlier_line_and_the_file_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+    steps = [row.step for row in read_metrics(path)]
+    assert len(steps) >= 50
+    assert steps == list(range(1, len(steps) + 1))
+    tracker = JsonlTracker(path)
+    tracker.log(len(steps) + 1, {"a": 1.0})
+    assert read_metrics(path)[-1].step == len(steps) + 1
+
+
+def test_repeated_steps_of_a_resumed_run_replace_what_came_before(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0)):
+        tracker.log(step, {"a": value})
+    assert [(row.step, row.metrics["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [row.step for row in read_metrics(path, with_replaced=True)] == [1, 2, 3, 4, 3]
+
+
+def test_values_that_are_not_finite_are_null_and_come_back_as_nan(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    JsonlTracker(path).log(1, {"a": float("nan"), "b": float("inf"), "c": np.float32(0.5), "d": 3})
+    row = json.loads(path.read_text())
+    assert (row["a"], row["b"], row["c"], row["d"]) == (None, None, 0.5, 3.0)
+    metrics = read_metrics(path)[0].metrics
+    assert np.isnan(metrics["a"])
+    assert metrics["d"] == 3.0
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"step":"x","a":1}', '{"step":true}', "[1,2]", "null", "\x00\x01", "{" * 100_000, '{"a":1}', "NaN"]
+)
+def test_lines_that_are_no_step_are_left_out(tmp_path, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step":1,"time":1}}\n{bad}\n\n{{"step":2,"time":"soon","a":"text"}}\n')
+    rows = read_metrics(path)
+    assert [row.step for row in rows] == [1, 2]
+    assert np.isnan(rows[1].time)
+    assert np.isnan(rows[1].metrics["a"])
+
+
+def test_bytes_that_are_no_text_are_left_out(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a":1}\n\xff\xfe\n{"a":2}\n')
+    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 2}]
+
+
+def test_anything_can_be_written(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    writer = JsonLinesWriter(path)
+    writer.append({"path": path, "array": np.arange(2), "nested": {"x": (1, None, True)}, "text": "é\n\ud800"})
+    row = next(read_json_lines(path))
+    assert row == {"path": str(path), "array": [0, 1], "nested": {"x": [1, None, True]}, "text": "é\n?"}
+
+
+def test_after_close_it_says_so(tmp_path):
+    writer = JsonLinesWriter(tmp_path / "lines.jsonl")
+    writer.close()
+    with pytest.raises(NotReadyError, match="is closed"):
+        writer.append({})

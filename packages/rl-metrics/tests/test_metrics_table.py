@@ -1,0 +1,150 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_metrics.cli import main
+from rl_metrics.table import DEFINITIONS, FAMILIES
+
+DOCS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+EMITTED = [
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/pg_clipfrac_lower",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/kl_loss",
+    "actor/kl_coef",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/loss",
+    "critic/score/mean",
+    "critic/score/max",
+    "critic/score/min",
+    "critic/rewards/mean",
+    "critic/advantages/mean",
+    "critic/advantages/min",
+    "response_length/mean",
+    "response_length/max",
+    "response_length/min",
+    "response_length/clip_ratio",
+    "prompt_length/mean",
+    "prompt_length/max",
+    "prompt_length/min",
+    "prompt_length/clip_ratio",
+    "response/aborted_ratio",
+    "training/global_step",
+    "training/policy_version",
+    "training/epoch",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "training/rollout_probs_diff_std",
+    "training/rollout_actor_probs_pearson_corr",
+    "rollout_corr/kl",
+    "rollout_corr/k3_kl",
+    "rollout_corr/training_ppl",
+    "rollout_corr/rollout_ppl",
+    "rollout_corr/ppl_ratio",
+    "rollout_corr/chi2_token",
+    "rollout_corr/chi2_seq",
+    "rollout_corr/rollout_is_mean",
+    "weights/canary_max_diff",
+    "weights/probe_max_diff",
+    "weights/num_tensors",
+    "timing_s/gen",
+    "timing_s/reward",
+    "timing_s/old_log_prob",
+    "timing_s/ref",
+    "timing_s/adv",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "timing_s/step",
+    "timing_s/testing",
+    "timing_s/save_checkpoint",
+    "perf/total_num_tokens",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/cpu_memory_used_gb",
+    "perf/max_memory_allocated_gb",
+    "agent_loop/generate_sequences/min",
+    "agent_loop/compute_score/mean",
+    "agent_loop/tool_calls/max",
+    "agent_loop/num_preempted/max",
+    "val-core/arithmetic/acc/mean@1",
+    "val-aux/openai/gsm8k/reward/std@8",
+    "sft/loss",
+    "rollout/groups_without_spread_ratio",
+    "rollout/failed_sessions",
+    "nonfinite/actor/entropy",
+    "queue/groups/leased",
+]
+
+
+@pytest.mark.parametrize("name", EMITTED)
+def test_a_name_that_trainers_emit_is_defined(name):
+    assert DEFINITIONS.lookup(name).name == name
+
+
+def test_every_definition_says_what_it_means():
+    assert sum(len(metrics) for metrics in FAMILIES.values()) == len(DEFINITIONS)
+    for metric in DEFINITIONS:
+        assert metric.meaning.endswith("."), metric.name
+        assert metric.unit, metric.name
+        assert metric.healthy is None or metric.healthy.source, metric.name
+
+
+def test_suffixes_agree_with_reductions():
+    for metric in DEFINITIONS:
+        last = metric.name.rsplit("/", 1)[-1]
+        if last in ("mean", "min", "max"):
+            assert metric.reduction == last, metric.name
+        elif last.endswith(("_max", "_min")):
+            assert metric.reduction == last[-3:], metric.name
+        elif last.endswith("_ratio"):
+            assert metric.reduction == "mean", metric.name
+
+
+@pytest.mark.skipif(not DOCS_PAGE.parent.is_dir(), reason="docs/ is in the checkout only")
+def test_the_docs_page_is_up_to_date(capsys):
+    main(["list", "--markdown"])
+    assert DOCS_PAGE.read_text() == capsys.readouterr().out, (
+        "docs/metrics.md is out of date; run `rl-metrics list --markdown > docs/metrics.md`"
+    )
+
+
+def test_the_json_list_holds_everything(capsys):
+    assert main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == [metric.name for metric in DEFINITIONS]
+    entropy = next(row for row in rows if row["name"] == "actor/entropy")
+    assert entropy["reduction"] == "mean"
+    assert entropy["weighted_by"] == "token"
+    clipfrac = next(row for row in rows if row["name"] == "actor/pg_clipfrac")
+    assert clipfrac["healthy"] == {"low": None, "high": 0.2, "source": "rule of thumb"}
+
+
+def test_the_terminal_list_shows_whole_names_in_a_pipe(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "val-core/{source}/{variable}/mean@{n}" in out
+    assert f"{len(DEFINITIONS)} metrics and families" in out
+
+
+def test_a_pattern_selects(capsys):
+    assert main(["list", "ENTROPY", "--json"]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)]
+    assert "actor/entropy" in names
+    assert "actor/lr" not in names
+
+
+def test_a_pattern_that_fits_nothing_exits_with_2(capsys):
+    assert main(["list", "no-such-metric"]) == 2
+    assert "no-such-metric" in capsys.readouterr().err
+
+
+def test_a_missing_verb_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert "usage: rl-metrics" in capsys.readouterr().err

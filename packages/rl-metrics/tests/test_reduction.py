@@ -1,0 +1,201 @@
+import json
+import math
+from fractions import Fraction
+
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError
+from rl_metrics.definitions import Metric, MetricTable
+from rl_metrics.reduction import Recorder
+
+TABLE = MetricTable(
+    Metric(name=name, unit="1", reduction=name, meaning="A test.") for name in ("mean", "sum", "min", "max", "last")
+)
+
+values = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e30, max_value=1e30)
+weights = st.one_of(st.integers(0, 10_000).map(float), st.floats(0, 1e6))
+
+
+def recorder():
+    return Recorder(definitions=TABLE, strict=True)
+
+
+def test_hand_computed():
+    record = recorder()
+    for value, weight in ((1.0, 3.0), (2.0, 1.0), (10.0, 0.0)):
+        for name in ("mean", "sum", "min", "max", "last"):
+            record.record(name, value, weight=weight)
+    assert record.reduce() == {"mean": 1.25, "sum": 3.0, "min": 1.0, "max": 2.0, "last": 2.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(values, weights, st.integers(0, 3)), min_size=1, max_size=25),
+    st.sampled_from(["mean", "sum", "min", "max"]),
+    st.randoms(use_true_random=False),
+)
+def test_any_split_over_ranks_and_any_order_gives_the_same_bits(rows, name, random):
+    whole = recorder()
+    ranks = [recorder() for _ in range(4)]
+    for value, weight, _ in rows:
+        whole.record(name, value, weight=weight)
+    shuffled = rows.copy()
+    random.shuffle(shuffled)
+    for value, weight, rank in shuffled:
+        ranks[rank].record(name, value, weight=weight)
+    merged = recorder()
+    for index, rank in enumerate(ranks):
+        if index % 2:
+            merged.merge(rank)
+        else:
+            merged.merge_json(json.loads(json.dumps(rank.to_json())))
+    assert merged.reduce() == whole.reduce()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(values, weights), min_size=1, max_size=25).filter(lambda rows: any(w for _, w in rows)))
+def test_a_mean_is_the_correctly_rounded_one(rows):
+    record = recorder()
+    for value, weight in rows:
+        record.record("mean", value, weight=weight)
+    total = sum((Fraction(value) * Fraction(weight) for value, weight in rows), Fraction())
+    assert record.reduce() == {"mean": float(total / sum(Fraction(weight) for _, weight in rows))}
+
+
+def test_small_values_survive_beside_huge_ones():
+    record = recorder()
+    for value in (1e30, 1.0, -1e30):
+        record.record("sum", value)
+    assert record.reduce() == {"sum": 1.0}
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "min", "max", "last"])
+def test_nan_and_infinity_are_counted_and_left_out(name):
+    record = recorder()
+    for value in (math.nan, 2.0, math.inf, -math.inf):
+        record.record(name, value)
+    with structlog.testing.capture_logs() as logs:
+        reduced = record.reduce()
+    assert reduced == {name: 2.0, f"nonfinite/{name}": 3.0}
+    assert logs == [{"event": "nonfinite_metrics", "log_level": "warning", "counts": {name: 3.0}}]
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "max", "last"])
+def test_a_metric_of_nothing_but_nan_is_nan(name):
+    record = recorder()
+    record.record(name, math.nan)
+    reduced = record.reduce()
+    assert math.isnan(reduced[name])
+    assert reduced[f"nonfinite/{name}"] == 1.0
+
+
+def test_nonfinite_counts_are_merged():
+    first, second = recorder(), recorder()
+    first.record("mean", math.nan)
+    second.record("mean", math.nan)
+    second.record("mean", 4.0)
+    first.merge(second)
+    assert first.reduce() == {"mean": 4.0, "nonfinite/mean": 2.0}
+
+
+def test_the_mean_of_nothing_does_not_count():
+    record = recorder()
+    record.record("mean", math.nan, weight=0)
+    assert record.reduce() == {}
+    record.record("mean", 3.0, weight=2)
+    assert record.reduce() == {"mean": 3.0}
+
+
+def test_last_is_the_newest_also_over_a_merge():
+    first, second = recorder(), recorder()
+    first.record("last", 1.0)
+    second.record("last", 2.0)
+    second.record("last", 3.0)
+    first.merge(second)
+    first.merge(recorder())
+    assert first.reduce() == {"last": 3.0}
+
+
+def test_a_merge_leaves_the_other_alone():
+    first, second = recorder(), recorder()
+    second.record("mean", 2.0)
+    first.merge(second)
+    first.record("mean", 4.0)
+    assert second.reduce() == {"mean": 2.0}
+    assert first.reduce() == {"mean": 3.0}
+
+
+class Scalar:
+    """Like a tensor: only float() works."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        return self.value
+
+
+def test_sums_of_micro_batches_add_up():
+    record = recorder()
+    record.record_sums({"mean": (Scalar(6.0), Scalar(2.0)), "sum": (Scalar(1.0), Scalar(1.0))})
+    record.record_sums({"mean": (Scalar(1.0), Scalar(5.0)), "sum": (Scalar(2.0), Scalar(1.0))})
+    record.record_sums({"mean": (Scalar(math.nan), Scalar(0.0))})
+    assert record.reduce() == {"mean": 1.0, "sum": 3.0}
+
+
+def test_a_nan_sum_is_counted():
+    record = recorder()
+    record.record_sums({"mean": (math.nan, 3.0)})
+    record.record_sums({"mean": (8.0, 2.0)})
+    assert record.reduce() == {"mean": 4.0, "nonfinite/mean": 1.0}
+
+
+def test_sums_of_a_maximum_are_refused():
+    with pytest.raises(DataError, match=r"max is reduced by 'max'.*Recorder\.record"):
+        recorder().record_sums({"max": (1.0, 1.0)})
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_impossible_weights_are_refused(weight):
+    with pytest.raises(DataError, match="weight of mean must be finite and at least 0"):
+        recorder().record("mean", 1.0, weight=weight)
+    with pytest.raises(DataError, match="weight of mean must be finite and at least 0"):
+        recorder().record_sums({"mean": (1.0, weight)})
+
+
+def test_recorders_with_other_definitions_do_not_merge():
+    other = Recorder(definitions=MetricTable([Metric(name="mean", unit="1", reduction="max", meaning="A test.")]))
+    other.record("mean", 1.0)
+    ours = recorder()
+    ours.record("mean", 1.0)
+    with pytest.raises(DataError, match="'mean' here and by 'max'"):
+        ours.merge(other)
+
+
+def test_undefined_names_raise_when_strict_and_average_when_not():
+    with pytest.raises(DataError, match="'nonsense' is not defined"):
+        recorder().record("nonsense", 1.0)
+    loose = Recorder(definitions=TABLE)
+    loose.record_all({"nonsense": 1.0})
+    loose.record("nonsense", 2.0)
+    assert loose.reduce() == {"nonsense": 1.5}
+
+
+def test_a_timer_adds_up_and_records_also_what_fails():
+    ticks = iter([0.0, 1.5, 10.0, 10.5])
+    record = Recorder(strict=True, clock=lambda: next(ticks))
+    with record.timer("gen"):
+        pass
+    with pytest.raises(RuntimeError), record.timer("gen"):
+        raise RuntimeError
+    assert record.reduce() == {"timing_s/gen": 2.0}
+
+
+def test_clear_forgets():
+    record = recorder()
+    record.record("mean", 1.0)
+    record.clear()
+    assert record.reduce() == {}
