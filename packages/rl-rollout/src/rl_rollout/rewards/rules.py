@@ -7,7 +7,7 @@ from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign only where it does not subtract: "5-3" ends in 3, "= -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])-)?\.\d+")
-BOXED = "\\boxed{"
+BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 @quick
@@ -34,22 +34,13 @@ def last_number(text: str) -> Decimal | None:
 
 def last_boxed(text: str) -> str | None:
     r"""What the last complete `\boxed{...}` holds, inner braces balanced."""
-    start = text.rfind(BOXED)
-    while start >= 0:
-        inside = _balanced(text, start + len(BOXED))
-        if inside is not None:
-            return inside
-        start = text.rfind(BOXED, 0, start)
-    return None
-
-
-def _balanced(text: str, start: int) -> str | None:
-    depth = 1
-    for position in range(start, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:position]
-    return None
+    opened: list[tuple[int, bool]] = []
+    last = (-1, -1)
+    for brace in BRACE.finditer(text):
+        if brace.group() != "}":
+            opened.append((brace.end(), brace.group() != "{"))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and start > last[0]:
+                last = (start, brace.start())
+    return None if last[0] < 0 else text[last[0] : last[1]]

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+from rl_core.errors import DataError, SettingsError
+from rl_rollout.prompts import PromptTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}={% endif %}{% if loud is defined %}!{% endif %}"
+)
+VOCABULARY = {"<pad>": 0, "<eos>": 1, **{character: i + 2 for i, character in enumerate("0123456789+=[]! ,.")}}
+
+
+def save_tokenizer(folder, *, chat_template=TEMPLATE):
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_messages_become_text_then_the_tokens_that_transformers_gives(tmp_path):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
+    messages = [{"role": "user", "content": "1+2"}]
+    text = tokenizer.render(messages)
+    assert text == "[1+2]="
+    assert tokenizer.encode([text], add_special_tokens=False) == [[14, 3, 12, 4, 15, 13]]
+    direct = tokenizer._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    assert direct["input_ids"] == [14, 3, 12, 4, 15, 13]
+    assert tokenizer.eos_token_id == 1
+
+
+def test_template_options_and_a_given_template(tmp_path):
+    folder = save_tokenizer(tmp_path, chat_template=None)
+    messages = [{"role": "user", "content": "1"}]
+    assert (
+        PromptTokenizer.load(folder, chat_template=TEMPLATE, template_options={"loud": True}).render(messages)
+        == "[1]=!"
+    )
+    bare = PromptTokenizer.load(folder)
+    assert not bare.has_chat_template
+    with pytest.raises(DataError, match="f, row 3: .* no chat template"):
+        bare.render(messages, where="f, row 3")
+
+
+def test_a_template_that_refuses_names_the_row(tmp_path):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
+    with pytest.raises(DataError, match="f, row 3: the chat template refuses the messages .*no system role"):
+        tokenizer.render([{"role": "system", "content": "1"}], where="f, row 3")
+
+
+def test_decode_leaves_special_tokens_out_and_spaces_alone(tmp_path):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
+    sequences = [np.array([3, 17, 19, 1], dtype=np.int32), np.array([], dtype=np.int32)]
+    assert tokenizer.decode(sequences) == ["1 .", ""]
+    assert tokenizer.decode([]) == []
+
+
+def test_folders_without_a_tokenizer_are_refused(tmp_path):
+    with pytest.raises(SettingsError, match="absent is not a folder"):
+        PromptTokenizer.load(tmp_path / "absent")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers would make one up
+    with pytest.raises(SettingsError, match=r"has no tokenizer; expected one of tokenizer\.json"):
+        PromptTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingsError, match="transformers cannot load the tokenizer"):
+        PromptTokenizer.load(tmp_path)

@@ -1,0 +1,74 @@
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from rl_rollout.rewards import RewardInput, exact_match, last_boxed, last_number, number_match
+
+
+def response(text, ground_truth):
+    return RewardInput(prompt_uid="p", response_text=text, response_ids=np.array([1]), ground_truth=ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 18.", "18"),
+        ("3 then $1,234.50 in all", "1234.50"),
+        ("x = -7", "-7"),
+        ("(-7)", "-7"),
+        ("5-3", "3"),
+        ("(2)-3", "3"),
+        ("half is .5", "0.5"),
+        ("-.5", "-0.5"),
+        ("1,2", "2"),
+        ("12,345,6", "6"),
+        ("1,2345", "2345"),
+        ("75%", "75"),
+        ("2026-11-05", "5"),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == Decimal(number)
+
+
+def test_no_number():
+    assert last_number("none at all, - . ,") is None
+
+
+def test_last_number_of_long_text_takes_linear_time():
+    assert last_number("1," * 200_000 + "7") == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"so \boxed{18}.", "18"),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} and \boxed{8", "7"),
+        (r"\boxed{}", ""),
+        (r"} { \boxed{7}", "7"),
+        (r"\boxed{\boxed{7} + 1}", "7"),
+        (r"\boxed 18", None),
+        ("18", None),
+    ],
+)
+def test_last_boxed(text, inside):
+    assert last_boxed(text) == inside
+
+
+def test_last_boxed_of_many_open_boxes_is_not_quadratic():
+    assert last_boxed(r"\boxed{" * 20_000) is None
+
+
+def test_exact_match():
+    assert exact_match(response(" 18\n", "18")) == 1.0
+    assert exact_match(response("18", 18)) == 1.0
+    assert exact_match(response("18.0", 18)) == 0.0
+
+
+def test_number_match():
+    assert number_match(response("12 + 6 is 18.0", "18")) == 1.0
+    assert number_match(response("it is 1,018", "1018")) == 1.0
+    assert number_match(response("18 or 19", "18")) == 0.0
+    assert number_match(response("no idea", "18")) == 0.0
+    assert number_match(response("no idea", "no number")) == 0.0
