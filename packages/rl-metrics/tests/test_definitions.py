@@ -51,9 +51,10 @@ def test_a_family_fits_nothing_else(name):
 
 
 def test_dots_in_names_are_literal():
-    table = MetricTable([metric("a.b/{x}")])
-    assert "a.b/c" in table
-    assert "aXb/c" not in table
+    table = MetricTable([metric("a.b/{x}/c.d")])
+    assert "a.b/x/c.d" in table
+    assert "aXb/x/c.d" not in table
+    assert "a.b/x/cXd" not in table
 
 
 def test_a_plain_name_wins_over_a_family():

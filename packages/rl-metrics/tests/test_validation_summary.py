@@ -121,6 +121,8 @@ def test_a_response_table_keeps_the_order_of_each_prompt():
     table = response_table([1.0, 2.0, NAN, 3.0, 4.0], prompt_of=[7, 3, 7, 7, 3])
     np.testing.assert_array_equal(table.values, [[2.0, 4.0], [1.0, 3.0]])
     assert table.counts.tolist() == [2, 2]
+    long = response_table(np.arange(10_000.0), prompt_of=np.arange(10_000) % 3)
+    np.testing.assert_array_equal(long.values[1], np.append(np.arange(1.0, 10_000.0, 3), np.nan))
 
 
 @settings(max_examples=40, deadline=None)
