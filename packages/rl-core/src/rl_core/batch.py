@@ -1,6 +1,6 @@
 """Batches of rows in columns: dense arrays, or ragged ones as flat values with offsets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,15 +64,27 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Array:
-        """View of one row."""
+        """View of one row; negative ones count from the end.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row must be below {len(self)}, the number of rows; found {row}.")
+        row %= len(self)
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def __iter__(self) -> Iterator[Array]:
         return (self[row] for row in range(len(self)))
 
     def select(self, rows: ArrayLike) -> "Ragged":
-        """The rows at these indices, in this order; a view when they are contiguous."""
-        indices = np.asarray(rows, dtype=np.int64)
+        """The rows at these indices, in this order; a view when they are contiguous.
+
+        Raises:
+            ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
+            IndexError: There is no such row.
+        """
+        indices = row_indices(rows, num_rows=len(self))
         lengths = self.lengths[indices]
         offsets = offsets_of(lengths)
         if len(indices) and bool((np.diff(indices) == 1).all()):
@@ -81,6 +93,27 @@ class Ragged:
 
 
 Column = Array | Ragged
+
+
+def row_indices(rows: ArrayLike, *, num_rows: int) -> NDArray[np.int64]:
+    """Indices from 0 of rows, with negative ones counted from the end.
+
+    Raises:
+        ShapeError: They are not a 1-D sequence of integers.
+        IndexError: One is out of range.
+    """
+    found = np.asarray(rows)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise ShapeError(
+            f"rows must be [M] integers; found {found.dtype} of shape {list(found.shape)}. "
+            "Turn a mask into indices with np.flatnonzero."
+        )
+    indices: NDArray[np.int64] = found.astype(np.int64)
+    is_outside = (indices < -num_rows) | (indices >= num_rows)
+    if is_outside.any():
+        raise IndexError(f"rows must be below {num_rows}, the number of rows; found {indices[is_outside][0]}.")
+    indices[indices < 0] += num_rows
+    return indices
 
 
 def offsets_of(lengths: ArrayLike) -> NDArray[np.int64]:
@@ -119,7 +152,8 @@ class Batch:
 
         Raises:
             DataError: A column is unknown, or a row appears twice.
-            ShapeError: A column has the wrong kind, dtype or number of rows.
+            ShapeError: A column has the wrong kind, dtype or number of rows, or ragged columns differ in the
+                lengths of their rows.
         """
         self.keys = tuple(keys)
         if len(set(self.keys)) != len(self.keys):
@@ -131,6 +165,7 @@ class Batch:
             raise ShapeError(f"extras must have {len(self.keys)} rows; found {len(self.extras)}.")
         for name, column in columns.items():
             check_column(name, column, num_rows=len(self.keys))
+        check_alignment(columns)
         self._columns = dict(columns)
 
     @classmethod
@@ -157,7 +192,7 @@ class Batch:
         for batch in batches[1:]:
             if batch.names != names:
                 raise DataError(f"batches to join must have the same columns; {sorted(names ^ batch.names)} differ.")
-        columns = {name: concat_columns([batch[name] for batch in batches]) for name in names}
+        columns = {name: concat_columns([batch[name] for batch in batches]) for name in batches[0]._columns}
         return cls(
             [key for batch in batches for key in batch.keys],
             columns,
@@ -168,6 +203,14 @@ class Batch:
     def names(self) -> frozenset[str]:
         """Names of the columns."""
         return frozenset(self._columns)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(
+            column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
+            for column in self._columns.values()
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -212,9 +255,25 @@ class Batch:
         """A batch with these columns added or replaced, sharing the others."""
         return Batch(self.keys, {**self._columns, **columns}, extras=self.extras)
 
+    def only(self, names: Set[str]) -> "Batch":
+        """A batch with these columns alone, sharing them.
+
+        Raises:
+            DataError: The batch lacks one of them.
+        """
+        for name in names:
+            self[name]
+        kept = {name: column for name, column in self._columns.items() if name in names}
+        return Batch(self.keys, kept, extras=self.extras)
+
     def select(self, rows: ArrayLike) -> "Batch":
-        """The rows at these indices, in this order."""
-        indices = np.asarray(rows, dtype=np.int64)
+        """The rows at these indices, in this order.
+
+        Raises:
+            ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
+            IndexError: There is no such row.
+        """
+        indices = row_indices(rows, num_rows=len(self))
         columns: dict[str, Column] = {
             name: column.select(indices) if isinstance(column, Ragged) else column[indices]
             for name, column in self._columns.items()
@@ -242,6 +301,24 @@ def check_column(name: str, column: Column, *, num_rows: int) -> None:
         raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {values.dtype}.")
     if len(column) != num_rows:
         raise ShapeError(f"column {name!r} must have {num_rows} rows; found {len(column)}.")
+
+
+def check_alignment(columns: Mapping[str, Column]) -> None:
+    """Refuse ragged columns whose rows differ in length, token for token.
+
+    Raises:
+        ShapeError: Two columns disagree; the message names the first such row.
+    """
+    ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
+    first = "input_ids" if "input_ids" in ragged else next(iter(ragged), "")
+    for name, column in ragged.items():
+        differs = column.lengths != ragged[first].lengths
+        if differs.any():
+            row = int(np.argmax(differs))
+            raise ShapeError(
+                f"row {row} of column {name!r} must be as long as in {first!r}, {ragged[first].lengths[row]} tokens; "
+                f"found {column.lengths[row]}."
+            )
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:

@@ -1,13 +1,14 @@
 """Publish a policy version to engines, and prove that each now serves it."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rl_core.errors import WeightProofError
+from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.records import FloatArray
 from rl_core.weights import Canary, WeightReceipt, WeightReceiver, WeightUpdate
 
@@ -56,14 +57,23 @@ async def publish_weights(
     """Give an update to every engine, and compare what each then serves with what was sent.
 
     Raises:
+        NotReadyError: There is no engine.
         WeightProofError: An engine serves something else; the message names the first tensor that differs.
     """
+    if not receivers:
+        raise NotReadyError(f"version {update.version} needs an engine to be published to; found none. Start one.")
     started = time.perf_counter()
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
     updated = time.perf_counter()
-    probe_diff = max(check_receipt(update, receipt, tolerances=tolerances) for receipt in receipts)
+    probe_diff = 0.0
+    for index, receipt in enumerate(receipts):
+        with _naming_engine(index, len(receivers)):
+            probe_diff = max(probe_diff, check_receipt(update, receipt, tolerances=tolerances))
     scores = await asyncio.gather(*(receiver.score(canary.sequences) for receiver in receivers))
-    canary_diff = max(check_canary(canary, score, tolerances=tolerances) for score in scores)
+    canary_diff = 0.0
+    for index, score in enumerate(scores):
+        with _naming_engine(index, len(receivers)):
+            canary_diff = max(canary_diff, check_canary(canary, score, tolerances=tolerances))
     return PublishReport(
         version=update.version,
         num_tensors=len(update.digests) + len(update.tied),
@@ -82,14 +92,13 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
 
     Raises:
         WeightProofError: Wrong version, or a tensor that is missing, changed on its way, or not live.
+        DataError: A tied name has a source that was not sent.
     """
     if receipt.version != update.version:
         raise WeightProofError(f"the engine serves version {receipt.version}; version {update.version} was published.")
     _check_arrived(update, receipt.arrived)
     worst = 0.0
-    expected = {name: digest.probe for name, digest in update.digests.items()}
-    expected.update({name: expected[source] for name, source in update.tied.items()})
-    for name, probe in expected.items():
+    for name, probe in _expected_probes(update).items():
         live = receipt.live.get(name)
         if live is None:
             raise WeightProofError(f"tensor {name!r} is not among the engine's live weights.", tensor=name)
@@ -114,19 +123,47 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
     Raises:
         WeightProofError: A logprob differs by more than the tolerance.
     """
+    if len(scores) != len(canary.sequences):
+        raise WeightProofError(f"the engine scored {len(scores)} canary sequences of {len(canary.sequences)}.")
     worst = 0.0
     for index, (expected, found) in enumerate(zip(canary.logprobs, scores, strict=True)):
-        difference = float(np.abs(expected[1:] - found[1:]).max())
-        if not difference <= tolerances.canary:
-            position = int(np.nanargmax(np.abs(expected[1:] - found[1:]))) + 1
+        if expected.shape != found.shape:
+            raise WeightProofError(
+                f"the engine gave logprobs of shape {list(found.shape)} for canary sequence {index}; expected "
+                f"{list(expected.shape)}."
+            )
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
+            differences = np.abs(expected[1:] - found[1:])
+        if not (differences <= tolerances.canary).all():
+            position = int(np.argmax(np.where(np.isnan(differences), np.inf, differences))) + 1
             raise WeightProofError(
                 f"every tensor arrived and is live, but the engine's logprob of token {position} of canary sequence "
                 f"{index} is {found[position]:.4f}; the learner's is {expected[position]:.4f} (allowed difference "
                 f"{tolerances.canary:g}). Engine and learner compute different models: compare their configurations "
                 "(rope, norms, dtype)."
             )
-        worst = max(worst, difference)
+        worst = max(worst, float(differences.max()))
     return worst
+
+
+@contextlib.contextmanager
+def _naming_engine(index: int, num_engines: int) -> Iterator[None]:
+    """Say which engine a proof is about, where there are several."""
+    try:
+        yield
+    except WeightProofError as error:
+        if num_engines == 1:
+            raise
+        raise WeightProofError(f"engine {index} of {num_engines}: {error}", tensor=error.tensor) from None
+
+
+def _expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
+    probes = {name: digest.probe for name, digest in update.digests.items()}
+    for name, source in update.tied.items():
+        if source not in probes:
+            raise DataError(f"{name!r} is tied to {source!r}, which is not among the tensors that were sent.")
+        probes[name] = probes[source]
+    return probes
 
 
 def _check_arrived(update: WeightUpdate, arrived: Mapping[str, int]) -> None:
@@ -148,4 +185,5 @@ def _difference(name: str, expected: FloatArray, live: FloatArray) -> float:
             tensor=name,
         )
     scale = float(np.abs(expected).max(initial=0.0)) or 1.0
-    return float(np.abs(expected - live).max(initial=0.0)) / scale
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
+        return float(np.abs(expected - live).max(initial=0.0)) / scale

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_core.errors import NotReadyError
 from rl_core.weights import WeightUpdate, digest_tensor
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class SharedFileTransport:
 
         digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
         folder = Path(self._folder.name)
+        if not folder.is_dir():
+            raise NotReadyError(f"the weight transport is closed; its folder {folder} is gone. Make a new one.")
         file = folder / "weights.safetensors"
         part = folder / "weights.part"
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, part)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import google_crc32c
 
+from rl_core.errors import ShapeError
 from rl_core.records import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -82,6 +83,20 @@ class Canary:
 
     sequences: Sequence[IntArray]
     logprobs: Sequence[FloatArray]
+
+    def __post_init__(self) -> None:
+        """Check that there is something to compare, and that the two lists are aligned."""
+        if not self.sequences or len(self.sequences) != len(self.logprobs):
+            raise ShapeError(
+                "a canary needs at least one sequence, and logprobs for each; found "
+                f"{len(self.sequences)} sequences and {len(self.logprobs)} rows of logprobs."
+            )
+        for index, (sequence, logprobs) in enumerate(zip(self.sequences, self.logprobs, strict=True)):
+            if sequence.ndim != 1 or len(sequence) < 2 or logprobs.shape != sequence.shape:
+                raise ShapeError(
+                    f"canary sequence {index} and its logprobs must both be [T] with T >= 2; found "
+                    f"{list(sequence.shape)} and {list(logprobs.shape)}."
+                )
 
 
 class WeightReceiver(Protocol):

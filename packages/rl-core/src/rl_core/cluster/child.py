@@ -1,6 +1,7 @@
-"""The child's side of a role in a process of its own: `python -m rl_core.cluster.child FD PARENT_PID`.
+"""The child's side of a role in a process of its own: `python -m rl_core.cluster.child FD PARENT_PID HOW`.
 
-It ends when its parent ends, however that happens: the socket closes, and on Linux the kernel kills it.
+It ends when its parent ends, however that happens: the socket closes, and on Linux the kernel kills it, where
+HOW is "signal".
 """
 
 import asyncio
@@ -10,10 +11,12 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rl_core.cluster.messages import CallMessage, RemoteError, ReplyMessage
+from rl_core.cluster.roles import load_factory
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,6 +48,9 @@ class RoleServer:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 os._exit(1)  # the parent is gone, and nobody is left to tell
+            except Exception:  # a call of a class that this process cannot load; whose call it was is lost
+                traceback.print_exc()
+                os._exit(1)
             if message is None:
                 loop.call_soon_threadsafe(self._has_ended.set)
                 return
@@ -58,16 +64,16 @@ class RoleServer:
     async def _answer(self, message: CallMessage) -> None:
         try:
             result = await self._run(message)
-            reply = ReplyMessage(message.call_id, result, None)
-        except Exception as error:
-            reply = ReplyMessage(message.call_id, None, RemoteError.of(error))
+            self._send(ReplyMessage(message.call_id, result, None))
+        except (Exception, asyncio.CancelledError) as error:  # also a result that cannot be pickled
+            self._send(ReplyMessage(message.call_id, None, RemoteError.of(error)))
+
+    def _send(self, reply: ReplyMessage) -> None:
         with self._send_lock:
             self._connection.send(reply)
 
     async def _run(self, message: CallMessage) -> Any:
         if not message.method:
-            from rl_core.cluster.local import load_factory
-
             factory, kwargs = message.args
             self._target = load_factory(factory)(**kwargs)
             return None
@@ -79,7 +85,7 @@ def main() -> None:
     """Run until the parent closes the connection."""
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    if sys.platform == "linux":
+    if sys.platform == "linux" and sys.argv[3] == "signal":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -1,12 +1,12 @@
 """Roles on this machine: in this process, where a debugger works, or each in its own."""
 
-import importlib
+import asyncio
 import inspect
 from typing import Any, Literal
 
 from rl_core.cluster.process import ProcessRole
-from rl_core.cluster.roles import RoleHandle, RoleSpec
-from rl_core.errors import SettingsError
+from rl_core.cluster.roles import RoleHandle, RoleSpec, load_factory
+from rl_core.errors import NotReadyError
 
 Placement = Literal["inline", "process"]
 
@@ -31,6 +31,8 @@ class InlineRole:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """See `RoleHandle.call`."""
+        if self._target is None:
+            raise NotReadyError(f"{self._spec} was closed; start it again before calling it.")
         result = getattr(self._target, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
@@ -62,24 +64,9 @@ class LocalCluster:
         return role
 
     async def close(self) -> None:
-        """See `Cluster.close`."""
-        while self._roles:
-            await self._roles.pop().close()
-
-
-def load_factory(path: str) -> Any:
-    """Import "module:qualname".
-
-    Raises:
-        SettingsError: The path has no colon, or the name is not in the module.
-    """
-    module_name, _, qualname = path.partition(":")
-    if not qualname:
-        raise SettingsError(f"a factory is written module:name; found {path!r}.")
-    found: Any = importlib.import_module(module_name)
-    for part in qualname.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise SettingsError(f"module {module_name!r} has no {qualname!r}.") from None
-    return found
+        """See `Cluster.close`; the first error is raised when every role was asked to end."""
+        roles, self._roles = self._roles, []
+        results = await asyncio.gather(*(role.close() for role in reversed(roles)), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result

@@ -5,8 +5,10 @@ they are pickled by multiprocessing's connections. Nothing is read from disk or 
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,9 +19,10 @@ from typing import Any
 
 from rl_core.cluster.messages import CallMessage, ReplyMessage
 from rl_core.cluster.roles import RoleSpec
-from rl_core.errors import DeadlineError, RoleError
+from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleError
 
 CLOSE_DEADLINE_S = 20.0
+LAST_REPLIES_S = 1.0
 
 
 class ProcessRole:
@@ -27,21 +30,19 @@ class ProcessRole:
 
     def __init__(self, spec: RoleSpec) -> None:
         """Start the process; `start` also waits until the object is made."""
-        parent, child = socket.socketpair()
-        command = [sys.executable, "-m", "rl_core.cluster.child", str(child.fileno()), str(os.getpid())]
-        environment = {**os.environ, **spec.environment}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._spec = spec
-        self._process = subprocess.Popen(command, pass_fds=[child.fileno()], env=environment)  # noqa: S603 - our own module
-        child.close()
-        self._connection = Connection(parent.detach())
+        self._process, self._connection = start_process(spec)
         self._send_lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count()
         self._is_closing = False
+        self._has_ended = threading.Event()
+        self._reading_error: Exception | None = None
         self._last_reply = "nothing"
         self._reader = threading.Thread(target=self._read, name=f"read {spec}", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name=f"watch {spec}", daemon=True)
         self._reader.start()
+        self._watcher.start()
 
     @classmethod
     async def start(cls, spec: RoleSpec, *, deadline_s: float) -> "ProcessRole":
@@ -52,12 +53,22 @@ class ProcessRole:
             RoleError: The process died.
         """
         role = cls(spec)
+        limit = asyncio.timeout(deadline_s)
         try:
-            await asyncio.wait_for(role.call("", spec.factory, dict(spec.kwargs)), deadline_s)
-        except TimeoutError:
+            async with limit:
+                await role.call("", spec.factory, dict(spec.kwargs))
+        except Exception:
+            if limit.expired():
+                role._process.kill()
             await role.close()
-            raise DeadlineError(f"{spec} was not ready {deadline_s:g} s after its process started.") from None
+            if limit.expired():
+                raise DeadlineError(
+                    f"{spec} was not ready {deadline_s:g} s after its process (pid {role.pid}) started, and was ended; "
+                    f"{spec.factory} was still running. Give it a longer deadline, or see its output above."
+                ) from None
+            raise
         except BaseException:
+            role._process.kill()
             await role.close()
             raise
         return role
@@ -80,38 +91,36 @@ class ProcessRole:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """See `RoleHandle.call`."""
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller that gives up must not race with the reply
         message = CallMessage(next(self._call_ids), method, args, kwargs)
         self._calls[message.call_id] = future
         try:
-            with self._send_lock:
-                self._connection.send(message)
-        except OSError:
-            self._calls.pop(message.call_id, None)
-            raise self._death() from None
-        try:
+            if self._is_closing or self._has_ended.is_set():
+                raise self._death()
+            self._send(message)
             return await asyncio.wrap_future(future)
         finally:
             self._calls.pop(message.call_id, None)
 
     async def close(self) -> None:
         """See `RoleHandle.close`."""
-        if self._is_closing:
-            return
         self._is_closing = True
         await asyncio.to_thread(self._end_process)
 
-    def _end_process(self) -> None:
+    def _send(self, message: CallMessage | None) -> None:
         try:
             with self._send_lock:
-                self._connection.send(None)
+                self._connection.send(message)
         except OSError:
-            pass  # it is already dead, which is what is wanted
-        try:
-            self._process.wait(CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
+            self._has_ended.wait(2 * LAST_REPLIES_S)
+            raise self._death() from None
+
+    def _end_process(self) -> None:
+        with contextlib.suppress(RLError):  # it may be dead already, which is what is wanted
+            self._send(None)
+        if not self._has_ended.wait(CLOSE_DEADLINE_S):
             self._process.kill()
-            self._process.wait()
-        self._reader.join(CLOSE_DEADLINE_S)
+        self._watcher.join()
         self._connection.close()
 
     def _read(self) -> None:
@@ -119,24 +128,70 @@ class ProcessRole:
             try:
                 reply: ReplyMessage = self._connection.recv()
             except (EOFError, OSError):
-                break
+                return
+            except Exception as error:  # a reply of a class that this process cannot load
+                self._reading_error = error
+                self._process.kill()
+                return
             self._last_reply = f"the reply to call {reply.call_id}"
             future = self._calls.get(reply.call_id)
-            if future is None or future.cancelled():
+            if future is None:
                 continue
             if reply.error is not None:
                 future.set_exception(reply.error.rebuild(str(self._spec)))
             else:
                 future.set_result(reply.result)
+
+    def _watch(self) -> None:
+        """Fail the waiting calls once the process is gone, even where its own children keep the socket open."""
         self._process.wait()
+        self._reader.join(LAST_REPLIES_S)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._has_ended.set()
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(self._death())
 
-    def _death(self) -> RoleError:
-        code = self._process.poll()
-        how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+    def _death(self) -> RLError:
+        if self._is_closing:
+            return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
+        if self._reading_error is not None:
+            error = RoleError(f"{self._spec} answered with something that cannot be read: {self._reading_error!r}.")
+            error.__cause__ = self._reading_error
+            return error
         return RoleError(
-            f"the process of {self._spec} (pid {self._process.pid}) {how}; the last thing heard from it was "
-            f"{self._last_reply}. Its output above says more."
+            f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())}; the last thing heard "
+            f"from it was {self._last_reply}. Its output above says more."
         )
+
+
+def start_process(spec: RoleSpec) -> tuple["subprocess.Popen[bytes]", Connection]:
+    """Start a child that waits for calls, and the connection to it."""
+    # The kernel's signal comes when the thread that made the child ends, so only the main thread may ask for it.
+    dies_with_thread = threading.current_thread() is threading.main_thread()
+    parent, child = socket.socketpair()
+    with parent, child:
+        command = [sys.executable, "-m", "rl_core.cluster.child"]
+        command += [str(child.fileno()), str(os.getpid()), "signal" if dies_with_thread else "socket"]
+        environment = {**os.environ, **spec.environment}
+        paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            command, pass_fds=[child.fileno()], env=environment, stdin=subprocess.DEVNULL
+        )
+        return process, Connection(parent.detach())
+
+
+def describe_exit(status: int | None) -> str:
+    """How a process ended, such as "was killed by signal SIGKILL (9)"."""
+    if status is None:
+        return "no longer answers"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    return f"was killed by signal {name} ({-status})"

@@ -1,8 +1,11 @@
 """Roles: plain classes that run in this process or in one of their own, called the same way."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from rl_core.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class RoleHandle(Protocol):
 
         Raises:
             RoleError: The role's process died; the message says how.
+            NotReadyError: The role was closed.
             Exception: Whatever the method raised, with the remote traceback as a note.
         """
         ...
@@ -70,3 +74,26 @@ class Cluster(Protocol):
     async def close(self) -> None:
         """End every role that it started."""
         ...
+
+
+def load_factory(path: str) -> Any:
+    """Import "module:qualname".
+
+    Raises:
+        SettingsError: The path has no colon, there is no such module, or the name is not in it.
+    """
+    module_name, _, qualname = path.partition(":")
+    if not (module_name and qualname):
+        raise SettingsError(f"a factory is written module:name; found {path!r}.")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise SettingsError(f"there is no module {module_name!r}, which should have {qualname!r}.") from None
+    for part in qualname.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise SettingsError(f"module {module_name!r} has no {qualname!r}.") from None
+    return found

@@ -1,5 +1,6 @@
 """One prompt's way through a queue: its sessions, its rows, and who has acked them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +14,10 @@ from rl_core.records import Prompt, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class QueuedGroup:
-    """The mutable record that a queue keeps for each prompt."""
+    """The mutable record that a queue keeps for each prompt; `order` counts prompts as they were issued."""
 
     prompt: Prompt
+    order: int
     num_sessions: int
     issued_at: float
     sessions: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
@@ -42,20 +44,41 @@ class QueuedGroup:
             raise DataError(f"session {session_index} of prompt {uid!r} is already settled; put it only once.")
 
     def settle(self) -> None:
-        """Join the rows once every session is settled, or drop a prompt without any."""
-        if self.missing_sessions:
+        """Join the rows once every session is settled, or drop a prompt without any.
+
+        Rows that lack a reward get no `reward` column, so that a task which needs it waits for the task which gives it.
+        """
+        if len(self.sessions) + len(self.failures) < self.num_sessions:
             return
         rows = [t for index in sorted(self.sessions) for t in self.sessions[index]]
         if rows:
-            self.batch = Batch.from_trajectories(rows)
+            batch = Batch.from_trajectories(rows)
+            is_scored = all(row.reward is not None for row in rows)
+            self.hold(batch if is_scored else batch.only(batch.names - {"reward"}))
+            self.sessions = dict.fromkeys(self.sessions, ())
             self.state = "settled"
         else:
             reasons = "; ".join(sorted(set(self.failures.values()))) or "its sessions gave no trajectory"
             self.drop(f"no rows: {reasons}")
 
+    def hold(self, batch: Batch) -> None:
+        """Keep these rows in place of what was held."""
+        self.batch, self.num_rows, self.size_bytes = batch, len(batch), batch.size_bytes
+
     def drop(self, reason: str) -> None:
         """Take the rows out, for this reason."""
         self.state, self.reason = "dropped", reason
+        self.free()
+
+    def ack(self, task_name: str, given: Mapping[str, Column]) -> None:
+        """Note that a task is done with the rows, and add the columns that it gives."""
+        if self.batch is not None and given:
+            self.hold(self.batch.with_columns(given))
+        self.acked_by.add(task_name)
+
+    def finish(self) -> None:
+        """Free the rows of a group that every task has acked."""
+        self.state = "done"
         self.free()
 
     def free(self) -> None:
@@ -103,11 +126,14 @@ def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequen
                 f"trajectory {row} put for session {session_index} of prompt {prompt_uid!r} says that it belongs to "
                 f"session {trajectory.session_index} of prompt {trajectory.prompt_uid!r}."
             )
-        if not np.isfinite(trajectory.rollout_logprobs).all():
+        name = f"prompt {prompt_uid!r}, session {session_index}, output {trajectory.output_index}"
+        is_finite = np.isfinite(trajectory.rollout_logprobs)
+        if not is_finite.all():
+            raise DataError(f"rollout_logprobs of {name} are not finite at token {int(np.argmin(is_finite))}.")
+        if trajectory.reward is not None and not math.isfinite(trajectory.reward):
             raise DataError(
-                f"rollout_logprobs of prompt {prompt_uid!r}, session {session_index}, output "
-                f"{trajectory.output_index} are not finite at token "
-                f"{int(np.flatnonzero(~np.isfinite(trajectory.rollout_logprobs))[0])}."
+                f"the reward of {name} must be a finite number, or None while it is not yet scored; found "
+                f"{trajectory.reward}. Fail the session where its reward could not be computed."
             )
     indices = [trajectory.output_index for trajectory in trajectories]
     if len(set(indices)) != len(indices):

@@ -1,0 +1,42 @@
+"""Which tasks a queue can serve: every column that one needs must come from somewhere."""
+
+from collections.abc import Sequence
+
+from rl_core.columns import column_spec
+from rl_core.errors import SettingsError
+from rl_core.queue.interface import TaskSpec
+
+ROLLOUT_COLUMNS = frozenset(
+    {
+        "input_ids",
+        "loss_mask",
+        "rollout_logprobs",
+        "policy_versions",
+        "reward",
+        "is_truncated",
+        "num_prompt_tokens",
+    }
+)
+"""Columns that rows have from `put`; `reward` only when every row of the group has one."""
+
+
+def check_tasks(tasks: Sequence[TaskSpec]) -> None:
+    """Refuse tasks that share a name, and those that would wait for ever.
+
+    Raises:
+        DataError: A task names a column that is not in the table of columns.
+        SettingsError: Two tasks share a name, or one needs a column that neither rollouts nor tasks before it give.
+    """
+    names = [task.name for task in tasks]
+    if len(set(names)) != len(names):
+        raise SettingsError(f"each task needs a name of its own; found {names}.")
+    for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
+        column_spec(name)
+    available, waiting = ROLLOUT_COLUMNS, list(tasks)
+    while waiting:
+        runnable = [task for task in waiting if task.needs <= available]
+        if not runnable:
+            lacking = ", ".join(f"{task.name!r} needs {sorted(task.needs - available)}" for task in waiting)
+            raise SettingsError(f"no rollout and no task before it gives what {lacking}. Declare a task that gives it.")
+        available = available.union(*(task.gives for task in runnable))
+        waiting = [task for task in waiting if task not in runnable]
