@@ -1,0 +1,183 @@
+"""Let megatron-core run where there is no GPU.
+
+megatron-core has no CPU training path: it writes `device="cuda"`, asks for the current CUDA device, and
+compares tensor type names with "torch.cuda.FloatTensor". Here megatron's own modules get a `torch` of
+their own, which answers these with the CPU and passes everything else on. torch itself stays untouched,
+because an inference engine may live in the same process and must see what it would see without us.
+"""
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rl_core.errors import MissingExtraError, SettingsError
+
+TESTED_VERSIONS = ("0.16.1",)
+"""megatron-core versions whose modules this file was written against."""
+
+_FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange")
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    """A CUDA stream where everything is synchronous."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Accept whatever a CUDA stream takes."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing runs, so nothing is waited for."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing runs, so nothing is waited for."""
+
+    def synchronize(self) -> None:
+        """Nothing runs, so nothing is waited for."""
+
+
+class _Event:
+    """A CUDA event that has always happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Accept whatever a CUDA event takes."""
+
+    def record(self, stream: object = None) -> None:
+        """Nothing to record."""
+
+    def wait(self, stream: object = None) -> None:
+        """Already happened."""
+
+    def synchronize(self) -> None:
+        """Already happened."""
+
+
+class _Overlay(types.ModuleType):
+    """A module that answers some names itself and passes the others on."""
+
+    def __init__(self, module: types.ModuleType, replacements: dict[str, Any]) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(replacements)
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _torch_overlay() -> _Overlay:
+    stream = _Stream()
+    cuda = {
+        "current_device": lambda: _CPU,
+        "synchronize": lambda *_, **__: None,
+        "empty_cache": lambda: None,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *_, **__: stream,
+        "default_stream": lambda *_, **__: stream,
+        "stream": lambda _: contextlib.nullcontext(),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    }
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _Overlay(torch, {"cuda": _Overlay(torch.cuda, cuda), **factories})
+
+
+def _clip_grad_by_total_norm_fp32(
+    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """megatron's function of this name without its check for CUDA tensors."""
+    if use_decoupled_grad:
+        raise SettingsError("precision-aware optimizers need Transformer Engine on a GPU; use the plain one on a CPU.")
+    scale = max_norm / (total_norm + 1.0e-6)
+    if scale < 1.0:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, scale)
+
+
+@contextlib.contextmanager
+def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Let these parameters, and no others, call themselves torch.cuda tensors; no-op with CUDA.
+
+    megatron's mixed-precision optimizer sorts its parameters by `parameter.type()`.
+    """
+    on_cpu = [parameter for parameter in parameters if not parameter.is_cuda]
+    for parameter in on_cpu:
+        name = str(parameter.type()).replace("torch.", "torch.cuda.", 1)
+        parameter.type = functools.partial(str, name)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for parameter in on_cpu:
+            del parameter.type
+
+
+def check_megatron_version() -> None:
+    """Refuse a missing megatron-core, warn about one that was not tested.
+
+    Raises:
+        MissingExtraError: megatron-core is not installed.
+    """
+    try:
+        from megatron.core.package_info import __version__ as found
+    except ImportError as error:
+        raise MissingExtraError(
+            "the Megatron learner needs megatron-core; install it with: pip install 'rl-distill[megatron]'."
+        ) from error
+    if found not in TESTED_VERSIONS:
+        warnings.warn(
+            f"megatron-core {found} was not tested with this package (tested: {', '.join(TESTED_VERSIONS)}); "
+            "on a CPU its internals are replaced by name and may have moved.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _rng_on_cpu(random: Any) -> None:
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def install_cpu_compatibility() -> None:
+    """Prepare megatron's loaded modules for a CPU; no-op with CUDA. Can be called again.
+
+    Call it after megatron was imported, before any of its objects is built.
+
+    Raises:
+        MissingExtraError: megatron-core is not installed.
+    """
+    check_megatron_version()
+    if torch.cuda.is_available():
+        return
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.optimizer as optimizer
+    import megatron.core.tensor_parallel.random as random
+
+    overlay = _torch_overlay()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = overlay  # type: ignore[attr-defined]
+    _rng_on_cpu(random)
+    clip_grads.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
+    optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32

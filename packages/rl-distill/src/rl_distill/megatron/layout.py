@@ -1,0 +1,138 @@
+"""Where each token of a pack goes in attention: buckets of trajectories of nearly equal length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+PACKED_FORMAT = "packed"
+"""Not megatron's "thd", whose rotary embedding loops over the sequences in Python."""
+
+_SLACK = 0.125
+_MIN_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HeadIndex:
+    """Rows of a [T * heads, head_dim] tensor in the order of the buckets, and back.
+
+    Attributes:
+        to_buckets: [P * heads] int64; a padded place holds its trajectory's last token.
+        from_buckets: [T * heads] int64.
+        padding: Places in the buckets that hold padding, int64.
+    """
+
+    to_buckets: Tensor
+    from_buckets: Tensor
+    padding: Tensor
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):  # type: ignore[misc]
+    """A pack's segments, handed through megatron's layers to the core attention.
+
+    It travels as an argument, so that a layer which is recomputed sees the pack that it saw before.
+
+    Attributes:
+        buckets: (trajectories, length) of each bucket, in the order of the bucket places.
+        cos: [T, 1, 1, head_dim] float32 of the rotary embedding.
+        sin: [T, 1, 1, head_dim / 2] float32.
+        heads: HeadIndex by number of heads.
+    """
+
+    buckets: tuple[tuple[int, int], ...] = ()
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    heads: dict[int, HeadIndex] = field(default_factory=dict)
+
+    def bucket_places(self) -> list[int]:
+        """Tokens of each bucket, padding included."""
+        return [rows * length for rows, length in self.buckets]
+
+
+def plan_buckets(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Group trajectories so that a bucket costs one call and little padding.
+
+    Args:
+        lengths: [S] tokens of each trajectory.
+
+    Returns:
+        Indices of the trajectories of each bucket, longest first.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    ordered = lengths[order]
+    buckets = []
+    start = 0
+    while start < len(order):
+        longest = int(ordered[start])
+        close = int(np.searchsorted(-ordered, -longest * (1 - _SLACK), side="right"))
+        stop = max(close, min(start + _MIN_ROWS, len(order)))
+        buckets.append(order[start:stop])
+        start = stop
+    return buckets
+
+
+def _token_places(
+    offsets: NDArray[np.int64], buckets: Sequence[NDArray[np.int64]]
+) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Token [rows, length] of each bucket place, and whether the place is real."""
+    places = []
+    for rows in buckets:
+        starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
+        steps = np.arange(int(lengths.max()), dtype=np.int64)
+        is_real = steps < lengths[:, None]
+        places.append((starts[:, None] + np.minimum(steps, lengths[:, None] - 1), is_real))
+    return places
+
+
+def _head_index(
+    places: Sequence[tuple[NDArray[np.int64], NDArray[np.bool_]]], *, num_tokens: int, num_heads: int, device: torch.device
+) -> HeadIndex:
+    head = np.arange(num_heads, dtype=np.int64)[None, :, None]
+    to_buckets = np.concatenate([(tokens[:, None, :] * num_heads + head).reshape(-1) for tokens, _ in places])
+    is_real = np.concatenate(
+        [np.broadcast_to(real[:, None, :], (len(real), num_heads, real.shape[1])).reshape(-1) for _, real in places]
+    )
+    from_buckets = np.empty(num_tokens * num_heads, dtype=np.int64)
+    from_buckets[to_buckets[is_real]] = np.flatnonzero(is_real)
+    arrays = (to_buckets, from_buckets, np.flatnonzero(~is_real))
+    return HeadIndex(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def rotary_tables(position_ids: Tensor, *, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos [T, 1, 1, head_dim] and sin [T, 1, 1, head_dim / 2] of positions, float32.
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
+    angles = position_ids.float()[:, None] * (1.0 / (base**exponents))
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1)[:, None, None], sin[:, None, None]
+
+
+def packed_layout(
+    position_ids: Tensor, offsets: NDArray[np.int64], *, head_dim: int, base: float, head_counts: Sequence[int]
+) -> PackedLayout:
+    """Lay out a pack.
+
+    Args:
+        position_ids: [T] int64.
+        offsets: [S + 1] int64; every trajectory has at least one token.
+        head_dim: Size of an attention head.
+        base: Base of the rotary embedding.
+        head_counts: Numbers of heads (of queries, of keys) on this rank.
+    """
+    buckets = plan_buckets(np.diff(offsets))
+    places = _token_places(offsets, buckets)
+    cos, sin = rotary_tables(position_ids, head_dim=head_dim, base=base)
+    device = position_ids.device
+    heads = {
+        count: _head_index(places, num_tokens=int(offsets[-1]), num_heads=count, device=device)
+        for count in set(head_counts)
+    }
+    shapes = tuple((len(tokens), tokens.shape[1]) for tokens, _ in places)
+    return PackedLayout(qkv_format=PACKED_FORMAT, buckets=shapes, cos=cos, sin=sin, heads=heads)

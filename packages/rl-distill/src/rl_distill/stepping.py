@@ -1,0 +1,92 @@
+"""What both learners check and add up in an optimizer step."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rl_core.batch import Batch
+from rl_core.errors import NotReadyError, RLError, SettingsError, ShapeError
+
+from rl_distill.checkpoint import DTYPES, PolicySource
+from rl_distill.learner import MetricSums
+from rl_distill.options import LearnerOptions
+from rl_distill.policy_config import parse_policy_config, read_policy_config
+
+
+class NonFiniteError(RLError, FloatingPointError):
+    """Loss or gradients are NaN or infinite; the weights are as they were before the step."""
+
+
+def open_policy(policy: Path | Mapping[str, Any]) -> PolicySource:
+    """Understand a policy given as a Hugging Face folder, or as a config.json's content for random weights.
+
+    Raises:
+        DataError: There is no valid config.json.
+        SettingsError: The architecture is not supported.
+    """
+    is_folder = isinstance(policy, Path)
+    config_json = read_policy_config(policy) if isinstance(policy, Path) else dict(policy)
+    return PolicySource(
+        config_json=config_json,
+        config=parse_policy_config(config_json),
+        policy_dir=Path(policy) if is_folder else None,  # type: ignore[arg-type]
+    )
+
+
+def parameter_dtype(options: LearnerOptions) -> torch.dtype:
+    """torch dtype of the parameters.
+
+    Raises:
+        SettingsError: The name is unknown.
+    """
+    try:
+        return DTYPES[options.dtype]
+    except KeyError:
+        raise SettingsError(f"dtype must be one of {sorted(DTYPES)}; found {options.dtype!r}.") from None
+
+
+def check_trainable(batch: Batch) -> None:
+    """Refuse a batch in which nothing trains.
+
+    Raises:
+        ShapeError: loss_weights is missing or all zero.
+    """
+    if "loss_weights" not in batch:
+        raise ShapeError(f"train_step needs the column 'loss_weights'; the batch has {sorted(batch.names)}.")
+    if not batch.ragged("loss_weights").values.any():
+        raise ShapeError("nothing in the batch trains: all loss_weights are 0. Skip the step.")
+
+
+def check_finite(name: str, value: float, *, step: int) -> None:
+    """Refuse a step with a NaN or infinite number, before the weights change.
+
+    Raises:
+        NonFiniteError: It is not finite.
+    """
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"{name} of step {step} is {value}; the step was not applied and the weights are unchanged. "
+            "Look for infinite logprobs, advantages or correction weights in the batch, or lower the learning rate."
+        )
+
+
+def check_open(is_open: bool) -> None:
+    """Refuse work on a closed learner.
+
+    Raises:
+        NotReadyError: It was closed.
+    """
+    if not is_open:
+        raise NotReadyError("the learner was closed; make a new one.")
+
+
+def metric_means(sums: Iterable[MetricSums]) -> dict[str, float]:
+    """Weighted means over micro-batches; a metric without weight is left out."""
+    totals: dict[str, tuple[float, float]] = {}
+    for part in sums:
+        for name, (value, weight) in part.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + float(value), before[1] + float(weight))
+    return {name: value / weight for name, (value, weight) in totals.items() if weight}

@@ -1,0 +1,26 @@
+"""Supervised learning on the tokens of `loss_mask`."""
+
+import torch
+
+from rl_distill.learner import MetricSums, MicroBatch
+
+
+def supervised_objective(
+    policy_logprobs: torch.Tensor,
+    entropy: torch.Tensor | None,  # noqa: ARG001 - the signature of every objective
+    micro_batch: MicroBatch,
+) -> tuple[torch.Tensor, MetricSums]:
+    """Cross entropy weighted by `loss_weights`.
+
+    Args:
+        policy_logprobs: [T] logprobs of the tokens.
+        entropy: Not used.
+        micro_batch: Has loss_weights [T] and loss_mask [T].
+
+    Returns:
+        The loss, and the sums for `nll` (mean over the trained tokens, natural log).
+    """
+    mask = micro_batch.columns["loss_mask"]
+    losses = torch.where(mask, -policy_logprobs, 0.0)
+    loss = (losses * micro_batch.columns["loss_weights"]).sum()
+    return loss, {"nll": (losses.detach().sum(), mask.sum())}
