@@ -4,6 +4,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from rl_core.errors import DataError
 from rl_rollout.prompts import open_rows
 

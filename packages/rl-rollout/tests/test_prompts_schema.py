@@ -1,4 +1,5 @@
 import pytest
+
 from rl_core.errors import DataError
 from rl_rollout.prompts import read_problem
 

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.prompts import PromptOptions, PromptTokenizer, load_prompts
 
@@ -82,7 +83,7 @@ def test_too_long_is_an_error_or_a_counted_drop(tmp_path):
     assert (len(kept), kept.num_dropped) == (2, 1)
     assert [prompt.columns["prompt"] for prompt in kept] == ["1", "2"]
     assert kept.uids[1].endswith("-2")
-    with pytest.raises(DataError, match="all 3 rows .* longer than max_prompt_tokens = 1"):
+    with pytest.raises(DataError, match=r"all 3 rows .* longer than max_prompt_tokens = 1"):
         load(path, overlong="drop", max_prompt_tokens=1)
 
 

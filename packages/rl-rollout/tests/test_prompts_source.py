@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rl_core.batch import Ragged
 from rl_core.errors import CheckpointError, SettingsError
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptSource

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from rl_core.errors import DataError, SettingsError
-from rl_rollout.prompts import PromptTokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from rl_core.errors import DataError, SettingsError
+from rl_rollout.prompts import PromptTokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -42,13 +43,13 @@ def test_template_options_and_a_given_template(tmp_path):
     )
     bare = PromptTokenizer.load(folder)
     assert not bare.has_chat_template
-    with pytest.raises(DataError, match="f, row 3: .* no chat template"):
+    with pytest.raises(DataError, match=r"f, row 3: .* no chat template"):
         bare.render(messages, where="f, row 3")
 
 
 def test_a_template_that_refuses_names_the_row(tmp_path):
     tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
-    with pytest.raises(DataError, match="f, row 3: the chat template refuses the messages .*no system role"):
+    with pytest.raises(DataError, match=r"f, row 3: the chat template refuses the messages .*no system role"):
         tokenizer.render([{"role": "system", "content": "1"}], where="f, row 3")
 
 

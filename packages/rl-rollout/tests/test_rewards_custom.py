@@ -1,4 +1,5 @@
 import pytest
+
 from rl_core.errors import SettingsError
 from rl_rollout.rewards import exact_match, load_function, resolve_reward
 from rl_rollout.rewards.custom import check_callable

@@ -2,6 +2,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+
 from rl_rollout.rewards import RewardInput, exact_match, last_boxed, last_number, number_match
 
 

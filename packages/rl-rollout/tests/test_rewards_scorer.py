@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+
 from rl_core.errors import SettingsError
 from rl_core.records import Prompt
 from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, load_function, quick, resolve_reward
@@ -201,7 +202,7 @@ def test_rehearsal_finds_a_broken_function():
     def broken(given):
         return given.columns["solution"]
 
-    with pytest.raises(SettingsError, match="fails on an empty response .* on prompt p0 raised KeyError: 'solution'"):
+    with pytest.raises(SettingsError, match=r"fails on an empty response .* on prompt p0 raised KeyError: 'solution'"):
         asyncio.run(RewardScorer(broken).rehearse(prompt))
     asyncio.run(RewardScorer(length).rehearse(prompt))
 

@@ -15,7 +15,7 @@ import numpy as np
 from rl_core.errors import DataError, SettingsError
 from rl_core.records import Prompt
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
-from rl_rollout.rewards.threaded import SerialThread
+from rl_rollout.rewards.threaded import CallThreads
 
 FLOAT32_MAX = 3.4e38
 
@@ -43,7 +43,7 @@ class RewardScorer:
     for all responses at once.
     """
 
-    def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0, max_concurrency: int = 64) -> None:
+    def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0, max_concurrency: int = 32) -> None:
         """Choose how to call the function.
 
         Args:
@@ -62,6 +62,7 @@ class RewardScorer:
         self._function: Any = function
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrency)
+        self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
         self._is_quick = bool(getattr(function, "is_quick", False))
         self._is_async = is_async(function)
 
@@ -85,7 +86,8 @@ class RewardScorer:
             raise SettingsError(f"the reward fails on an empty response to the first prompt: {scored.failure}")
 
     def close(self) -> None:
-        """Close the function, if it can be closed."""
+        """End the threads, and close the function if it can be closed."""
+        self._threads.close()
         close = getattr(self._function, "close", None)
         if callable(close):
             close()
@@ -105,9 +107,8 @@ class RewardScorer:
     async def _score_in_threads(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         scored: list[Scored] = []
         while len(scored) < len(inputs):
-            thread = SerialThread(self._call, inputs[len(scored) :])
-            scored += await thread.wait(timeout_s=self._timeout_s)
-            if thread.is_abandoned:
+            scored += await self._threads.run(inputs[len(scored) :], timeout_s=self._timeout_s)
+            if len(scored) < len(inputs):
                 scored.append(self._timed_out(inputs[len(scored)]))
         return scored
 

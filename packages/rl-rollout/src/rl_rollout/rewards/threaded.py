@@ -1,9 +1,10 @@
-"""A thread that makes blocking calls one after another, and that can be left behind."""
+"""Threads that make blocking calls, and that can be left behind when one hangs."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Generic, TypeVar
 
@@ -11,20 +12,52 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
-class SerialThread(Generic[Given, Result]):
-    """Calls a function on each input, in a daemon thread; a call that hangs does not hold up the exit.
+class CallThreads(Generic[Given, Result]):
+    """Keeps daemon threads, so that a call that hangs holds up neither other calls nor the exit."""
 
-    Attributes:
-        is_abandoned: True once `wait` gave up on a call; the thread ends when that call does.
-    """
-
-    def __init__(self, call: Callable[[Given], Result], inputs: Sequence[Given]) -> None:
-        """Start the thread, from a running event loop.
+    def __init__(self, call: Callable[[Given], Result]) -> None:
+        """Start nothing yet.
 
         Args:
-            call: What to call; it must not raise.
-            inputs: One call each.
+            call: What the threads call; it must not raise.
         """
+        self._call = call
+        self._idle: list[SimpleQueue[_Job[Given, Result] | None]] = []
+
+    async def run(self, inputs: Sequence[Given], *, timeout_s: float) -> list[Result]:
+        """Call on each input in order, in one thread.
+
+        Returns:
+            All results, or only those before the first call that took longer than timeout_s.
+        """
+        job = _Job(self._call, inputs)
+        jobs = self._idle.pop() if self._idle else self._start()
+        jobs.put(job)
+        try:
+            results = await job.wait(timeout_s=timeout_s)
+        finally:
+            if job.is_abandoned:
+                jobs.put(None)
+            else:
+                self._idle.append(jobs)
+        return results
+
+    def close(self) -> None:
+        """End the idle threads."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    @staticmethod
+    def _start() -> "SimpleQueue[_Job[Given, Result] | None]":
+        jobs: SimpleQueue[_Job[Given, Result] | None] = SimpleQueue()
+        Thread(target=_serve, args=(jobs,), name="reward", daemon=True).start()
+        return jobs
+
+
+class _Job(Generic[Given, Result]):
+    """Calls in order; `run` is the thread's side, `wait` the event loop's."""
+
+    def __init__(self, call: Callable[[Given], Result], inputs: Sequence[Given]) -> None:
         self.is_abandoned = False
         self._call = call
         self._inputs = inputs
@@ -33,26 +66,8 @@ class SerialThread(Generic[Given, Result]):
         self._lock = Lock()
         self._loop = asyncio.get_running_loop()
         self._done = asyncio.Event()
-        Thread(target=self._run, name="reward", daemon=True).start()
 
-    async def wait(self, *, timeout_s: float) -> list[Result]:
-        """All results, or those before the first call that took longer than timeout_s."""
-        try:
-            while not self._done.is_set():
-                with self._lock:
-                    remaining_s = self._call_started_at + timeout_s - time.perf_counter()
-                    if remaining_s <= 0 and len(self._results) < len(self._inputs):
-                        self.is_abandoned = True
-                        return list(self._results)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(remaining_s, 0.001)):
-                        await self._done.wait()
-        except asyncio.CancelledError:
-            self.is_abandoned = True
-            raise
-        return self._results
-
-    def _run(self) -> None:
+    def run(self) -> None:
         for given in self._inputs:
             result = self._call(given)
             with self._lock:
@@ -62,3 +77,28 @@ class SerialThread(Generic[Given, Result]):
                 self._call_started_at = time.perf_counter()
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(self._done.set)
+
+    async def wait(self, *, timeout_s: float) -> list[Result]:
+        try:
+            while not self._done.is_set():
+                remaining_s = self._give_up_after(timeout_s)
+                if self.is_abandoned:
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(remaining_s, 0.001)):
+                        await self._done.wait()
+        except asyncio.CancelledError:
+            self.is_abandoned = True
+            raise
+        return self._results
+
+    def _give_up_after(self, timeout_s: float) -> float:
+        with self._lock:
+            remaining_s = self._call_started_at + timeout_s - time.perf_counter()
+            self.is_abandoned = remaining_s <= 0 and len(self._results) < len(self._inputs)
+            return remaining_s
+
+
+def _serve(jobs: "SimpleQueue[_Job[Given, Result] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job.run()

@@ -1,0 +1,247 @@
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from rl_core.batch import Batch
+from rl_core.errors import EngineError, SettingsError
+from rl_core.records import Prompt
+from rl_rollout import (
+    Generation,
+    RewardScorer,
+    Rollout,
+    SamplingParams,
+    SingleTurnLoop,
+    audit_trajectory,
+    quick,
+    require_some_success,
+)
+from rl_rollout.loops import stable_seed
+
+SAMPLING = SamplingParams(max_tokens=8, seed=3)
+
+
+class SeededEngine:
+    """Sample i of a request is drawn from its seed + i; prompts that start with token 0 raise."""
+
+    def __init__(self):
+        self.running = 0
+        self.most_running = 0
+        self.requests = []
+        self.num_aborts = 0
+        self.gate = None
+
+    async def generate(self, request):
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
+        finally:
+            self.running -= 1
+        if request.input_ids[0] == 0:
+            raise EngineError("the prompt starts with token 0")
+        return [self.sample((request.sampling.seed or 0) + i) for i in range(request.num_samples)]
+
+    def sample(self, seed):
+        random = np.random.default_rng(seed)
+        size = int(random.integers(1, 9))
+        return Generation(
+            token_ids=random.integers(1, 20, size, dtype=np.int32),
+            logprobs=-random.random(size, dtype=np.float32),
+            policy_versions=np.zeros(size, dtype=np.int32),
+            finish_reason="stop",
+        )
+
+    async def abort_all(self):
+        self.num_aborts += 1
+
+
+def prompts(*first_tokens):
+    return [
+        Prompt(uid=f"u{index}-e0", input_ids=np.array([token, 5], dtype=np.int32))
+        for index, token in enumerate(first_tokens)
+    ]
+
+
+def join(sequences):
+    return [" ".join(map(str, sequence.tolist())) for sequence in sequences]
+
+
+def rollout(engine, loop=None, **options):
+    scorer = RewardScorer(quick(lambda _given: 1.0))
+    return Rollout(engine, loop or SingleTurnLoop(), scorer=scorer, decode=join, **options)
+
+
+def run(engine, asked, *, num_sessions=2, seed=11, sampling=SAMPLING, on_group=None, **options):
+    parts = rollout(engine, **options)
+    return asyncio.run(parts.run(asked, num_sessions=num_sessions, sampling=sampling, seed=seed, on_group=on_group))
+
+
+def tokens(results):
+    return {
+        (trajectory.prompt_uid, trajectory.session_index): trajectory.input_ids.tolist()
+        for result in results
+        for trajectory in result.trajectories
+    }
+
+
+def test_results_are_in_the_order_of_the_prompts_and_make_a_batch():
+    results = run(SeededEngine(), prompts(1, 2, 3), num_sessions=4)
+    assert [result.prompt.uid for result in results] == ["u0-e0", "u1-e0", "u2-e0"]
+    batch = Batch.from_trajectories([trajectory for result in results for trajectory in result.group.trajectories])
+    assert len(batch) == 12
+    assert [tuple(key)[:2] for key in batch.keys[:5]] == [("u0-e0", i) for i in range(4)] + [("u1-e0", 0)]
+
+
+def test_draws_depend_on_seed_and_uid_alone():
+    asked = prompts(1, 2, 3)
+    everything = tokens(run(SeededEngine(), asked))
+    backwards = tokens(run(SeededEngine(), asked[::-1], max_concurrent_groups=1))
+    assert backwards == everything
+    assert tokens(run(SeededEngine(), asked[1:2])) == {
+        key: value for key, value in everything.items() if key[0] == "u1-e0"
+    }
+    assert tokens(run(SeededEngine(), asked, seed=12)) != everything
+
+
+def test_which_seed_the_engine_gets():
+    engine = SeededEngine()
+    run(engine, prompts(1), seed=11)
+    run(engine, prompts(1), seed=None)
+    run(engine, prompts(1), seed=11, sampling=SamplingParams(max_tokens=8, temperature=0.0))
+    assert [request.sampling.seed for request in engine.requests] == [stable_seed(11, "u0-e0"), None, None]
+
+
+def test_a_failing_group_never_harms_others_and_keeps_its_reason():
+    ok, failed, also_ok = run(SeededEngine(), prompts(1, 0, 2))
+    assert (ok.failures, also_ok.failures) == ((), ())
+    assert failed.failures == ("EngineError: the prompt starts with token 0",) * 2
+    assert isinstance(failed.error, EngineError)
+    assert failed.trajectories == ()
+
+
+def test_a_run_in_which_nothing_succeeds_is_refused_with_the_cause():
+    mixed, failed = run(SeededEngine(), prompts(1, 0)), run(SeededEngine(), prompts(0, 0))
+    require_some_success(mixed)
+    require_some_success([])
+    with pytest.raises(EngineError, match="all 4 sessions failed; the first: EngineError: the prompt") as caught:
+        require_some_success(failed)
+    assert caught.value.__cause__ is failed[0].error
+
+
+def test_a_loop_that_gives_too_few_results_fails_the_group():
+    class Short:
+        async def run_group(self, prompt, *, num_sessions, context):
+            return []
+
+    (result,) = run(SeededEngine(), prompts(1), loop=Short())
+    assert result.failures == ("the agent loop gave 0 results for 2 sessions",) * 2
+
+
+def test_an_engine_that_gives_too_few_responses_fails_the_group():
+    class Short(SeededEngine):
+        async def generate(self, request):
+            return (await super().generate(request))[1:]
+
+    (result,) = run(Short(), prompts(1))
+    assert result.failures == ("EngineError: the engine gave 1 responses to a request for 2.",) * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_groups_are_told_as_they_settle(is_async):
+    class Second(SeededEngine):
+        """The first prompt's request ends only after the second prompt's group was told."""
+
+        def __init__(self):
+            super().__init__()
+            self.told = asyncio.Event()
+
+        async def generate(self, request):
+            if request.input_ids[0] == 1:
+                await asyncio.wait_for(self.told.wait(), timeout=10)
+            return await super().generate(request)
+
+    engine, order = Second(), []
+
+    def tell(result):
+        order.append(result.prompt.uid)
+        engine.told.set()
+
+    async def tell_async(result):
+        await asyncio.sleep(0)
+        tell(result)
+
+    run(engine, prompts(1, 2), on_group=tell_async if is_async else tell)
+    assert order == ["u1-e0", "u0-e0"]
+
+
+def test_concurrency_is_bounded():
+    engine = SeededEngine()
+    run(engine, prompts(*range(1, 9)), max_concurrent_groups=3)
+    assert engine.most_running == 3
+    engine = SeededEngine()
+    run(engine, prompts(*range(1, 9)))
+    assert engine.most_running == 8
+
+
+def test_cancelling_aborts_the_engine_and_leaves_no_task():
+    engine = SeededEngine()
+
+    async def cancelled():
+        engine.gate = asyncio.Event()
+        task = asyncio.create_task(rollout(engine).run(prompts(1, 2), num_sessions=2, sampling=SAMPLING))
+        while engine.running < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(cancelled()) == set()
+    assert (engine.num_aborts, engine.running) == (1, 0)
+
+
+def test_an_error_of_the_callback_reaches_the_caller_with_its_cause():
+    def store(_result):
+        try:
+            raise OSError("disk full")
+        except OSError as error:
+            raise RuntimeError("cannot store") from error
+
+    engine = SeededEngine()
+    with pytest.raises(RuntimeError, match="cannot store") as caught:
+        run(engine, prompts(1, 2), on_group=store)
+    assert str(caught.value.__cause__) == "disk full"
+    assert engine.num_aborts == 1
+
+
+def test_impossible_numbers_are_refused():
+    with pytest.raises(SettingsError, match="num_sessions must be at least 1; found 0"):
+        run(SeededEngine(), prompts(1), num_sessions=0)
+    with pytest.raises(SettingsError, match="max_concurrent_groups must be at least 1"):
+        run(SeededEngine(), prompts(1), max_concurrent_groups=0)
+
+
+def test_what_it_gives_passes_the_audit():
+    engine = SeededEngine()
+    for result in run(engine, prompts(1, 2)):
+        for trajectory in result.trajectories:
+            seed = stable_seed(11, result.prompt.uid) + trajectory.session_index
+            audit_trajectory(trajectory, [engine.sample(seed)])
+
+
+def test_a_step_of_512_sessions_costs_little_beside_the_engine():
+    ready = [SeededEngine().sample(i) for i in range(8)]
+
+    class Instant(SeededEngine):
+        async def generate(self, request):
+            return ready
+
+    def step():
+        started_at = time.process_time()
+        run(Instant(), prompts(*range(1, 65)), num_sessions=8)
+        return time.process_time() - started_at
+
+    assert min(step() for _ in range(5)) < 0.08
