@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives.registry import known_advantages, known_aggregations, known_kl_estimators, known_policy_losses
-from rl_rollout.engines.registry import known_engines
-from rl_rollout.loops.registry import known_loops
+from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES
+from rl_rollout.engines.registry import ENGINES
+from rl_rollout.loops.registry import LOOPS
 from rl_sync_trainer.settings import Settings
 
 
@@ -51,7 +51,8 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "learner.learning_rate": learner.learning_rate,
         "rollout.temperature": rollout.temperature,
         "algorithm.correction_cap": algorithm.correction_cap,
-        "engine.kv_cache_gib": settings.engine.kv_cache_gib,
+        "engine.kv_cache_gib": 1.0 if settings.engine.kv_cache_gib is None else settings.engine.kv_cache_gib,
+        "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,
     }.items():
         if number <= 0:
             yield f"{name} must be above 0; found {number:g}."
@@ -92,12 +93,12 @@ def _arithmetic(settings: Settings) -> Iterator[str]:
 def _names(settings: Settings) -> Iterator[str]:
     algorithm, rollout = settings.algorithm, settings.rollout
     for name, found, known in (
-        ("algorithm.advantage", algorithm.advantage, known_advantages()),
-        ("algorithm.policy_loss", algorithm.policy_loss, known_policy_losses()),
-        ("algorithm.aggregation", algorithm.aggregation, known_aggregations()),
-        ("algorithm.kl_estimator", algorithm.kl_estimator, known_kl_estimators()),
-        ("rollout.engine", rollout.engine, known_engines()),
-        ("rollout.loop", rollout.loop, known_loops()),
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
+        ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
+        ("algorithm.aggregation", algorithm.aggregation, AGGREGATION.names()),
+        ("algorithm.kl_estimator", algorithm.kl_estimator, KL.names()),
+        ("rollout.engine", rollout.engine, ENGINES.names()),
+        ("rollout.loop", rollout.loop, LOOPS.names()),
     ):
         if found not in known:
             nearest = difflib.get_close_matches(found, known, n=1)

@@ -5,7 +5,8 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ CHANGEABLE_ON_RESUME = (
     "engine.max_num_batched_tokens",
     "engine.kv_cache_gib",
     "engine.gpu_memory_utilization",
+    "engine.num_threads",
     "learner.num_threads",
     "metrics.console",
     "metrics.strict",
@@ -132,6 +134,38 @@ class RunFolder:
         file = self.path / "summary.json"
         write_durably(file, (json.dumps(summary, indent=2) + "\n").encode())
         return file
+
+
+@contextmanager
+def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) -> Iterator[RunFolder]:
+    """Hold the run's folder, with the run that is to go on or an empty place for a new one.
+
+    Args:
+        settings: `run.if_exists` says what to do with a run that is there already.
+        resume: Go on with it, whatever `run.if_exists` says.
+        say: Told what happens to an earlier run.
+
+    Raises:
+        SettingsError: The folder is in use, holds a run, or was begun with other settings.
+    """
+    folder = RunFolder(settings.run_folder)
+    if resume and not folder.has_run:
+        raise SettingsError(f"--resume: {folder.path} has no run to go on with; leave --resume out to start one.")
+    folder.acquire()
+    try:
+        if folder.has_run and (resume or settings.run.if_exists == "resume"):
+            folder.check_resume(settings)
+        elif folder.has_run and settings.run.if_exists == "archive":
+            say(f"the earlier run was moved to {folder.archive()}")
+        elif folder.has_run:
+            raise SettingsError(
+                f"{folder.path} has a run already. Go on with it (--resume), move it aside (--run.if_exists=archive), "
+                "or choose another name (--run.name=NAME)."
+            )
+        folder.write_settings(settings)
+        yield folder
+    finally:
+        folder.release()
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from rl_distill.options import LearnerOptions
+from rl_rollout.engines.options import VLLMOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,29 +188,6 @@ class MetricSettings:
     log_validation_generations: int = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """How the engine runs; only a few of these matter to an engine other than vLLM.
-
-    Attributes:
-        dtype: "float32" or "bfloat16".
-        max_num_seqs: Sequences decoded at once.
-        max_num_batched_tokens: Tokens of one engine step.
-        kv_cache_gib: KV cache of a CPU engine, in GiB.
-        gpu_memory_utilization: Share of the GPU's memory for weights and KV cache.
-        enforce_eager: Skip compilation; starts faster, and is right on CPUs.
-        enable_prefix_caching: Share the KV of equal prefixes.
-    """
-
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    kv_cache_gib: float = 1.0
-    gpu_memory_utilization: float = 0.5
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = True
-
-
 class Settings(BaseSettings):
     """All settings of a run."""
 
@@ -222,7 +200,7 @@ class Settings(BaseSettings):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
-    engine: EngineSettings = Field(default_factory=EngineSettings)
+    engine: VLLMOptions = Field(default_factory=VLLMOptions)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     metrics: MetricSettings = Field(default_factory=MetricSettings)
 

@@ -1,0 +1,164 @@
+"""Settings become objects: learner, engine, queue, transport, loop."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core import Batch, Canary, InProcessQueue, Lease, RowKey, Ragged, TaskSpec
+from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
+from rl_core.transports import SharedFileTransport, TensorTransport
+from rl_core.weights import WeightTransport
+from rl_distill.learner import Learner, Objective
+from rl_distill.objectives.policy_objective import PolicyObjectiveOptions, policy_objective
+from rl_metrics.reduction import Recorder
+from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.loops import resolve_loop
+from rl_rollout.prompts import PromptSource
+from rl_rollout.rollout import Rollout
+from rl_sync_trainer.checkpoints import TrainerState
+from rl_sync_trainer.inputs import Inputs, make_scorer
+from rl_sync_trainer.run_folder import RunFolder
+from rl_sync_trainer.settings import Settings
+from rl_sync_trainer.stopping import StopSignal
+
+REFERENCE = "reference"
+OLD_LOGPROBS = "old_logprobs"
+TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that the loop works with.
+
+    Attributes:
+        settings: As the user set them.
+        inputs: Tokenizer, prompts, reward.
+        folder: The run's folder.
+        learner: Trains the policy.
+        reference: Frozen copy of the initial policy, where the KL needs one.
+        engine: Generates; started.
+        rollout: Runs the agent loop on the engine.
+        source: Order of the training prompts.
+        queue: Between rollouts and learner.
+        transport: Brings weights to the engine.
+        objective: What the learner minimises.
+        stop: Ctrl-C and SIGTERM.
+        on_state: Told each state that the run could go on from.
+        log_metrics: Takes the metrics of a step.
+        save_checkpoint: Writes a checkpoint.
+    """
+
+    settings: Settings
+    inputs: Inputs
+    folder: RunFolder
+    learner: Learner
+    reference: Learner | None
+    engine: RolloutEngine
+    rollout: Rollout
+    source: PromptSource
+    queue: InProcessQueue
+    transport: WeightTransport
+    objective: Objective
+    stop: StopSignal
+    on_state: Callable[[TrainerState], None]
+    log_metrics: Callable[[int, Mapping[str, float]], None]
+    save_checkpoint: Callable[[TrainerState], None]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How training samples are drawn; `Rollout.run` gives each prompt its seed."""
+        rollout = self.settings.rollout
+        return SamplingParams(
+            max_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+
+    @property
+    def recomputes_old_logprobs(self) -> bool:
+        """True when the learner scores a batch before it trains on it."""
+        return self.settings.algorithm.old_logprobs == "recompute"
+
+    @property
+    def tolerances(self) -> ProofTolerances:
+        """How far the engine may be from the learner."""
+        is_exact = self.settings.engine.dtype == self.settings.learner.dtype == "float32"
+        default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
+        canary = self.settings.trainer.proof_tolerance
+        return ProofTolerances(probe=default.probe, canary=default.canary if canary is None else canary)
+
+    def lease(self, task: str, num_groups: int) -> Lease:
+        """Lease groups of this step; fewer when some were dropped."""
+        return self.queue.lease(
+            task, groups=num_groups, deadline_s=self.settings.rollout.deadline_s, allow_fewer=True
+        )
+
+    def canary(self) -> Canary:
+        """Fixed sequences with the learner's logprobs of the current weights."""
+        train = self.inputs.train
+        count = min(self.settings.trainer.canary_prompts, len(train))
+        sequences = [train[index].input_ids for index in range(count)]
+        keys = [RowKey(f"canary-{index}", 0, 0) for index in range(count)]
+        logprobs = self.learner.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(sequences, dtype="int32")}))
+        return Canary(sequences=sequences, logprobs=list(logprobs))
+
+    def record(self, recorder: Recorder, values: Mapping[str, float]) -> None:
+        """Record several values."""
+        for name, value in values.items():
+            recorder.record(name, value)
+
+
+def make_learner(settings: Settings, policy: Path) -> Learner:
+    """The learner that the settings name, with the weights of a Hugging Face folder."""
+    if settings.policy.learner == "torch":
+        from rl_distill.torch_learner import TorchLearner
+
+        return TorchLearner(policy, settings.learner)
+    from rl_distill.megatron.learner import MegatronLearner
+
+    return MegatronLearner(policy, settings.learner)
+
+
+def make_objective(settings: Settings) -> Objective:
+    """The policy objective of the settings."""
+    algorithm = settings.algorithm
+    return policy_objective(
+        PolicyObjectiveOptions(
+            policy_loss=algorithm.policy_loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=float("inf") if algorithm.dual_clip is None else algorithm.dual_clip,
+            kl_coefficient=algorithm.kl_coefficient,
+            kl_estimator=algorithm.kl_estimator,
+            entropy_coefficient=algorithm.entropy_coefficient,
+        )
+    )
+
+
+def make_queue(settings: Settings) -> InProcessQueue:
+    """The queue with the tasks of this run."""
+    rollout_columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
+    late: dict[str, str] = {}
+    if settings.algorithm.kl_coefficient:
+        late[REFERENCE] = "reference_logprobs"
+    if settings.algorithm.old_logprobs == "recompute":
+        late[OLD_LOGPROBS] = "old_logprobs"
+    tasks = [TaskSpec(name=task, needs=rollout_columns, gives=frozenset({column})) for task, column in late.items()]
+    tasks.append(TaskSpec(name=TRAIN, needs=rollout_columns | frozenset(late.values())))
+    return InProcessQueue(tasks)
+
+
+def make_transport(settings: Settings) -> WeightTransport:
+    """Tensors within a process, a file in shared memory between two."""
+    return TensorTransport() if settings.rollout.placement == "inline" else SharedFileTransport()
+
+
+def make_rollout(settings: Settings, inputs: Inputs, engine: RolloutEngine) -> Rollout:
+    """The agent loop on an engine."""
+    return Rollout(
+        engine,
+        resolve_loop(settings.rollout.loop),
+        scorer=make_scorer(settings, inputs.reward),
+        decode=inputs.tokenizer.decode,
+    )

@@ -1,0 +1,90 @@
+"""What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_sync_trainer.settings import Settings
+
+BYTES = {"float32": 4, "bfloat16": 2}
+ADAM_BYTES = 8
+GRADIENT_BYTES = 4
+MASTER_BYTES = 4
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """How many problems each file gives."""
+
+    train: int
+    validation: int
+    test: int
+
+
+def describe_plan(settings: Settings, counts: PromptCounts) -> str:
+    """The plan as lines of text."""
+    return "\n".join([*_roles(settings), *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in a folder's safetensors files, read from their headers."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                size = 1
+                for length in entry["shape"]:
+                    size *= length
+                total += size
+    return total
+
+
+def _roles(settings: Settings) -> Iterator[str]:
+    rollout = settings.rollout
+    where = "in the learner's process" if rollout.placement == "inline" else "in a process of its own"
+    yield "Roles"
+    yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
+    yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
+    yield f"  reward     {settings.reward.function}"
+    if settings.algorithm.kl_coefficient:
+        yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"
+
+
+def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
+    rollout, trainer = settings.rollout, settings.trainer
+    samples = rollout.prompts_per_step * rollout.group_size
+    longest = settings.prompts.max_tokens + rollout.max_response_tokens
+    epochs = trainer.steps * rollout.prompts_per_step / counts.train
+    micro_batches = -(-samples * longest // settings.learner.micro_batch_tokens)
+    yield "Batches"
+    yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
+    yield f"             in {trainer.minibatches} optimizer update(s), of at most {micro_batches} micro-batches in all"
+    yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
+    yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs of {counts.train}"
+    yield f"  validation {counts.validation} problems every {trainer.validate_every} steps; test {counts.test} at both ends"
+
+
+def _memory(settings: Settings) -> Iterator[str]:
+    count = count_parameters(settings.policy.path)
+    weight = BYTES[settings.learner.dtype]
+    learner = count * (weight + GRADIENT_BYTES + ADAM_BYTES + (MASTER_BYTES if weight == 2 else 0))
+    reference = count * weight if settings.algorithm.kl_coefficient else 0
+    engine = count * BYTES[settings.engine.dtype]
+    yield f"Memory, without activations, for {count:,} parameters"
+    yield f"  learner    {learner / GIB:.2f} GiB (weights, gradients, optimizer)"
+    if reference:
+        yield f"  reference  {reference / GIB:.2f} GiB"
+    yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+
+
+def _files(settings: Settings) -> Iterator[str]:
+    folder = settings.run_folder
+    every = settings.trainer.checkpoint_every
+    when = f"every {every} steps and at the end" if every else "at the end"
+    yield f"Writes to {folder}/"
+    yield "  settings.toml metrics.jsonl events.jsonl generations/ summary.json"
+    yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints} kept"

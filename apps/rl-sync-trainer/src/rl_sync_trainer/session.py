@@ -1,0 +1,214 @@
+"""One attempt at a run: start the parts, train, and leave the folder fit to go on from."""
+
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import CheckpointError
+from rl_distill.learner import Learner
+from rl_metrics.events import EventLog
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.jsonl import JsonlTracker
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.prompts import PromptSource
+from rl_sync_trainer.assemble import (
+    Parts,
+    make_learner,
+    make_objective,
+    make_queue,
+    make_rollout,
+    make_transport,
+)
+from rl_sync_trainer.checkpoints import CheckpointStore, TrainerState, read_trainer_state
+from rl_sync_trainer.engines import make_engine, start_engine
+from rl_sync_trainer.inputs import Inputs
+from rl_sync_trainer.loop import train
+from rl_sync_trainer.run_folder import RunFolder
+from rl_sync_trainer.settings import Settings
+from rl_sync_trainer.stopping import StopRequestedError, StopSignal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it.
+        summary: What `summary.json` says.
+    """
+
+    exit_status: int
+    summary: Mapping[str, Any]
+
+
+class Session:
+    """One attempt at a run, in a folder that this process holds."""
+
+    def __init__(self, settings: Settings, inputs: Inputs, folder: RunFolder, console: ConsoleTracker) -> None:
+        """Name what is needed; nothing heavy starts before `run`."""
+        self._settings = settings
+        self._inputs = inputs
+        self._folder = folder
+        self._console = console
+        self._events = EventLog(folder.path / "events.jsonl")
+        self._trackers = Fanout({"jsonl": JsonlTracker(folder.path / "metrics.jsonl"), "console": console})
+        self._store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints)
+        self._state = TrainerState()
+        self._earlier_wall_s = 0.0
+        self._started = time.perf_counter()
+
+    async def run(self) -> Outcome:
+        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.callback(self._trackers.close)
+            stop = stack.enter_context(StopSignal())
+            self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            try:
+                await self._train(stack, stop)
+            except StopRequestedError:
+                return self._stopped(stop)
+            except BaseException as error:
+                self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=self._state.step)
+                raise
+            return self._finished()
+
+    async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
+        settings, console = self._settings, self._console
+        checkpoint = self._find_checkpoint()
+        source = PromptSource(self._inputs.train, seed=settings.run.seed)
+        if checkpoint is not None:
+            self._state = read_trainer_state(checkpoint)
+            self._earlier_wall_s = self._state.wall_s
+            source.restore(self._state.prompt_source)
+        else:
+            self._state = replace(self._state, prompt_source=source.state())
+        policy = settings.policy.path if checkpoint is None else checkpoint / "policy"
+        learner, reference = self._start_learner(stack, checkpoint, policy)
+        stop.check()
+        engine = make_engine(settings, policy)
+        stack.push_async_callback(engine.close)
+        with console.phase(f"starting {settings.rollout.engine} engine"):
+            await stop.run(start_engine(engine, settings))
+        console.say(f"engine: {engine.traits.name}")
+        parts = self._assemble(stack, learner, reference, engine, source, stop)
+        console.begin("GRPO", total_steps=settings.trainer.steps, done_steps=self._state.step)
+        try:
+            await train(parts, self._state)
+        except StopRequestedError:
+            self._save_stopped(learner)
+            raise
+
+    def _start_learner(
+        self, stack: AsyncExitStack, checkpoint: Path | None, policy: Path
+    ) -> tuple[Learner, Learner | None]:
+        settings, console = self._settings, self._console
+        with console.phase(f"starting {settings.policy.learner} learner"):
+            learner = make_learner(settings, policy)
+            stack.callback(learner.close)
+            if checkpoint is not None:
+                learner.load(checkpoint)
+            reference = None
+            if settings.algorithm.kl_coefficient:
+                reference = make_learner(settings, settings.policy.path)
+                stack.callback(reference.close)
+        console.say(f"learner: {learner.num_parameters:,} parameters")
+        return learner, reference
+
+    def _assemble(
+        self,
+        stack: AsyncExitStack,
+        learner: Learner,
+        reference: Learner | None,
+        engine: RolloutEngine,
+        source: PromptSource,
+        stop: StopSignal,
+    ) -> Parts:
+        settings = self._settings
+        queue = make_queue(settings)
+        stack.callback(queue.close)
+        transport = make_transport(settings)
+        stack.callback(transport.close)
+        return Parts(
+            settings=settings,
+            inputs=self._inputs,
+            folder=self._folder,
+            learner=learner,
+            reference=reference,
+            engine=engine,
+            rollout=make_rollout(settings, self._inputs, engine),
+            source=source,
+            queue=queue,
+            transport=transport,
+            objective=make_objective(settings),
+            stop=stop,
+            on_state=self._keep_state,
+            log_metrics=self._trackers.log,
+            save_checkpoint=lambda state: self._save(state, learner),
+        )
+
+    def _find_checkpoint(self) -> Path | None:
+        def passed_over(error: CheckpointError) -> None:
+            self._console.say(f"passing over a broken checkpoint: {error}")
+            self._events.write("checkpoint_broken", error=str(error))
+
+        checkpoint = self._store.newest(passed_over)
+        if checkpoint is not None:
+            self._console.say(f"resuming from {checkpoint}")
+            self._events.write("run_resumed", checkpoint=str(checkpoint))
+        return checkpoint
+
+    def _keep_state(self, state: TrainerState) -> None:
+        self._state = state
+
+    def _wall_s(self) -> float:
+        return self._earlier_wall_s + time.perf_counter() - self._started
+
+    def _save(self, state: TrainerState, learner: Learner) -> None:
+        folder = self._store.save(replace(state, wall_s=self._wall_s()), learner.save)
+        self._events.write("checkpoint_saved", step=state.step, folder=str(folder))
+
+    def _save_stopped(self, learner: Learner) -> None:
+        if self._state.step in self._store.steps():
+            return
+        with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
+            self._save(self._state, learner)
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        state = self._state
+        newest = self._store.steps()[-1:]
+        return {
+            "status": status,
+            "steps": state.step,
+            "wall_s": round(self._wall_s(), 2),
+            "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
+            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
+            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
+            "test_accuracy_first": state.results.get("test_accuracy_first"),
+            "test_accuracy_last": state.results.get("test_accuracy_last"),
+            "num_samples": state.num_samples,
+            "policy_version": state.policy_version,
+            "seed": self._settings.run.seed,
+            "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
+        }
+
+    def _stopped(self, stop: StopSignal) -> Outcome:
+        summary = self._summary("stopped")
+        self._folder.write_summary(summary)
+        self._events.write("run_stopped", step=self._state.step, signal=stop.number)
+        self._console.say(f"stopped after step {self._state.step}; go on with --resume")
+        return Outcome(exit_status=stop.exit_status, summary=summary)
+
+    def _finished(self) -> Outcome:
+        summary = self._summary("finished")
+        file = self._folder.write_summary(summary)
+        self._events.write("run_finished", **summary)
+        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
+        self._console.summary(
+            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file}
+        )
+        return Outcome(exit_status=0, summary=summary)

@@ -1,0 +1,27 @@
+"""Evaluate a policy without training it."""
+
+from rl_metrics.validation import headline
+from rl_sync_trainer.assemble import make_rollout
+from rl_sync_trainer.engines import make_engine, start_engine
+from rl_sync_trainer.evaluation import validation_metrics
+from rl_sync_trainer.inputs import Inputs
+from rl_sync_trainer.settings import Settings
+
+
+async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
+    """Greedy accuracy of the policy on the validation and test problems."""
+    engine = make_engine(settings, settings.policy.path)
+    try:
+        await start_engine(engine, settings)
+        rollout = make_rollout(settings, inputs, engine)
+        results: dict[str, float] = {}
+        for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
+            if prompts is not None:
+                metrics, _ = await validation_metrics(settings, rollout, prompts)
+                accuracy = headline(metrics)
+                results |= {f"{split}/{name}": value for name, value in metrics.items()}
+                if accuracy is not None:
+                    results[f"{split}_accuracy"] = accuracy
+        return results
+    finally:
+        await engine.close()
