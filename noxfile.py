@@ -119,6 +119,7 @@ def unit_environment(package: str) -> Environment:
     projects = UNIT_EXTRAS[package]
     needs_torch = any("torch" in r or "rl-distill" in r for r in projects)
     constraints = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
+    metadata = [f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects]
     return Environment(
         name=f"unit-{package}",
         cost="1 GB on disk, up to a minute" if needs_torch else "15 s",
@@ -127,14 +128,18 @@ def unit_environment(package: str) -> Environment:
             (*constraints, "pytest", "hypothesis", *BACKEND),
             (*constraints, *editable(*projects)),
         ),
-        inputs=("locks/cpu.txt", "locks/dev.txt", *(f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects)),
+        inputs=(
+            "locks/cpu.txt",
+            "locks/dev.txt",
+            *(f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects),
+        ),
     )
 
 
 def ensure(session: nox.Session, environment: Environment) -> str:
     """Make the environment unless it stands as its recipe says; gives its interpreter."""
     if sys.version_info < (3, 11):  # noqa: UP036 - nox itself runs on older ones
-        session.error(f"Python 3.11 or newer is needed; found {platform.python_version()}. Install nox with a newer one.")
+        session.error(f"Python 3.11 or newer is needed; nox runs on {platform.python_version()}.")
     stamp = environment.folder / "made-from"
     with only_one(environment):
         recipe = environment.recipe()
@@ -181,18 +186,16 @@ def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]
     """Run `pip install`, saying every 10 s how far it is; pip's last lines when it fails, else none."""
     command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar=off", *arguments]
     last: deque[str] = deque(maxlen=15)
-    started, said, num_found = time.monotonic(), time.monotonic(), 0
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    started, due, num_found, state = time.monotonic(), time.monotonic() + 10, 0, "found"
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
             last.append(line.rstrip())
             num_found += line.startswith("Collecting")
-            unpacks = line.startswith("Installing collected packages")
-            if unpacks or time.monotonic() - said > 10:
-                said = time.monotonic()
-                state = "downloaded; unpacking" if unpacks else "found so far"
-                session.log(f"  {num_found} packages {state} ({said - started:.0f} s)")
+            if line.startswith("Installing collected packages"):
+                state, due = "downloaded; unpacking them takes about as long again", 0.0
+            if num_found and time.monotonic() > due:
+                session.log(f"  {num_found} packages {state} ({time.monotonic() - started:.0f} s)")
+                due = time.monotonic() + 10
     return list(last) if process.returncode else []
 
 
@@ -207,6 +210,7 @@ def workspace(session: nox.Session) -> str:
         recipe = hashlib.sha256(b"\0".join(files)).hexdigest()
         if not stamp.is_file() or stamp.read_text() != recipe:
             names = [Path(project).name for project in PROJECTS]
+            session.log("Putting the projects into it, editable.")
             install(session, python, "--no-deps", *editable(*names))
             stamp.write_text(recipe)
     return python
@@ -223,7 +227,7 @@ def train(session: nox.Session) -> None:
     python = workspace(session)
     sys.stdout.flush()
     # The job takes the place of nox: its exit status, Ctrl-C and SIGTERM are then the user's, with nothing between.
-    os.execv(python, [python, "examples/arithmetic/run.py", *session.posargs])  # noqa: S606
+    os.execv(python, [python, "examples/arithmetic/run.py", *session.posargs])
 
 
 @nox.session
@@ -271,8 +275,10 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, strictly, against the installed libraries."""
     python, tools = workspace(session), ensure(session, TOOLS)
-    paths = [path for path in (*SOURCES, "examples", "benchmarks") if any((ROOT / path).rglob("*.py"))]
-    session.run(tools, "-m", "mypy", "--python-executable", python, *paths)
+    mypy = (tools, "-m", "mypy", "--python-executable", python)
+    session.run(*mypy, *SOURCES)
+    for folder in sorted({path.parent for name in ("examples", "benchmarks") for path in (ROOT / name).rglob("*.py")}):
+        session.run(*mypy, str(folder.relative_to(ROOT)), env={"MYPYPATH": str(folder)})  # scripts import neighbours
     session.run(tools, "-m", "mypy", "noxfile.py")
 
 
@@ -331,7 +337,8 @@ def soak(session: nox.Session) -> None:
     session.log(f"Seed {options.seed}; the same run again: nox -s soak -- {options.name or ''} --seed {options.seed}")
     chosen = ["-k", options.name] if options.name else []
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
-    run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *rest, "packages", "apps", "tests")
+    limits = ["-o", "faulthandler_timeout=14400"]
+    run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *limits, *rest, "packages", "apps", "tests")
 
 
 @nox.session

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECTS = sorted(path.parent for path in [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("apps/*/pyproject.toml")])
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(path / "README.md" for path in PROJECTS)])
-DOCUMENTS = [path for path in DOCUMENTS if path.is_file()]
+PROJECTS = sorted(path.parent for kind in ("packages", "apps") for path in ROOT.glob(f"{kind}/*/pyproject.toml"))
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(p / "README.md" for p in PROJECTS)})
 
 
 def project_id(path: Path) -> str:
