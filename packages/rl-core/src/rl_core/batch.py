@@ -128,7 +128,8 @@ def token_positions(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     """Flat positions of rows that begin at `starts` and have `lengths`."""
     total = int(lengths.sum())
     shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return np.arange(total, dtype=np.int64) + shift
+    positions: NDArray[np.int64] = np.arange(total, dtype=np.int64) + shift
+    return positions
 
 
 class Batch:

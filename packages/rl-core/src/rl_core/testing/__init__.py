@@ -1,0 +1,15 @@
+"""What tests of other packages and of other queue backends build on: rows, a clock, the conformance suite."""
+
+from rl_core.testing.clock import FakeClock, wait_until
+from rl_core.testing.queue_conformance import QueueConformance
+from rl_core.testing.rows import make_prompt, make_prompts, make_trajectory, ragged_like
+
+__all__ = [
+    "FakeClock",
+    "QueueConformance",
+    "make_prompt",
+    "make_prompts",
+    "make_trajectory",
+    "ragged_like",
+    "wait_until",
+]

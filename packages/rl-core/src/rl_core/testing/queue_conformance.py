@@ -1,0 +1,18 @@
+"""What every backend of the transfer queue must do."""
+
+from rl_core.testing.queue_columns import ColumnChecks
+from rl_core.testing.queue_leases import LeaseChecks
+from rl_core.testing.queue_ledger import LedgerChecks
+from rl_core.testing.queue_rows import RowChecks
+from rl_core.testing.queue_waits import WaitChecks
+
+
+class QueueConformance(RowChecks, ColumnChecks, LeaseChecks, WaitChecks, LedgerChecks):
+    """The conformance suite; pytest runs it for each subclass that says how a queue is made.
+
+    The backend must read the time of its leases from the `clock` that it is given, and look at it in `stats`.
+
+        class TestInProcessQueue(QueueConformance):
+            def make_queue(self, tasks, *, clock, capacity_rows=None):
+                return InProcessQueue(tasks, clock=clock, capacity_rows=capacity_rows)
+    """

@@ -1,0 +1,138 @@
+# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
+"""Checks of leases: who has which groups, and until when."""
+
+from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
+from rl_core.testing.queue_checks import REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.rows import make_prompts, ragged_like
+
+
+class LeaseChecks(QueueChecks):
+    """Groups are delivered in issue order, to one consumer of a task at a time, until one has acked."""
+
+    def test_groups_come_in_issue_order_however_they_were_settled(self) -> None:
+        queue = self.queue()
+        queue.issue(make_prompts(4), num_sessions=1)
+        for uid in ("p3", "p1", "p2"):
+            put_all(queue, uid)
+        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p1", "p2"]
+        put_all(queue, "p0")
+        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p3"]
+
+    def test_a_leased_group_is_not_delivered_twice(self) -> None:
+        queue = self.filled(num_prompts=3)
+        first, second = (queue.lease("train", groups=1, deadline_s=0) for _ in range(2))
+        assert (uids_of(first), uids_of(second)) == (["p0"], ["p1"])
+        assert first.lease_id != second.lease_id
+        with refuses(DeadlineError, "1 ready", "2 leased"):
+            queue.lease("train", groups=2, deadline_s=0)
+
+    def test_each_task_has_its_own_leases_and_a_group_is_done_after_all(self) -> None:
+        queue = self.filled(REFERENCE, TRAIN, num_prompts=1)
+        train, reference = (queue.lease(task, groups=1, deadline_s=0) for task in ("train", "reference"))
+        queue.ack(train)
+        assert queue.ledger()[0].state == "settled"
+        assert queue.stats()["rows"] == 1
+        queue.ack(reference, {"reference_logprobs": ragged_like(reference.batch, "reference_logprobs", [-1.0])})
+        assert queue.ledger()[0].state == "done"
+        assert queue.ledger()[0].acked_by == {"train", "reference"}
+        assert (queue.stats()["rows"], queue.stats()["size_bytes"]) == (0, 0)
+
+    def test_a_lease_that_ran_out_is_delivered_again_and_its_ack_refused(self) -> None:
+        queue = self.filled(num_prompts=2)
+        old = queue.lease("train", groups=2, deadline_s=0, lease_s=10)
+        assert old.expires_at == self.clock() + 10
+        self.advance(queue, 9.5)
+        with refuses(DeadlineError, "0 ready"):
+            queue.lease("train", groups=1, deadline_s=0)
+        self.advance(queue, 0.5)
+        new = queue.lease("train", groups=2, deadline_s=0)
+        assert (uids_of(new), new.batch.keys) == (["p0", "p1"], old.batch.keys)
+        with refuses(OutdatedLeaseError, f"lease {old.lease_id}", "'train'"):
+            queue.ack(old)
+        queue.release(old)
+        queue.ack(new)
+        assert [entry.state for entry in queue.ledger()] == ["done", "done"]
+
+    def test_an_ack_in_time_counts_after_the_lease_would_have_run_out(self) -> None:
+        queue = self.filled(num_prompts=1)
+        lease = queue.lease("train", groups=1, deadline_s=0, lease_s=10)
+        self.advance(queue, 9.5)
+        queue.ack(lease)
+        self.advance(queue, 100)
+        assert queue.ledger()[0].state == "done"
+        with refuses(OutdatedLeaseError, "was acked"):
+            queue.ack(lease)
+
+    def test_an_extended_lease_stays(self) -> None:
+        queue = self.filled(num_prompts=1)
+        lease = queue.lease("train", groups=1, deadline_s=0, lease_s=10)
+        self.advance(queue, 9)
+        extended = queue.extend(lease, lease_s=10)
+        assert (extended.lease_id, extended.expires_at) == (lease.lease_id, self.clock() + 10)
+        self.advance(queue, 9)
+        queue.ack(extended)
+        with refuses(OutdatedLeaseError, f"lease {lease.lease_id}"):
+            queue.extend(extended, lease_s=10)
+
+    def test_a_lease_may_be_cut_short(self) -> None:
+        queue = self.filled(num_prompts=1)
+        lease = queue.extend(queue.lease("train", groups=1, deadline_s=0, lease_s=1000), lease_s=1)
+        self.advance(queue, 1)
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p0"]
+        with refuses(OutdatedLeaseError):
+            queue.extend(lease, lease_s=10)
+
+    def test_released_groups_are_delivered_again(self) -> None:
+        queue = self.filled(num_prompts=2)
+        lease = queue.lease("train", groups=2, deadline_s=0)
+        queue.release(lease)
+        queue.release(lease)
+        with refuses(OutdatedLeaseError, "was released"):
+            queue.ack(lease)
+        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
+
+    def test_a_drop_ends_the_leases_on_its_prompt_alone(self) -> None:
+        queue = self.filled(num_prompts=3)
+        both = queue.lease("train", groups=2, deadline_s=0)
+        other = queue.lease("train", groups=1, deadline_s=0)
+        queue.drop("p0", reason="too stale")
+        with refuses(OutdatedLeaseError, f"lease {both.lease_id}"):
+            queue.ack(both)
+        queue.ack(other)
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
+        assert [entry.state for entry in queue.ledger()] == ["dropped", "settled", "done"]
+
+    def test_fewer_groups_only_once_no_more_can_come(self) -> None:
+        queue = self.filled(num_prompts=1)
+        queue.issue(make_prompts(3)[1:], num_sessions=1)
+        with refuses(DeadlineError, "2 issued"):
+            queue.lease("train", groups=5, deadline_s=0, allow_fewer=True)
+        put_all(queue, "p1")
+        queue.fail("p2", 0, reason="engine aborted")
+        with refuses(DeadlineError, "2 ready"):
+            queue.lease("train", groups=5, deadline_s=0)
+        assert uids_of(queue.lease("train", groups=5, deadline_s=0, allow_fewer=True)) == ["p0", "p1"]
+
+    def test_fewer_groups_wait_for_those_that_another_consumer_has(self) -> None:
+        queue = self.filled(num_prompts=2)
+        lease = queue.lease("train", groups=1, deadline_s=0)
+        with refuses(DeadlineError, "1 ready", "1 leased"):
+            queue.lease("train", groups=2, deadline_s=0, allow_fewer=True)
+        queue.ack(lease)
+        assert uids_of(queue.lease("train", groups=2, deadline_s=0, allow_fewer=True)) == ["p1"]
+
+    def test_nothing_to_lease_is_said_at_once(self) -> None:
+        queue = self.filled(num_prompts=2)
+        queue.ack(queue.lease("train", groups=1, deadline_s=0))
+        queue.drop("p1", reason="too easy")
+        with refuses(NothingToLeaseError, "'train'", "3 groups", "1 done", "1 dropped"):
+            queue.lease("train", groups=3)
+        with refuses(NothingToLeaseError, "nothing issued"):
+            self.queue().lease("train", groups=1)
+
+    def test_impossible_requests_are_refused(self) -> None:
+        queue = self.filled(num_prompts=1)
+        with refuses(DataError, "'tarin'", "['train']"):
+            queue.lease("tarin", groups=1)
+        with refuses(DataError, "groups", "found 0"):
+            queue.lease("train", groups=0)

@@ -1,0 +1,87 @@
+"""The queue in the process: the conformance suite, and what is its own."""
+
+import threading
+import time
+
+import pytest
+
+from rl_core import InProcessQueue, TaskSpec
+from rl_core.errors import DataError, DeadlineError, SettingsError
+from rl_core.testing import FakeClock, QueueConformance, make_prompts, make_trajectory
+
+TRAIN = TaskSpec(name="train", needs=frozenset({"reward"}))
+
+
+class TestInProcessQueue(QueueConformance):
+    def make_queue(self, tasks, *, clock, capacity_rows=None):
+        return InProcessQueue(tasks, clock=clock, capacity_rows=capacity_rows)
+
+
+def test_waiting_on_a_clock_that_stands_still_does_not_spin():
+    clock = FakeClock()
+    queue = InProcessQueue([TRAIN], clock=clock)
+    queue.issue(make_prompts(1), num_sessions=1)
+    queue.put("p0", 0, [make_trajectory("p0", 0)])
+    queue.lease("train", groups=1, lease_s=1e-6)
+    before = clock.num_reads
+    with pytest.raises(DeadlineError, match=r"for 0\.3 s"):
+        queue.lease("train", groups=1, deadline_s=0.3)
+    assert clock.num_reads - before < 60
+
+
+def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
+    queue = InProcessQueue([TRAIN])
+    queue.issue(make_prompts(1), num_sessions=1)
+    queue.put("p0", 0, [make_trajectory("p0", 0)])
+    queue.lease("train", groups=1, lease_s=0.05)
+    started = time.monotonic()
+    assert queue.lease("train", groups=1, deadline_s=20).prompts[0].uid == "p0"
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("capacity_rows", [0, -1])
+def test_a_queue_needs_room_for_a_row(capacity_rows):
+    with pytest.raises(SettingsError, match=rf"at least 1; found {capacity_rows}"):
+        InProcessQueue([TRAIN], capacity_rows=capacity_rows)
+
+
+def test_tasks_need_names_of_their_own():
+    with pytest.raises(SettingsError, match="name of its own"):
+        InProcessQueue([TRAIN, TRAIN])
+
+
+def test_tasks_need_columns_that_something_gives():
+    late = TaskSpec(name="late", needs=frozenset({"values"}))
+    with pytest.raises(SettingsError, match=r"'late' needs \['values'\]"):
+        InProcessQueue([TRAIN, late])
+    loop = [
+        TaskSpec(name="a", needs=frozenset({"values"}), gives=frozenset({"returns"})),
+        TaskSpec(name="b", needs=frozenset({"returns"}), gives=frozenset({"values"})),
+    ]
+    with pytest.raises(SettingsError, match=r"'a' needs .*'b' needs"):
+        InProcessQueue(loop)
+    with pytest.raises(DataError, match="unknown column 'reference_logprob'"):
+        InProcessQueue([TaskSpec(name="reference", needs=frozenset(), gives=frozenset({"reference_logprob"}))])
+
+
+def test_thousands_of_groups_cost_each_put_the_same():
+    """The cost of a put does not grow with the groups that are there: four times the groups, about four times."""
+    seconds = {num_groups: min(_time_puts(num_groups) for _ in range(2)) for num_groups in (250, 2000)}
+    assert seconds[2000] < 10.0
+    assert seconds[2000] / seconds[250] < 8 * 4
+
+
+def _time_puts(num_groups):
+    queue = InProcessQueue([TRAIN], capacity_rows=8 * num_groups)
+    queue.issue(make_prompts(num_groups), num_sessions=8)
+    rows = [(f"p{i}", s, [make_trajectory(f"p{i}", s)]) for i in range(num_groups) for s in range(8)]
+    leases = []
+    consumer = threading.Thread(target=lambda: leases.append(queue.lease("train", groups=num_groups, deadline_s=60)))
+    consumer.start()
+    started = time.process_time()
+    for row in rows:
+        queue.put(*row)
+    consumer.join(60)
+    spent = time.process_time() - started
+    assert len(leases[0].batch) == 8 * num_groups
+    return spent
