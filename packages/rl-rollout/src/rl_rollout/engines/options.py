@@ -1,0 +1,57 @@
+"""Options of the engines; importing this loads no engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMOptions:
+    """How vLLM runs.
+
+    Attributes:
+        dtype: What it computes in; float32 matches a float32 learner to 1e-5, bfloat16 is usual on GPUs.
+        max_model_len: Most tokens of prompt and response together; None takes what the model allows.
+        max_num_seqs: Samples decoded at once.
+        max_num_batched_tokens: Tokens of one engine step; bounds the memory of a step.
+        kv_cache_gib: Memory of the KV cache; None takes 1 on CPUs, and on GPUs what gpu_memory_utilization leaves.
+        gpu_memory_utilization: Share of the GPU's memory that the engine may use, weights included.
+        block_size: Tokens of a KV cache block, and of what prefix caching shares; None takes 32 on CPUs, and what
+            vLLM chooses on GPUs.
+        enable_prefix_caching: Compute a prompt once for all samples of a request, in whole blocks.
+        enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
+        num_threads: CPU threads of the engine; None takes torch's count at the start.
+        seed: Of the draws of requests that have none.
+    """
+
+    dtype: DType = "float32"
+    max_model_len: int | None = None
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 8192
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.8
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = True
+    num_threads: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersOptions:
+    """How the transformers engine runs.
+
+    Attributes:
+        dtype: What it computes in.
+        device: torch device, such as "cpu" or "cuda".
+        max_model_len: Most tokens of prompt and response together; None takes what the model allows.
+        max_num_seqs: Samples of one batch; more wait for it to finish.
+        seed: Of the draws of requests that have none.
+    """
+
+    dtype: DType = "float32"
+    device: str = "cpu"
+    max_model_len: int | None = None
+    max_num_seqs: int = 512
+    seed: int = 0

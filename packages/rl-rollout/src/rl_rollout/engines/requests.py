@@ -1,0 +1,76 @@
+"""Whether an engine can serve a request; the same answer from every engine."""
+
+from rl_core.errors import EngineError
+from rl_core.records import IntArray
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, SamplingParams
+
+LOWEST_TEMPERATURE = 0.01
+"""Between 0 and this, probabilities become 0 or 1 and logprobs lose their meaning."""
+
+
+def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
+    """Refuse a request that cannot be served as asked.
+
+    Raises:
+        EngineError: Says what was expected, what was found, and what to do.
+    """
+    _check_sampling(request.sampling, traits)
+    if request.num_samples < 1:
+        raise EngineError(f"num_samples must be at least 1; found {request.num_samples}.")
+    check_token_ids(request.input_ids, traits, what="input_ids")
+    length = len(request.input_ids) + request.sampling.max_tokens
+    if length > traits.max_model_len:
+        raise EngineError(
+            f"prompt and response together must be at most max_model_len = {traits.max_model_len} tokens; found a "
+            f"prompt of {len(request.input_ids)} and max_tokens = {request.sampling.max_tokens}. Drop long prompts, "
+            "lower max_tokens, or start the engine with a larger max_model_len."
+        )
+
+
+def check_sequence(sequence: IntArray, traits: EngineTraits) -> None:
+    """Refuse a sequence that cannot be scored.
+
+    Raises:
+        EngineError: It is empty, too long, or holds ids out of the vocabulary.
+    """
+    check_token_ids(sequence, traits, what="sequence")
+    if len(sequence) > traits.max_model_len:
+        raise EngineError(
+            f"a sequence must be at most max_model_len = {traits.max_model_len} tokens to be scored; found "
+            f"{len(sequence)}. Start the engine with a larger max_model_len."
+        )
+
+
+def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> None:
+    """Refuse token ids that are not a [T] array of ids of the vocabulary, T >= 1.
+
+    Raises:
+        EngineError: Names what is wrong.
+    """
+    if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
+        raise EngineError(
+            f"{what} must be a [T] integer array with T >= 1; found shape {list(token_ids.shape)} of "
+            f"{token_ids.dtype}. An empty prompt has nothing to continue: add a token that begins the text."
+        )
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= traits.vocab_size:
+        raise EngineError(
+            f"{what} must hold token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
+            "Does the tokenizer belong to this model?"
+        )
+
+
+def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1; found {sampling.max_tokens}.")
+    if sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature < float("inf"):
+        raise EngineError(
+            f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}; found {sampling.temperature}."
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"top_p must be in (0, 1]; found {sampling.top_p}.")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise EngineError(f"top_k must be at least 1, or None to keep every token; found {sampling.top_k}.")
+    outside = [token for token in sampling.stop_token_ids if not 0 <= token < traits.vocab_size]
+    if outside:
+        raise EngineError(f"stop_token_ids must be from 0 to {traits.vocab_size - 1}; found {outside[0]}.")

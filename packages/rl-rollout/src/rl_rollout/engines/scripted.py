@@ -1,0 +1,163 @@
+"""An engine without a model, for tests: it says what it is told to, when it is told to."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+
+from rl_core.errors import EngineError, NotReadyError
+from rl_core.records import FinishReason, FloatArray, IntArray
+from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
+from rl_rollout.engines.requests import check_request, check_sequence
+
+Script = (
+    Mapping[tuple[int, ...], Sequence[Sequence[int]]]
+    | Callable[[GenerateRequest, int], Sequence[int] | Awaitable[Sequence[int]]]
+)
+"""Responses by prompt (sample i gets entry i, modulo their number), or a function of request and sample index.
+
+The function may raise, which fails the request, or wait, which orders the responses."""
+
+DEFAULT_TRAITS = EngineTraits(name="scripted", max_model_len=1 << 20, vocab_size=1 << 20)
+
+
+class ScriptedEngine:
+    """A `RolloutEngine` that follows a script.
+
+    A response longer than max_tokens is cut. Logprobs are -1, or 0 when greedy.
+
+    Attributes:
+        requests: Every request that was accepted, in order.
+        updates: Every weight update that was taken, in order.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        end_token_ids: Sequence[int] = (),
+        traits: EngineTraits = DEFAULT_TRAITS,
+        score: Callable[[IntArray], FloatArray] | None = None,
+        receive: Callable[[WeightUpdate], WeightReceipt] | None = None,
+    ) -> None:
+        """Learn the script.
+
+        Args:
+            script: What to say.
+            end_token_ids: A response that ends with one of these ends with "stop", else with "length".
+            traits: What to say about itself.
+            score: Logprobs of a sequence; -1 everywhere but at position 0 by default.
+            receive: Answer to a weight update; an honest receipt by default.
+        """
+        self.requests: list[GenerateRequest] = []
+        self.updates: list[WeightUpdate] = []
+        self._script = script
+        self._end_token_ids = frozenset(end_token_ids)
+        self._traits = traits
+        self._score = score or _flat_scores
+        self._receive = receive or honest_receipt
+        self._version = 0
+        self._waiting: set[asyncio.Future[Sequence[int]]] = set()
+        self._is_started = False
+        self._is_closed = False
+
+    @property
+    def traits(self) -> EngineTraits:
+        """See `RolloutEngine.traits`."""
+        if not self._is_started or self._is_closed:
+            raise NotReadyError(f"the engine {'is closed' if self._is_closed else 'has not been started'}.")
+        return self._traits
+
+    async def start(self) -> None:
+        """See `RolloutEngine.start`."""
+        self._is_started = True
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        check_request(request, self.traits)
+        self.requests.append(request)
+        return list(await asyncio.gather(*(self._respond(request, index) for index in range(request.num_samples))))
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """See `RolloutEngine.score`."""
+        for sequence in sequences:
+            check_sequence(sequence, self.traits)
+        return [self._score(sequence) for sequence in sequences]
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `RolloutEngine.update_weights`."""
+        self.traits  # noqa: B018 - raises unless started
+        receipt = self._receive(update)
+        self.updates.append(update)
+        self._version = update.version
+        return receipt
+
+    async def abort_all(self) -> None:
+        """See `RolloutEngine.abort_all`; a script that waits is cut off before it said anything."""
+        for future in list(self._waiting):
+            future.cancel()
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._is_closed = True
+        for future in list(self._waiting):
+            future.cancel()
+
+    async def _respond(self, request: GenerateRequest, index: int) -> Generation:
+        said = self._said(request, index)
+        if not isinstance(said, Awaitable):
+            return self._generation(request, said)
+        future = asyncio.ensure_future(said)
+        self._waiting.add(future)
+        try:
+            return self._generation(request, await asyncio.shield(future))
+        except asyncio.CancelledError:
+            if not future.cancelled():  # the caller was cancelled, not the script
+                future.cancel()
+                raise
+            if self._is_closed:
+                raise EngineError("the engine was closed.") from None
+            return self._generation(request, (), finish_reason="abort")
+        finally:
+            self._waiting.discard(future)
+
+    def _said(self, request: GenerateRequest, index: int) -> Sequence[int] | Awaitable[Sequence[int]]:
+        if not isinstance(self._script, Mapping):
+            return self._script(request, index)
+        prompt = tuple(request.input_ids.tolist())
+        if prompt not in self._script:
+            raise EngineError(f"the script has no response to the prompt {list(prompt)}.")
+        responses = self._script[prompt]
+        return responses[index % len(responses)]
+
+    def _generation(
+        self, request: GenerateRequest, said: Sequence[int], *, finish_reason: FinishReason | None = None
+    ) -> Generation:
+        tokens = np.array(said[: request.sampling.max_tokens], dtype=np.int32)
+        stops = self._end_token_ids | set(request.sampling.stop_token_ids)
+        ends = len(tokens) > 0 and int(tokens[-1]) in stops
+        return Generation(
+            token_ids=tokens,
+            logprobs=np.full(len(tokens), -1.0 if request.sampling.temperature else 0.0, dtype=np.float32),
+            policy_versions=np.full(len(tokens), self._version, dtype=np.int32),
+            finish_reason=finish_reason or ("stop" if ends else "length"),
+        )
+
+
+def honest_receipt(update: WeightUpdate) -> WeightReceipt:
+    """What an engine says that took everything as it was sent."""
+    live = {name: digest.probe for name, digest in update.digests.items()}
+    live.update({name: live[source] for name, source in update.tied.items()})
+    tensors = update.tensors or {}
+    arrived = {
+        name: tensor_crc32c(tensors[name]) if name in tensors else digest.crc32c
+        for name, digest in update.digests.items()
+    }
+    return WeightReceipt(version=update.version, arrived=arrived, live=live)
+
+
+def _flat_scores(sequence: IntArray) -> FloatArray:
+    scores = np.full(len(sequence), -1.0, dtype=np.float32)
+    scores[0] = 0.0
+    return scores

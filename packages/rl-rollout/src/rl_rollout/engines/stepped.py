@@ -1,0 +1,303 @@
+"""An engine that decodes in steps, behind the asynchronous protocol.
+
+A `Stepper` is the model with its scheduler: synchronous, and called by one thread. `SteppedEngine` is
+everything else: it turns requests into samples, lets the stepper make one step after the other as long
+as there is work, and wakes whoever waits.
+
+Requests made in the same turn of the event loop are admitted together, in order, before the next step.
+Weight updates, aborts and requests come between two steps. After a failure of the stepper every waiting
+call raises it, and so does every later one.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+import structlog
+
+from rl_core.errors import EngineError, NotReadyError, RLError
+from rl_core.records import FinishReason, FloatArray, IntArray
+from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.requests import check_request, check_sequence
+
+log = structlog.get_logger(__name__)
+
+TURNS_BETWEEN_STEPS = 3
+"""Event loop turns after finished samples: those who waited may ask again before the next step."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sample:
+    """One sequence in the making; the stepper fills it.
+
+    Attributes:
+        input_ids: Prompt, or the sequence to score.
+        sampling: None to score.
+        seed: Of this sample.
+        token_ids: Sampled so far.
+        logprobs: Of token_ids; empty when greedy.
+        policy_versions: Of token_ids.
+        finish_reason: None while it runs.
+        num_preempted: How often it was started again.
+        scores: [T] of the input_ids, when that was asked.
+    """
+
+    input_ids: list[int]
+    sampling: SamplingParams | None
+    seed: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_preempted: int = 0
+    scores: FloatArray | None = None
+
+    def generation(self) -> Generation:
+        """The finished sample as engines return it."""
+        num_tokens = len(self.token_ids)
+        return Generation(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32) if self.logprobs else np.zeros(num_tokens, np.float32),
+            policy_versions=np.array(self.policy_versions, dtype=np.int32),
+            finish_reason=self.finish_reason or "abort",
+            num_preempted=self.num_preempted,
+        )
+
+
+class Stepper(Protocol):
+    """A loaded model that decodes many samples at once. It is made and called by one thread, one call at a time."""
+
+    @property
+    def traits(self) -> EngineTraits:
+        """What the engine is."""
+        ...
+
+    def admit(self, samples: Sequence[Sample]) -> None:
+        """Take new samples, in this order."""
+        ...
+
+    def step(self) -> list[Sample]:
+        """Advance every sample as far as one step goes; those now finished, with their finish_reason."""
+        ...
+
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """Forget samples; those that are not here are ignored."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Replace all weights; running samples go on under the new ones.
+
+        Raises:
+            EngineError: The update is refused and nothing was touched; any other error is a failure.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Samples that one call waits for."""
+
+    samples: list[Sample]
+    done: "asyncio.Future[None]"
+    num_open: int
+
+
+class SteppedEngine:
+    """A `RolloutEngine` around a `Stepper`."""
+
+    def __init__(self, make_stepper: Callable[[], Stepper], *, in_thread: bool) -> None:
+        """Wrap a stepper; nothing is loaded yet.
+
+        Args:
+            make_stepper: Loads the model; called by `start`. Version 0 is what it loads.
+            in_thread: Make and call the stepper in a thread of its own, so that the event loop stays free.
+        """
+        self._make_stepper = make_stepper
+        self._stepper: Stepper | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine") if in_thread else None
+        self._incoming: list[Sample] = []
+        self._removed: list[Sample] = []
+        self._jobs: dict[Sample, _Job] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._is_closed = False
+
+    @property
+    def traits(self) -> EngineTraits:
+        """See `RolloutEngine.traits`."""
+        return self._loaded.traits
+
+    @property
+    def _loaded(self) -> Stepper:
+        if self._stepper is None or self._is_closed:
+            raise NotReadyError(f"the engine {'is closed' if self._is_closed else 'has not been started'}.")
+        return self._stepper
+
+    async def start(self) -> None:
+        """See `RolloutEngine.start`."""
+        if self._is_closed:
+            raise NotReadyError("the engine is closed; make a new one.")
+        if self._stepper is not None:
+            return
+        try:
+            self._stepper = await self._call(self._make_stepper)
+        except RLError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the engine could not start: {type(error).__name__}: {error}") from error
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        check_request(request, self._working().traits)
+        input_ids: list[int] = request.input_ids.tolist()
+        seed = request.sampling.seed
+        samples = [
+            Sample(input_ids=input_ids, sampling=request.sampling, seed=None if seed is None else seed + index)
+            for index in range(request.num_samples)
+        ]
+        await self._run(samples)
+        return [sample.generation() for sample in samples]
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """See `RolloutEngine.score`."""
+        traits = self._working().traits
+        for sequence in sequences:
+            check_sequence(sequence, traits)
+        samples = [Sample(input_ids=sequence.tolist(), sampling=None) for sequence in sequences]
+        await self._run(samples)
+        scores = [sample.scores for sample in samples if sample.scores is not None]
+        if len(scores) < len(samples):
+            raise EngineError(f"{len(samples) - len(scores)} of {len(samples)} sequences were aborted unscored.")
+        return scores
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `RolloutEngine.update_weights`."""
+        stepper = self._working()
+        try:
+            return await self._call(stepper.update_weights, update)
+        except EngineError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise EngineError(f"version {update.version} could not be loaded: {error}") from error
+
+    async def abort_all(self) -> None:
+        """See `RolloutEngine.abort_all`."""
+        stepper = self._working()
+        samples = list(self._jobs)
+        self._incoming.clear()
+        await self._call(stepper.remove, samples)
+        for sample in samples:
+            sample.finish_reason = sample.finish_reason or "abort"
+        self._settle(samples)
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fail(NotReadyError("the engine was closed."))
+        try:
+            if self._stepper is not None:
+                await self._call(self._stepper.close)
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+
+    def _working(self) -> Stepper:
+        stepper = self._loaded
+        if self._failure is not None:
+            raise _failed(self._failure) from self._failure
+        return stepper
+
+    async def _run(self, samples: list[Sample]) -> None:
+        if not samples:
+            return
+        loop = asyncio.get_running_loop()
+        job = _Job(samples, loop.create_future(), len(samples))
+        self._jobs.update(dict.fromkeys(samples, job))
+        self._incoming.extend(samples)
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._pump_steps(), name="engine steps")
+            self._pump.add_done_callback(self._on_pump_done)
+        try:
+            await job.done
+        except asyncio.CancelledError:
+            self._forget(samples)
+            raise
+
+    async def _pump_steps(self) -> None:
+        stepper = self._loaded
+        while self._jobs and self._failure is None:
+            incoming, self._incoming = self._incoming, []
+            removed = list(self._removed)
+            finished = await self._call(_advance, stepper, incoming, removed)
+            del self._removed[: len(removed)]
+            self._settle(finished)
+            for _ in range(TURNS_BETWEEN_STEPS if finished else 1):
+                await asyncio.sleep(0)
+
+    async def _call(self, function: Callable[..., T], *args: object) -> T:
+        if self._executor is None:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def _settle(self, finished: Iterable[Sample]) -> None:
+        for sample in finished:
+            job = self._jobs.pop(sample, None)
+            if job is None:
+                continue
+            job.num_open -= 1
+            if not job.num_open and not job.done.done():
+                job.done.set_result(None)
+
+    def _forget(self, samples: Sequence[Sample]) -> None:
+        """Nobody waits for these any more; the stepper drops them before its next step."""
+        here = [sample for sample in samples if self._jobs.pop(sample, None) is not None]
+        waiting = set(self._incoming)
+        self._incoming = [sample for sample in self._incoming if sample not in set(here)]
+        self._removed.extend(sample for sample in here if sample not in waiting)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        jobs, self._jobs, self._incoming = set(self._jobs.values()), {}, []
+        for job in jobs:
+            if not job.done.done():
+                failure = _failed(error)
+                failure.__cause__ = error
+                job.done.set_exception(failure)
+
+    def _on_pump_done(self, pump: "asyncio.Task[None]") -> None:
+        if pump.cancelled():  # the event loop is ending
+            for job in set(self._jobs.values()):
+                job.done.cancel()
+            self._forget(list(self._jobs))
+            return
+        error = pump.exception()
+        if isinstance(error, Exception):
+            log.error("engine_failed", error=f"{type(error).__name__}: {error}")
+            self._fail(error)
+
+
+def _advance(stepper: Stepper, incoming: Sequence[Sample], removed: Sequence[Sample]) -> list[Sample]:
+    if removed:
+        stepper.remove(removed)
+    if incoming:
+        stepper.admit(incoming)
+    return stepper.step()
+
+
+def _failed(error: Exception) -> EngineError:
+    if isinstance(error, NotReadyError):
+        return EngineError(str(error))
+    return EngineError(f"the engine failed and serves no more: {type(error).__name__}: {error}. Start a new one.")

@@ -1,0 +1,39 @@
+"""transformers as a rollout engine: the reference, without any dependency beyond it."""
+
+from pathlib import Path
+
+from rl_core.errors import MissingExtraError
+from rl_rollout.engines.model_folder import require_model_folder
+from rl_rollout.engines.options import TransformersOptions
+from rl_rollout.engines.stepped import SteppedEngine, Stepper
+
+__all__ = ["TransformersEngine", "TransformersOptions"]
+
+
+class TransformersEngine(SteppedEngine):
+    """A Hugging Face causal model with a sampling loop of our own, in the calling thread.
+
+    In float32 with one thread its results are the same bit for bit when the same requests come in the same turns
+    of the event loop. Each draw depends on the sample's seed and the token's position alone.
+    """
+
+    def __init__(self, model_dir: Path, options: TransformersOptions | None = None) -> None:
+        """Choose a model; `start` loads it.
+
+        Args:
+            model_dir: A Hugging Face folder with safetensors.
+            options: How it runs.
+        """
+        self._model_dir = Path(model_dir)
+        self._options = options or TransformersOptions()
+        super().__init__(self._load, in_thread=False)
+
+    def _load(self) -> Stepper:
+        require_model_folder(self._model_dir)
+        try:
+            from rl_rollout.engines.transformers_stepper import TransformersStepper
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the transformers engine needs torch and transformers: {error}. Install 'rl-rollout[transformers]'."
+            ) from error
+        return TransformersStepper(self._model_dir, self._options)

@@ -1,0 +1,195 @@
+"""A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import __version__ as transformers_version
+
+from rl_core.errors import EngineError
+from rl_core.records import FloatArray
+from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_rollout.engines.model_folder import check_update, end_token_ids, max_positions
+from rl_rollout.engines.options import TransformersOptions
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams
+from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
+from rl_rollout.engines.stepped import Sample
+
+
+class TransformersStepper:
+    """A model and the batches under way; samples admitted together are one batch with a KV cache of its own."""
+
+    def __init__(self, model_dir: Path, options: TransformersOptions) -> None:
+        """Load the model."""
+        self._options = options
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+        self._model = self._model.to(options.device).eval().requires_grad_(False)
+        self._end_token_ids = frozenset(end_token_ids(model_dir))
+        self._seeds = np.random.default_rng(options.seed)
+        self._waiting: list[Sample] = []
+        self._batches: list[_Batch] = []
+        self._version = 0
+        self._traits = EngineTraits(
+            name=f"transformers {transformers_version} ({options.device}, {options.dtype})",
+            max_model_len=options.max_model_len or max_positions(model_dir),
+            vocab_size=self._model.get_input_embeddings().weight.shape[0],
+        )
+
+    @property
+    def traits(self) -> EngineTraits:
+        """See `Stepper.traits`."""
+        return self._traits
+
+    def admit(self, samples: Sequence[Sample]) -> None:
+        """See `Stepper.admit`."""
+        for sample in samples:
+            if sample.seed is None:
+                sample.seed = int(self._seeds.integers(2**63))
+        self._waiting.extend(samples)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sample]:
+        """See `Stepper.step`."""
+        self._form_batches()
+        finished: list[Sample] = []
+        for batch in self._batches:
+            finished.extend(self._advance(batch))
+        self._batches = [batch for batch in self._batches if batch.samples]
+        return finished
+
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """See `Stepper.remove`."""
+        leaving = set(samples)
+        self._waiting = [sample for sample in self._waiting if sample not in leaving]
+        for batch in self._batches:
+            batch.keep([index for index, sample in enumerate(batch.samples) if sample not in leaving])
+        self._batches = [batch for batch in self._batches if batch.samples]
+
+    @torch.inference_mode()
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `Stepper.update_weights`."""
+        tensors = update.tensors if update.tensors is not None else load_file(_file_of(update))
+        live = self._model.state_dict()
+        check_update(update, tensors, {name: tuple(live[name].shape) for name in live if name not in update.tied})
+        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            live[name].copy_(tensor)
+        for batch in self._batches:
+            batch.cache = None
+            for sample in batch.samples:
+                sample.num_preempted += 1
+        self._version = update.version
+        served = {name: probe_tensor(tensor) for name, tensor in self._model.state_dict().items()}
+        return WeightReceipt(version=update.version, arrived=arrived, live=served)
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        self._batches.clear()
+        self._waiting.clear()
+        del self._model
+
+    def _form_batches(self) -> None:
+        room = self._options.max_num_seqs - sum(len(batch.samples) for batch in self._batches)
+        if room <= 0 or not self._waiting:
+            return
+        taken, self._waiting = self._waiting[:room], self._waiting[room:]
+        for is_scoring in (False, True):
+            samples = [sample for sample in taken if (sample.sampling is None) is is_scoring]
+            if samples:
+                self._batches.append(_Batch(samples))
+
+    def _advance(self, batch: "_Batch") -> list[Sample]:
+        logits = batch.forward(self._model)
+        if batch.is_scoring:
+            return batch.finish_scoring(logits)
+        sampling = [sample.sampling or SamplingParams(max_tokens=1) for sample in batch.samples]
+        logprobs = processed_logprobs(logits[:, -1], sampling)
+        positions = [len(sample.token_ids) for sample in batch.samples]
+        tokens = draw_tokens(logprobs, sampling, [sample.seed or 0 for sample in batch.samples], positions)
+        chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        self._append(batch.samples, tokens.tolist(), chosen.tolist())
+        finished = [sample for sample in batch.samples if sample.finish_reason is not None]
+        batch.keep([index for index, sample in enumerate(batch.samples) if sample.finish_reason is None])
+        return finished
+
+    def _append(self, samples: Sequence[Sample], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
+            sampling = sample.sampling or SamplingParams(max_tokens=1)
+            sample.token_ids.append(token)
+            sample.logprobs.append(logprob if sampling.temperature else 0.0)
+            sample.policy_versions.append(self._version)
+            if token in self._end_token_ids or token in sampling.stop_token_ids:
+                sample.finish_reason = "stop"
+            elif len(sample.token_ids) == sampling.max_tokens:
+                sample.finish_reason = "length"
+
+
+class _Batch:
+    """Samples that advance together, left-padded to the longest, with their KV cache."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples = samples
+        self.cache: DynamicCache | None = None
+        self.is_scoring = samples[0].sampling is None
+        self._mask = torch.empty(0)
+
+    def forward(self, model: torch.nn.Module) -> torch.Tensor:
+        """[N, T, V] logits of what is new: everything after the start or an update of the weights, else one token."""
+        device = next(model.parameters()).device
+        if self.cache is None:
+            rows = [sample.input_ids + sample.token_ids for sample in self.samples]
+            width = max(len(row) for row in rows)
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+            lengths = torch.tensor([len(row) for row in rows], device=device)
+            self._mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
+            self.cache = DynamicCache(config=model.config)
+        else:
+            ids = torch.tensor([[sample.token_ids[-1]] for sample in self.samples], device=device)
+            self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        logits: torch.Tensor = model(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            logits_to_keep=0 if self.is_scoring else 1,
+        ).logits
+        return logits
+
+    def keep(self, indices: list[int]) -> None:
+        """Drop all samples but these from the batch and its cache."""
+        if len(indices) == len(self.samples):
+            return
+        self.samples = [self.samples[index] for index in indices]
+        if self.cache is not None and indices:
+            kept = torch.tensor(indices, device=self._mask.device)
+            self.cache.batch_select_indices(kept)
+            self._mask = self._mask[kept]
+
+    def finish_scoring(self, logits: torch.Tensor) -> list[Sample]:
+        """Give each sample its scores; the batch is empty afterwards."""
+        finished, self.samples = self.samples, []
+        for sample, row in zip(finished, logits.float().log_softmax(-1), strict=True):
+            sample.scores = _scores(row[-len(sample.input_ids) :], sample.input_ids)
+            sample.finish_reason = "stop"
+        return finished
+
+
+def _scores(logprobs: torch.Tensor, token_ids: list[int]) -> FloatArray:
+    """[T] float32 logprobs of the tokens, of [T, V]; position 0 is 0."""
+    targets = torch.tensor(token_ids[1:], device=logprobs.device).unsqueeze(-1)
+    scores = np.zeros(len(token_ids), dtype=np.float32)
+    scores[1:] = logprobs[:-1].gather(-1, targets).squeeze(-1).cpu().numpy()
+    return scores
+
+
+def _file_of(update: WeightUpdate) -> Path:
+    if update.file is None:
+        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
+    return update.file

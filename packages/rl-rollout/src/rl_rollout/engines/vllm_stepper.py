@@ -1,0 +1,271 @@
+"""vLLM's core as a `Stepper`. Importing this imports vLLM, which takes seconds."""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm import __version__ as vllm_version
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rl_core.errors import EngineError
+from rl_core.records import FinishReason as OurFinishReason
+from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_rollout.engines.model_folder import check_update, end_token_ids, max_positions, tensor_shapes
+from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams
+from rl_rollout.engines.stepped import Sample
+from rl_rollout.engines.vllm_environment import PrivateGenerator, unchanged_process
+
+FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
+MAX_IDLE_STEPS = 100
+"""Steps without any computation, while samples run, after which the scheduler is stuck."""
+
+_engines_in_process: set[int] = set()
+
+
+class VLLMStepper:
+    """One vLLM core, driven step by step.
+
+    Requests go straight to the core and tokens come straight from it: vLLM's own front end, made for text
+    and streams, takes as long as the model when responses are short.
+    """
+
+    def __init__(self, model_dir: Path, options: VLLMOptions) -> None:
+        """Load the model.
+
+        Raises:
+            EngineError: This process cannot hold the engine.
+        """
+        _require_room()
+        self._owns_process_group = not torch.distributed.is_initialized()
+        self._generator = PrivateGenerator(options.seed)
+        self._end_token_ids = end_token_ids(model_dir)
+        self._shapes = tensor_shapes(model_dir)
+        self._running: dict[str, tuple[Sample, Any]] = {}
+        self._num_requests = 0
+        self._num_idle_steps = 0
+        self._version = 0
+        with unchanged_process(options.num_threads or torch.get_num_threads()), self._shut_down_on_error():
+            self._engine = LLMEngine.from_engine_args(_engine_args(model_dir, options))
+        _engines_in_process.add(id(self))
+        self._client: Any = self._engine.engine_core
+        self._core: Any = self._client.engine_core
+        self._core.collective_rpc("skip_token_ranks")
+        model_config = self._engine.model_config
+        device = current_platform.device_type
+        self._traits = EngineTraits(
+            name=f"vllm {vllm_version} ({device}, {options.dtype})",
+            max_model_len=model_config.max_model_len - 1,
+            vocab_size=model_config.get_vocab_size(),
+        )
+
+    @property
+    def traits(self) -> EngineTraits:
+        """See `Stepper.traits`."""
+        return self._traits
+
+    def admit(self, samples: Sequence[Sample]) -> None:
+        """See `Stepper.admit`."""
+        now = time.time()
+        for sample in samples:
+            self._num_requests += 1
+            request = EngineCoreRequest(
+                request_id=str(self._num_requests),
+                prompt_token_ids=sample.input_ids,
+                mm_features=None,
+                sampling_params=self._sampling_params(sample),
+                pooling_params=None,
+                arrival_time=now,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            core_request, wave = self._core.preprocess_add_request(request)
+            self._core.add_request(core_request, wave)
+            self._running[request.request_id] = (sample, core_request)
+
+    def step(self) -> list[Sample]:
+        """See `Stepper.step`."""
+        with self._generator.lend():
+            outputs, is_executed = self._core.step_fn()
+            self._core.post_step(is_executed)
+        self._watch_progress(is_executed)
+        finished = []
+        for client_outputs in (outputs or {}).values():
+            for output in client_outputs.outputs:
+                sample = self._take(output)
+                if sample is not None:
+                    finished.append(sample)
+        return finished
+
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """See `Stepper.remove`."""
+        leaving = set(samples)
+        ids = [request_id for request_id, (sample, _) in self._running.items() if sample in leaving]
+        self._core.abort_requests(ids)
+        for request_id in ids:
+            del self._running[request_id]
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `Stepper.update_weights`."""
+        tensors = _tensors_of(update)
+        check_update(update, tensors, self._shapes)
+        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
+        own = {name: tensor for name, tensor in tensors.items() if name not in update.tied}
+        self._core.collective_rpc("replace_all_weights", args=(own,))
+        self._core.reset_prefix_cache(reset_running_requests=True)
+        self._version = update.version
+        (live,) = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
+        return WeightReceipt(version=update.version, arrived=arrived, live=live)
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        with _kept_process_group(is_kept=not self._owns_process_group):
+            self._client.shutdown()
+        _engines_in_process.discard(id(self))
+        self._running.clear()
+        del self._engine, self._client, self._core
+        gc.collect()
+
+    @contextmanager
+    def _shut_down_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with _kept_process_group(is_kept=not self._owns_process_group):
+                cleanup_dist_env_and_memory()
+            raise
+
+    def _sampling_params(self, sample: Sample) -> VLLMSamplingParams:
+        sampling = sample.sampling
+        if sampling is None:
+            return VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        return VLLMSamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or 0,
+            seed=sample.seed,
+            stop_token_ids=self._stop_token_ids(sampling),
+            logprobs=0 if sampling.temperature else None,
+            detokenize=False,
+            skip_clone=True,
+        )
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> list[int]:
+        return [*self._end_token_ids, *sampling.stop_token_ids]
+
+    def _take(self, output: EngineCoreOutput) -> Sample | None:
+        """Give the new tokens to their sample; the sample when it is finished."""
+        entry = self._running.get(output.request_id)
+        if entry is None:
+            return None
+        sample, core_request = entry
+        if sample.sampling is None:
+            sample.scores = _scores(output, len(sample.input_ids))
+        else:
+            sample.token_ids.extend(output.new_token_ids)
+            sample.policy_versions.extend([self._version] * len(output.new_token_ids))
+            if output.new_logprobs is not None:
+                sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+        if output.finish_reason is None:
+            return None
+        del self._running[output.request_id]
+        if output.finish_reason not in FINISH_REASONS:
+            raise RuntimeError(f"vLLM ended a request with {output.finish_reason!s}: {output.stop_reason}")
+        sample.finish_reason = FINISH_REASONS[output.finish_reason]
+        sample.num_preempted = core_request.num_preemptions
+        return sample
+
+    def _watch_progress(self, is_executed: bool) -> None:
+        self._num_idle_steps = 0 if is_executed or not self._running else self._num_idle_steps + 1
+        if self._num_idle_steps > MAX_IDLE_STEPS:
+            raise RuntimeError(
+                f"vLLM's scheduler made {MAX_IDLE_STEPS} empty steps while {len(self._running)} samples wait; "
+                "its KV cache may be too small for one of them."
+            )
+
+
+def _require_room() -> None:
+    if _engines_in_process:
+        raise EngineError(
+            "this process holds a vLLM engine already, and vLLM's state is global. Close it first, or put one of "
+            "the two into a process of its own (rl_rollout.engines.process)."
+        )
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise EngineError(
+            "a vLLM engine shares torch.distributed with the learner of its process, which must have a world size of "
+            f"1; found {torch.distributed.get_world_size()}. Put the engine into a process of its own."
+        )
+
+
+def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
+    is_cpu = current_platform.is_cpu()
+    kv_cache_gib = 1.0 if options.kv_cache_gib is None and is_cpu else options.kv_cache_gib
+    return EngineArgs(
+        model=str(model_dir),
+        skip_tokenizer_init=True,
+        load_format="safetensors",
+        use_tqdm_on_load=False,
+        dtype=options.dtype,
+        max_model_len=(options.max_model_len or max_positions(model_dir)) + 1,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        block_size=32 if options.block_size is None and is_cpu else options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enforce_eager=options.enforce_eager,
+        seed=options.seed,
+        logprobs_mode="processed_logprobs",
+        async_scheduling=False,
+        disable_log_stats=True,
+        worker_extension_cls="rl_rollout.engines.vllm_worker.WeightExtension",
+    )
+
+
+def _tensors_of(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+    if update.tensors is not None:
+        return update.tensors
+    if update.file is None:
+        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
+    return load_file(update.file)
+
+
+def _scores(output: EngineCoreOutput, num_tokens: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    scores = np.zeros(num_tokens, dtype=np.float32)
+    if output.new_prompt_logprobs_tensors is not None:
+        scores[1:] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+    return scores
+
+
+@contextmanager
+def _kept_process_group(*, is_kept: bool) -> Iterator[None]:
+    """vLLM's shutdown destroys the default process group, also one that is the learner's; keep it if so."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_others(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    if is_kept:
+        torch.distributed.destroy_process_group = destroy_others
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
