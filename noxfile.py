@@ -131,7 +131,7 @@ def unit_environment(package: str) -> Environment:
         inputs=(
             "locks/cpu.txt",
             "locks/dev.txt",
-            *(f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects),
+            *metadata,
         ),
     )
 

@@ -73,3 +73,9 @@ def test_lock_and_noxfile_name_the_same_torch():
     assert torch_pin is not None
     for lock in ("cpu", "trl"):
         assert torch_pin[1] in (ROOT / f"locks/{lock}.txt").read_text().split()
+
+
+def test_every_decision_is_in_the_index():
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    missing = [page.name for page in ROOT.glob("docs/decisions/[0-9]*.md") if f"({page.name})" not in index]
+    assert missing == []
