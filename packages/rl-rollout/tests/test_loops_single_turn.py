@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from rl_rollout import (
     RewardResult,
     RewardScorer,
     SamplingParams,
+    Scored,
     SessionLoop,
     SessionResult,
     SingleTurnLoop,
     quick,
     resolve_loop,
 )
-from rl_rollout.loops import stable_seed
+from rl_rollout.loops import stable_seed, trajectory_of, with_reward
 
 PROMPT = Prompt(
     uid="p-e0", input_ids=np.array([7, 8], dtype=np.int32), ground_truth="a", columns={"level": 3}, data_source="sums"
@@ -111,6 +113,15 @@ def test_timings():
     assert timings.generate_s > 0
     assert timings.reward_s > 0
     assert timings.tools_s == 0
+
+
+def test_a_sessions_reward_goes_to_all_its_trajectories_and_its_time_to_the_last():
+    first = trajectory_of(PROMPT, generation(1), session_index=0, generate_s=2.0)
+    second = replace(trajectory_of(PROMPT, generation(2), session_index=0, generate_s=3.0), output_index=1)
+    session = with_reward([first, second], Scored(result=RewardResult(reward=0.5), reward_s=7.0))
+    assert [trajectory.reward for trajectory in session.trajectories] == [0.5, 0.5]
+    assert [trajectory.timings.reward_s for trajectory in session.trajectories] == [0.0, 7.0]
+    assert [trajectory.timings.generate_s for trajectory in session.trajectories] == [2.0, 3.0]
 
 
 def test_a_failed_reward_fails_its_session_and_keeps_the_trajectory_unscored():

@@ -1,8 +1,11 @@
 import asyncio
 import threading
 
+import math_verify
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl_core.errors import DataError, RoleError
 from rl_rollout.rewards import MathVerify, RewardInput
@@ -19,8 +22,8 @@ def verify():
 
 
 def score(verify, text, ground_truth):
-    given = RewardInput(prompt_uid="p", response_text=text, response_ids=np.array([1]), ground_truth=ground_truth)
-    return asyncio.run(verify(given))
+    given_input = RewardInput(prompt_uid="p", response_text=text, response_ids=np.array([1]), ground_truth=ground_truth)
+    return asyncio.run(verify(given_input))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,21 @@ def test_integers_are_compared_in_place_as_the_library_would():
     assert score(verify, r"\boxed{-5}", "5").reward == 0.0
     assert verify._workers[0]._process is None
     verify.close()
+
+
+@settings(deadline=None)
+@given(
+    gold=st.integers(-(10**7), 10**7), change=st.sampled_from([0, 0, 1, -1, 1000]), separator=st.sampled_from(["", ","])
+)
+def test_the_short_cut_for_integers_agrees_with_the_library(gold, change, separator):
+    verify = MathVerify(num_workers=1)
+    gold_text, answer = str(gold), format(gold + change, separator)
+    by_library = math_verify.verify(
+        math_verify.parse(gold_text, parsing_timeout=None),
+        math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None),
+        timeout_seconds=None,
+    )
+    assert asyncio.run(verify.compare(gold_text, answer)).is_equal == by_library == (change == 0)
 
 
 def test_answer_of():

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -74,22 +75,18 @@ def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int,
 
 def with_reward(trajectories: Sequence[Trajectory], scored: Scored) -> SessionResult:
     """A session's trajectories with its reward; the last one carries the time that it took."""
-    *others, last = trajectories
-    last = replace(last, timings=replace(last.timings, reward_s=scored.reward_s))
+    last = len(trajectories) - 1
     result = scored.result
-    if result is None:
-        return SessionResult(trajectories=(*others, last), failure=scored.failure)
-    return SessionResult(
-        trajectories=tuple(
-            replace(
-                trajectory,
-                reward=result.reward,
-                reward_components=result.components,
-                extras={**trajectory.extras, **result.extras},
-            )
-            for trajectory in (*others, last)
-        )
-    )
+    reward: dict[str, Any] = {} if result is None else {"reward": result.reward, "reward_components": result.components}
+    settled = []
+    for index, trajectory in enumerate(trajectories):
+        changes = dict(reward)
+        if index == last:
+            changes["timings"] = replace(trajectory.timings, reward_s=scored.reward_s)
+        if result is not None and result.extras:
+            changes["extras"] = {**trajectory.extras, **result.extras}
+        settled.append(replace(trajectory, **changes))
+    return SessionResult(trajectories=tuple(settled), failure=scored.failure)
 
 
 def _failure_of(generation: Generation) -> str | None:
