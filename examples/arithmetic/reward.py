@@ -1,8 +1,9 @@
 """The reward of the arithmetic example: 1 for the right answer, properly ended, else 0."""
 
-from rl_rollout.rewards import RewardInput
+from rl_rollout.rewards import RewardInput, quick
 
 
+@quick
 def reward(sample: RewardInput) -> float:
     """1.0 when the response ended by itself and its final answer is the ground truth."""
     text = sample.response_text

@@ -9,7 +9,9 @@ NUM_TEST = 500
 CHARACTERS = "0123456789+-=:,;"
 PAD_TOKEN = "<pad>"
 END_TOKEN = "<eos>"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core import Batch, Canary, InProcessQueue, Lease, RowKey, Ragged, TaskSpec
+from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSpec
 from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
@@ -90,9 +90,7 @@ class Parts:
 
     def lease(self, task: str, num_groups: int) -> Lease:
         """Lease groups of this step; fewer when some were dropped."""
-        return self.queue.lease(
-            task, groups=num_groups, deadline_s=self.settings.rollout.deadline_s, allow_fewer=True
-        )
+        return self.queue.lease(task, groups=num_groups, deadline_s=self.settings.rollout.deadline_s, allow_fewer=True)
 
     def canary(self) -> Canary:
         """Fixed sequences with the learner's logprobs of the current weights."""
@@ -125,6 +123,7 @@ def make_objective(settings: Settings) -> Objective:
     algorithm = settings.algorithm
     return policy_objective(
         PolicyObjectiveOptions(
+            old_logprobs="old_logprobs" if algorithm.old_logprobs == "recompute" else "rollout_logprobs",
             policy_loss=algorithm.policy_loss,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,

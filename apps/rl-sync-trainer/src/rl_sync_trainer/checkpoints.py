@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+
 from rl_core.errors import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES
-from rl_rollout.engines.registry import ENGINES
+from rl_rollout.engines.registry import known_engines
 from rl_rollout.loops.registry import LOOPS
 from rl_sync_trainer.settings import Settings
 
@@ -97,7 +97,7 @@ def _names(settings: Settings) -> Iterator[str]:
         ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
         ("algorithm.aggregation", algorithm.aggregation, AGGREGATION.names()),
         ("algorithm.kl_estimator", algorithm.kl_estimator, KL.names()),
-        ("rollout.engine", rollout.engine, ENGINES.names()),
+        ("rollout.engine", rollout.engine, known_engines()),
         ("rollout.loop", rollout.loop, LOOPS.names()),
     ):
         if found not in known:

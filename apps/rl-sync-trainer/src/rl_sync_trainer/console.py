@@ -3,6 +3,7 @@
 import io
 
 from rich.console import Console
+
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.console_views import RunConsole
 from rl_sync_trainer.settings import Settings

@@ -7,9 +7,8 @@ from typing import Any
 
 from rl_core.errors import DeadlineError
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine
-from rl_rollout.engines.registry import ENGINES
+from rl_rollout.engines.registry import engine_class
 from rl_sync_trainer.settings import Settings
 
 
@@ -18,8 +17,10 @@ def make_engine(settings: Settings, policy: Path) -> RolloutEngine:
     name = settings.rollout.engine
     options = engine_options(settings)
     if settings.rollout.placement == "process":
+        from rl_rollout.engines.process import ProcessEngine
+
         return ProcessEngine(ENGINES.path(name), policy, options, deadline_s=settings.rollout.start_deadline_s)
-    engine: RolloutEngine = ENGINES.load(name)(policy, options)
+    engine: RolloutEngine = engine_class(name)(policy, options)
     return engine
 
 

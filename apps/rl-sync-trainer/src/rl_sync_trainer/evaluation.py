@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+
 from rl_core import Prompt
 from rl_metrics.validation import ValidationResponses, headline, summarize_validation
 from rl_rollout.engines.protocol import SamplingParams

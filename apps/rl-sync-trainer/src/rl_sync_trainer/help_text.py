@@ -4,6 +4,7 @@ import dataclasses
 
 from rich.console import Console
 from rich.table import Table
+
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.sources import describe_type, setting_fields
 

@@ -130,12 +130,10 @@ def train_minibatch(parts: Parts, recorder: Recorder) -> Batch:
 
 
 def prepare_batch(parts: Parts, lease: Lease) -> Batch:
-    """Add what the objective needs: old logprobs, advantages, loss weights, correction weights."""
+    """Add what the objective needs: advantages, loss weights, correction weights."""
     algorithm = parts.settings.algorithm
     batch = lease.batch
-    if not parts.recomputes_old_logprobs:
-        batch = batch.with_columns({"old_logprobs": batch["rollout_logprobs"]})
-    elif algorithm.correction != "none":
+    if algorithm.correction != "none":
         batch = with_correction_weights(batch, level=algorithm.correction, cap=algorithm.correction_cap)
     batch = with_advantages(batch, advantage=algorithm.advantage)
     return with_loss_weights(

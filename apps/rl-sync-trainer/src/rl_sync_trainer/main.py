@@ -139,10 +139,5 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def run() -> None:
-    """Entry point of the console script."""
-    raise SystemExit(main())
-
-
 if __name__ == "__main__":
-    run()
+    raise SystemExit(main())

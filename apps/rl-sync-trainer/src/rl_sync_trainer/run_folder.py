@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+
 from rl_core.errors import SettingsError
 from rl_sync_trainer.checkpoints import write_durably
 from rl_sync_trainer.settings import Settings

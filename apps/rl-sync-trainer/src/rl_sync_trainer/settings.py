@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
 from rl_distill.options import LearnerOptions
 from rl_rollout.engines.options import VLLMOptions
 
@@ -208,4 +209,3 @@ class Settings(BaseSettings):
     def run_folder(self) -> Path:
         """Where everything of the run lies."""
         return self.run.directory / self.run.name
-

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+
 from rl_core.errors import SettingsError
 from rl_sync_trainer.settings import Settings
 
@@ -123,7 +124,9 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     if problem["type"] == "missing" or "." not in name:
         missing = [s for s in setting_fields().values() if s.name == name or s.name.startswith(f"{name}.")]
         required = [s.name for s in missing if s.default is dataclasses.MISSING]
-        return f"{' and '.join(required) or name}: required, and not set. {missing[0].meaning if missing else ''}".rstrip()
+        return (
+            f"{' and '.join(required) or name}: required, and not set. {missing[0].meaning if missing else ''}".rstrip()
+        )
     where = f" ({origins[name]})" if name in origins else ""
     return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting_fields()[name].meaning}"
 

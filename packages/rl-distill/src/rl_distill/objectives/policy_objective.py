@@ -29,6 +29,8 @@ class PolicyObjectiveOptions:
     """What the policy is trained for.
 
     Attributes:
+        old_logprobs: Column of the ratio's denominator: "old_logprobs" (the learner's, before the update) or
+            "rollout_logprobs" (the engine's).
         policy_loss: Name in the registry of policy losses.
         clip_low: Clip range below; None takes the policy loss's own (ppo_clip: 0.2).
         clip_high: Clip range above; None takes the policy loss's own (ppo_clip: 0.2).
@@ -43,6 +45,7 @@ class PolicyObjectiveOptions:
         correction_cap: Largest importance weight.
     """
 
+    old_logprobs: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
     policy_loss: str = "ppo_clip"
     clip_low: float | None = None
     clip_high: float | None = None
@@ -65,7 +68,8 @@ class PolicyObjective:
     Columns: `loss_mask`, `loss_weights` and `advantages` are needed. Without `old_logprobs` the policy is its own old
     policy (ratio 1, gradient kept), which is exact for one update on each batch and wrong for several.
     `reference_logprobs` gives the KL, `rollout_logprobs` the mismatch metrics. `correction_weights` are used as they
-    are, before `options.correction`.
+    are, before `options.correction`. The mismatch is that of the learner's logprobs, `old_logprobs` where they are there
+    and else the policy's own, from the engine's.
 
     Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`; the policy
     loss's diagnostics are means over trained tokens.
@@ -108,7 +112,7 @@ class PolicyObjective:
         metrics = {name: (total.detach(), weights.sum()) for name, total in totals.items()}
         metrics |= _diagnostic_sums(computed, mask)
         if "rollout_logprobs" in micro.columns:
-            metrics |= mismatch_sums(tokens.old_logprobs, micro.columns["rollout_logprobs"], mask, micro.offsets)
+            metrics |= mismatch_sums(learned, micro.columns["rollout_logprobs"], mask, micro.offsets)
         return loss, metrics
 
     def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:

@@ -1,0 +1,103 @@
+"""Prepare the arithmetic example where needed, then train it: what `nox -s train` runs.
+
+    python examples/arithmetic/run.py [--seeds 0,1,2] [any option of `rl-sync-trainer train`]
+
+`--seeds` trains once for each seed, in runs/arithmetic/seed_N, and writes the means to
+runs/arithmetic/summary.json.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import prepare
+
+SETTINGS = Path(__file__).parent / "settings.toml"
+RUNS = Path("runs")
+AVERAGED = (
+    "steps",
+    "wall_s",
+    "samples_per_s",
+    "validation_accuracy_first",
+    "validation_accuracy_last",
+    "test_accuracy_first",
+    "test_accuracy_last",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the example, and give its exit status."""
+    words = list(arguments)
+    if "--help" not in words and "-h" not in words and not prepare.is_prepared():
+        status = call([sys.executable, str(Path(prepare.__file__))])
+        if status:
+            return status
+    seeds = take_seeds(words)
+    if seeds is None:
+        return train(words)
+    for seed in seeds:
+        print(f"arithmetic: seed {seed}", flush=True)
+        place = [f"--run.directory={RUNS / 'arithmetic'}", f"--run.name=seed_{seed}", f"--run.seed={seed}"]
+        status = train([*place, *words])
+        if status:
+            return status
+    report(seeds)
+    return 0
+
+
+def train(words: Sequence[str]) -> int:
+    """One training run in a process of its own."""
+    return call([sys.executable, "-m", "rl_sync_trainer.main", "train", str(SETTINGS), *words])
+
+
+def call(command: Sequence[str]) -> int:
+    """Run a command to its end; Ctrl-C reaches it too, and it decides how to end."""
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def take_seeds(words: list[str]) -> list[int] | None:
+    """Remove `--seeds 0,1,2` or `--seeds=0,1,2`, and give the seeds."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--seeds":
+            count = 1 if equals else 2
+            text = value if equals else "".join(words[index + 1 : index + 2])
+            del words[index : index + count]
+            try:
+                return [int(seed) for seed in text.split(",")]
+            except ValueError:
+                sys.exit(f"error: --seeds takes whole numbers such as 0,1,2; found {text!r}.")
+    return None
+
+
+def report(seeds: Sequence[int]) -> None:
+    """Print a table of the seeds, and write their means."""
+    folder = RUNS / "arithmetic"
+    summaries = [json.loads((folder / f"seed_{seed}" / "summary.json").read_text()) for seed in seeds]
+    means = {name: sum(summary[name] for summary in summaries) / len(summaries) for name in AVERAGED}
+    print(f"\n{'seed':>5} {'steps':>6} {'wall_s':>7} {'samples/s':>10} {'test before':>12} {'test after':>11}")
+    for label, summary in [*((str(seed), s) for seed, s in zip(seeds, summaries, strict=True)), ("mean", means)]:
+        print(row(label, summary))
+    summary = {**means, "steps": summaries[0]["steps"], "seeds": list(seeds), "runs": summaries}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"written to {folder / 'summary.json'}")
+
+
+def row(label: str, summary: Mapping[str, Any]) -> str:
+    """One line of the table."""
+    return (
+        f"{label:>5} {summary['steps']:>6.0f} {summary['wall_s']:>7.1f} {summary['samples_per_s']:>10.1f} "
+        f"{summary['test_accuracy_first']:>12.3f} {summary['test_accuracy_last']:>11.3f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
