@@ -19,7 +19,7 @@ def make_engine(settings: Settings, policy: Path) -> RolloutEngine:
     if settings.rollout.placement == "process":
         from rl_rollout.engines.process import ProcessEngine
 
-        return ProcessEngine(ENGINES.path(name), policy, options, deadline_s=settings.rollout.start_deadline_s)
+        return ProcessEngine(name, policy, options, deadline_s=settings.rollout.start_deadline_s)
     engine: RolloutEngine = engine_class(name)(policy, options)
     return engine
 

@@ -68,8 +68,8 @@ class PolicyObjective:
     Columns: `loss_mask`, `loss_weights` and `advantages` are needed. Without `old_logprobs` the policy is its own old
     policy (ratio 1, gradient kept), which is exact for one update on each batch and wrong for several.
     `reference_logprobs` gives the KL, `rollout_logprobs` the mismatch metrics. `correction_weights` are used as they
-    are, before `options.correction`. The mismatch is that of the learner's logprobs, `old_logprobs` where they are there
-    and else the policy's own, from the engine's.
+    are, before `options.correction`. The mismatch metrics compare the engine's logprobs with `old_logprobs`, or with the
+    policy's own where these are not there.
 
     Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`; the policy
     loss's diagnostics are means over trained tokens.
@@ -94,9 +94,11 @@ class PolicyObjective:
         """
         mask = _column(micro, "loss_mask")
         weights = _masked(_column(micro, "loss_weights"), mask, name="loss_weights")
+        learned = micro.columns.get("old_logprobs", policy_logprobs.detach())
+        is_rollout = self.options.old_logprobs == "rollout_logprobs"
         tokens = PolicyTokens(
             policy_logprobs=policy_logprobs,
-            old_logprobs=micro.columns.get("old_logprobs", policy_logprobs),
+            old_logprobs=_column(micro, "rollout_logprobs") if is_rollout else learned,
             advantages=_column(micro, "advantages"),
             loss_mask=mask,
             offsets=micro.offsets,
