@@ -1,0 +1,272 @@
+"""Publishing to engines that do everything right, and to some that do one thing wrong."""
+
+import asyncio
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core import Canary, WeightReceipt, WeightUpdate
+from rl_core.errors import DataError, NotReadyError, WeightProofError
+from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances, check_canary, check_receipt, publish_weights
+from rl_core.transports import TensorTransport
+from rl_core.weights import probe_tensor, tensor_crc32c
+
+EXACT = ProofTolerances()
+TIED = {"lm_head.weight": "embed.weight"}
+
+
+class FakeEngine:
+    """A model of two tensors, an embedding that is also the head and a scale, served as an engine would."""
+
+    def __init__(self):
+        self.version = 0
+        self.live = weights(seed=0)
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        arrived = self.receive({name: tensor.clone() for name, tensor in update.tensors.items()})
+        self.version = update.version
+        self.live = {**self.live, **arrived, "lm_head.weight": arrived.get("embed.weight", self.live["embed.weight"])}
+        self.corrupt()
+        return self.receipt(arrived)
+
+    def receive(self, tensors):
+        """What arrives of what was sent."""
+        return tensors
+
+    def corrupt(self):
+        """What goes wrong when the weights are loaded."""
+
+    def receipt(self, arrived):
+        return WeightReceipt(
+            version=self.version,
+            arrived={name: tensor_crc32c(tensor) for name, tensor in arrived.items()},
+            live={name: probe_tensor(tensor) for name, tensor in self.live.items()},
+        )
+
+    async def score(self, sequences):
+        return [score(self.live, sequence) for sequence in sequences]
+
+
+def weights(*, seed):
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(7, 4, generator=generator)
+    scale = torch.rand(4, generator=generator) + 0.5
+    return {"embed.weight": embedding, "norm.weight": scale, "lm_head.weight": embedding.clone()}
+
+
+def score(self, sequences):
+    return [score(self.live, sequence) for sequence in sequences]
+
+
+def weights(*, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(7, 4, generator=generator),
+        "norm.weight": torch.rand(4, generator=generator) + 0.5,
+    } | {"lm_head.weight": torch.randn(7, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+def score(tensors, sequence):
+    """Logprobs of a bigram model."""
+    hidden = tensors["embed.weight"][torch.as_tensor(sequence[:-1].astype(np.int64))] * tensors["norm.weight"]
+    logprobs = torch.log_softmax(hidden @ tensors["lm_head.weight"].T, dim=-1)
+    taken = logprobs.gather(1, torch.as_tensor(sequence[1:].astype(np.int64))[:, None])[:, 0]
+    return np.concatenate([[0.0], taken.numpy()]).astype(np.float32)
+
+
+def update_and_canary(*, seed=1, version=5):
+    tensors = weights(seed=seed)
+    sequences = [np.asarray([1, 2, 3], np.int32), np.asarray([4, 5, 6, 0], np.int32)]
+    canary = Canary(sequences=sequences, logprobs=[score(tensors, sequence) for sequence in sequences])
+    sent = {name: tensors[name] for name in ("embed.weight", "norm.weight")}
+    return TensorTransport().pack(sent, version=version, tied=TIED), canary
+
+
+def publish(*engines, tolerances=EXACT):
+    update, canary = update_and_canary()
+    return asyncio.run(publish_weights(update, engines, canary=canary, tolerances=tolerances))
+
+
+def test_right_weights_pass_on_every_engine():
+    report = publish(FakeEngine(), FakeEngine())
+    assert (report.version, report.num_tensors) == (5, 3)
+    assert report.probe_max_diff == 0.0
+    assert report.canary_max_diff < 1e-6
+    assert report.update_s >= 0
+    assert report.proof_s >= 0
+
+
+def test_a_report_carries_the_largest_differences():
+    class Rounded(FakeEngine):
+        def corrupt(self):
+            self.live = {name: tensor.bfloat16().float() for name, tensor in self.live.items()}
+
+    report = publish(FakeEngine(), Rounded(), FakeEngine(), tolerances=BFLOAT16_TOLERANCES)
+    assert 1e-4 < report.probe_max_diff < 3e-2
+    assert 1e-4 < report.canary_max_diff < 0.3
+    with pytest.raises(WeightProofError, match="engine 1 of 3: tensor 'embed.weight'") as caught:
+        publish(FakeEngine(), Rounded(), FakeEngine())
+    assert caught.value.tensor == "embed.weight"
+
+
+def test_a_tensor_corrupted_on_its_way_is_named():
+    class FlippedBit(FakeEngine):
+        def receive(self, tensors):
+            tensors["norm.weight"].view(torch.int32)[2] ^= 1
+            return tensors
+
+    with pytest.raises(WeightProofError, match=r"'norm\.weight' was changed on its way.*version 5") as caught:
+        publish(FlippedBit())
+    assert caught.value.tensor == "norm.weight"
+
+
+def test_a_tensor_that_did_not_arrive_is_named():
+    class Lossy(FakeEngine):
+        def receive(self, tensors):
+            return {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+
+    with pytest.raises(WeightProofError, match=r"'norm\.weight' did not arrive") as caught:
+        publish(Lossy())
+    assert caught.value.tensor == "norm.weight"
+
+
+def test_a_tied_head_that_stays_stale_is_named():
+    class StaleHead(FakeEngine):
+        def corrupt(self):
+            self.live["lm_head.weight"] = weights(seed=0)["lm_head.weight"]
+
+    with pytest.raises(WeightProofError, match=r"'lm_head\.weight' arrived, but the engine serves") as caught:
+        publish(StaleHead())
+    assert caught.value.tensor == "lm_head.weight"
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "lm_head.weight"])
+def test_a_tensor_that_is_not_served_is_named(name):
+    class Forgetful(FakeEngine):
+        def receipt(self, arrived):
+            receipt = super().receipt(arrived)
+            return dataclasses.replace(receipt, live={key: receipt.live[key] for key in receipt.live if key != name})
+
+    with pytest.raises(WeightProofError, match=f"'{name}' is not among the engine's live weights") as caught:
+        publish(Forgetful())
+    assert caught.value.tensor == name
+
+
+def test_a_tensor_of_another_shape_is_named():
+    class Padded(FakeEngine):
+        def corrupt(self):
+            self.live["embed.weight"] = torch.nn.functional.pad(self.live["embed.weight"], (0, 0, 0, 1))
+
+    with pytest.raises(WeightProofError, match=r"'embed\.weight' has a probe of shape \[8\].*expected \[7\]"):
+        publish(Padded())
+
+
+@pytest.mark.parametrize(
+    ("value", "tolerance"), [(math.nan, 1e-4), (math.nan, math.inf), (math.inf, 1e-4), (-math.inf, 1e-4)]
+)
+def test_a_live_tensor_that_is_not_finite_never_passes(value, tolerance):
+    class Broken(FakeEngine):
+        def corrupt(self):
+            self.live["norm.weight"][1] = value
+
+    with pytest.raises(WeightProofError, match=r"norm\.weight"):
+        publish(Broken(), tolerances=ProofTolerances(probe=tolerance, canary=math.inf))
+
+
+def test_a_learner_that_is_not_finite_never_passes():
+    for value in (math.nan, math.inf):
+        update, _ = update_and_canary()
+        digest = dataclasses.replace(update.digests["norm.weight"], probe=np.full(4, value, np.float32))
+        broken = dataclasses.replace(update, digests={**update.digests, "norm.weight": digest})
+        live = {name: d.probe for name, d in broken.digests.items()} | {"lm_head.weight": digest.probe}
+        receipt = WeightReceipt(version=5, arrived={n: d.crc32c for n, d in broken.digests.items()}, live=live)
+        with pytest.raises(WeightProofError, match=r"norm\.weight"):
+            check_receipt(broken, receipt, tolerances=EXACT)
+
+
+def test_an_engine_of_another_version_is_refused():
+    class Late(FakeEngine):
+        def receipt(self, arrived):
+            return dataclasses.replace(super().receipt(arrived), version=4)
+
+    with pytest.raises(WeightProofError, match="serves version 4; version 5 was published") as caught:
+        publish(Late())
+    assert caught.value.tensor is None
+
+
+def test_a_different_model_is_named_by_sequence_and_token():
+    class OtherModel(FakeEngine):
+        async def score(self, sequences):
+            scores = await super().score(sequences)
+            scores[1][2] += 0.5
+            return scores
+
+    with pytest.raises(WeightProofError, match=r"token 2 of canary sequence 1 is .*rope") as caught:
+        publish(OtherModel())
+    assert caught.value.tensor is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("positions", [[2], [1, 2, 3]])
+def test_canary_logprobs_that_are_not_finite_never_pass(value, positions):
+    _, canary = update_and_canary()
+    found = [row.copy() for row in canary.logprobs]
+    found[1][positions] = value
+    with pytest.raises(WeightProofError, match=f"token {positions[0]} of canary sequence 1"):
+        check_canary(canary, found, tolerances=EXACT)
+    broken = Canary(sequences=canary.sequences, logprobs=found)
+    for scores in (canary.logprobs, found):
+        with pytest.raises(WeightProofError, match=f"token {positions[0]} of canary sequence 1"):
+            check_canary(broken, scores, tolerances=EXACT)
+
+
+def test_a_nan_among_larger_differences_is_the_one_named():
+    _, canary = update_and_canary()
+    found = [row.copy() for row in canary.logprobs]
+    found[0][1], found[0][2] = found[0][1] + 9, math.nan
+    with pytest.raises(WeightProofError, match="token 2 of canary sequence 0 is nan"):
+        check_canary(canary, found, tolerances=EXACT)
+
+
+def test_the_first_position_does_not_count():
+    _, canary = update_and_canary()
+    found = [row.copy() for row in canary.logprobs]
+    found[0][0] = 7.0
+    assert check_canary(canary, found, tolerances=EXACT) == 0.0
+
+
+def test_differences_within_the_tolerance_pass_and_are_reported():
+    _, canary = update_and_canary()
+    found = [row.copy() for row in canary.logprobs]
+    found[0][1] += 5e-4
+    assert check_canary(canary, found, tolerances=EXACT) == pytest.approx(5e-4, rel=1e-2)
+    with pytest.raises(WeightProofError, match=r"allowed difference 0\.0001"):
+        check_canary(canary, found, tolerances=ProofTolerances(canary=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows[:1], "scored 1 canary sequences of 2"),
+        (lambda rows: [rows[0], rows[1][:-1]], r"shape \[3\] for canary sequence 1; expected \[4\]"),
+    ],
+)
+def test_scores_of_another_shape_are_refused(change, message):
+    _, canary = update_and_canary()
+    with pytest.raises(WeightProofError, match=message):
+        check_canary(canary, change(list(canary.logprobs)), tolerances=EXACT)
+
+
+def test_a_tied_name_needs_its_source():
+    update, canary = update_and_canary()
+    broken = dataclasses.replace(update, tied={"lm_head.weight": "embed_tokens.weight"})
+    with pytest.raises(DataError, match=r"'lm_head\.weight' is tied to 'embed_tokens\.weight'"):
+        asyncio.run(publish_weights(broken, [FakeEngine()], canary=canary, tolerances=EXACT))
+
+
+def test_publishing_needs_an_engine():
+    with pytest.raises(NotReadyError, match="version 5 needs an engine"):
+        publish()

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rl_core.errors import NotReadyError
+from rl_core.transports import SharedFileTransport, TensorTransport
+from rl_core.weights import tensor_crc32c
+
+
+def tensors(value):
+    """Tensors of several kinds, one of them not contiguous."""
+    return {
+        "embed.weight": torch.full((3, 2), value),
+        "head.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3).T * value,
+        "norm.weight": torch.full((2,), value, dtype=torch.bfloat16),
+    }
+
+
+@pytest.fixture
+def transport(tmp_path):
+    transport = SharedFileTransport(tmp_path)
+    yield transport
+    transport.close()
+
+
+def test_tensors_are_handed_over_without_a_copy():
+    sent = tensors(1.0)
+    update = TensorTransport().pack(sent, version=3, tied={"lm_head.weight": "embed.weight"})
+    assert update.version == 3
+    assert update.file is None
+    assert update.tensors["embed.weight"] is sent["embed.weight"]
+    assert update.digests["head.weight"].crc32c == tensor_crc32c(sent["head.weight"])
+    assert update.tied == {"lm_head.weight": "embed.weight"}
+
+
+def test_a_file_gives_back_the_tensors_bit_for_bit(transport):
+    sent = tensors(0.1)
+    update = transport.pack(sent, version=1, tied={"lm_head.weight": "embed.weight"})
+    arrived = load_file(update.file)
+    assert arrived.keys() == sent.keys() == update.digests.keys()
+    for name, tensor in sent.items():
+        assert torch.equal(arrived[name], tensor)
+        assert arrived[name].dtype == tensor.dtype
+        assert tensor_crc32c(arrived[name]) == update.digests[name].crc32c
+    assert (update.version, update.tensors, update.tied) == (1, None, {"lm_head.weight": "embed.weight"})
+
+
+def test_slices_of_one_buffer_travel(transport):
+    buffer = torch.arange(8, dtype=torch.float32)
+    update = transport.pack({"a": buffer[:4].view(2, 2), "b": buffer[4:]}, version=1, tied={})
+    assert load_file(update.file)["b"].tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_file_is_replaced_whole(transport):
+    first = transport.pack(tensors(1.0), version=1, tied={})
+    inode = first.file.stat().st_ino
+    with safe_open(first.file, "pt") as reader:
+        second = transport.pack(tensors(2.0), version=2, tied={})
+        assert reader.get_tensor("embed.weight").unique().tolist() == [1.0]
+    assert second.file == first.file
+    assert second.file.stat().st_ino != inode
+    assert load_file(second.file)["embed.weight"].unique().tolist() == [2.0]
+    assert [*second.file.parent.iterdir()] == [second.file]
+
+
+def test_a_failed_write_leaves_the_last_file(transport):
+    first = transport.pack(tensors(1.0), version=1, tied={})
+    shared = torch.ones(4)
+    with pytest.raises(RuntimeError, match="memory"):
+        transport.pack({"a": shared, "b": shared}, version=2, tied={})
+    assert load_file(first.file)["embed.weight"].unique().tolist() == [1.0]
+
+
+def test_close_leaves_nothing_behind(tmp_path):
+    transport = SharedFileTransport(tmp_path)
+    transport.pack(tensors(1.0), version=1, tied={})
+    assert len([*tmp_path.iterdir()]) == 1
+    transport.close()
+    transport.close()
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(NotReadyError, match="closed"):
+        transport.pack(tensors(1.0), version=2, tied={})
+
+
+def test_others_cannot_read_the_folder(transport):
+    update = transport.pack(tensors(1.0), version=1, tied={})
+    assert update.file.parent.stat().st_mode & 0o077 == 0

@@ -1,0 +1,97 @@
+import google_crc32c
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core import Canary
+from rl_core.errors import ShapeError
+from rl_core.weights import digest_tensor, probe_tensor, probe_vector, tensor_crc32c
+
+
+def test_the_probe_vector_is_fixed():
+    expected = [np.sin(12.9898), np.sin(2 * 12.9898), np.sin(3 * 12.9898)]
+    assert probe_vector(3).tolist() == pytest.approx(expected, abs=1e-7)
+    assert probe_vector(5)[:3].tolist() == probe_vector(3).tolist()
+    assert probe_vector(3).dtype == torch.float32
+
+
+def test_a_matrix_is_probed_by_what_it_does_to_the_vector():
+    a, b = probe_vector(2).tolist()
+    matrix = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 3.0]])
+    assert probe_tensor(matrix).tolist() == pytest.approx([a, b, 2 * a + 3 * b], abs=1e-6)
+
+
+def test_experts_are_probed_one_after_the_other():
+    experts = torch.arange(12, dtype=torch.float32).reshape(2, 3, 2)
+    expected = np.concatenate([probe_tensor(expert) for expert in experts])
+    assert probe_tensor(experts).shape == (6,)
+    np.testing.assert_allclose(probe_tensor(experts), expected, rtol=1e-6)
+
+
+def test_a_vector_is_its_own_probe_and_a_copy():
+    scale = torch.tensor([1.0, -2.0])
+    probe = probe_tensor(scale)
+    scale.zero_()
+    assert probe.tolist() == [1.0, -2.0]
+
+
+def test_low_precision_is_probed_in_float32():
+    matrix = torch.tensor([[1.0, 0.5]], dtype=torch.bfloat16)
+    assert probe_tensor(matrix).dtype == np.float32
+    assert probe_tensor(matrix).tolist() == probe_tensor(matrix.float()).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 5), st.integers(0, 6), st.integers(0, 6))
+def test_a_probe_notices_a_changed_element_and_swapped_columns(row, first, second):
+    matrix = torch.randn(6, 7, generator=torch.Generator().manual_seed(0))
+    changed = matrix.clone()
+    changed[row, first] += 0.5
+    difference = np.abs(probe_tensor(changed) - probe_tensor(matrix))
+    assert np.flatnonzero(difference > 1e-3).tolist() == [row]
+    swapped = matrix.clone()
+    swapped[:, [first, second]] = matrix[:, [second, first]]
+    assert (np.abs(probe_tensor(swapped) - probe_tensor(matrix)).max() > 1e-3) == (first != second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 4)])
+def test_a_checksum_is_of_the_bytes(dtype, shape):
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert len(raw) == tensor.numel() * dtype.itemsize
+    assert tensor_crc32c(tensor) == google_crc32c.value(raw)
+    digest = digest_tensor(tensor)
+    assert (digest.shape, digest.dtype) == (shape, str(dtype).split(".")[1])
+    assert digest.crc32c == tensor_crc32c(tensor)
+
+
+def test_a_checksum_of_a_known_text():
+    assert tensor_crc32c(torch.tensor(list(b"123456789"), dtype=torch.uint8)) == 0xE3069283
+
+
+def test_a_checksum_follows_the_values_not_the_strides():
+    matrix = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert tensor_crc32c(matrix.T) == tensor_crc32c(matrix.T.contiguous())
+    assert tensor_crc32c(matrix.T) != tensor_crc32c(matrix)
+    assert tensor_crc32c(torch.nn.Parameter(matrix)) == tensor_crc32c(matrix)
+
+
+def test_a_flipped_sign_of_zero_is_another_tensor():
+    assert tensor_crc32c(torch.tensor([0.0])) != tensor_crc32c(torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "logprobs", "message"),
+    [
+        ([], [], "at least one sequence"),
+        ([np.asarray([1, 2])], [], "1 sequences and 0 rows"),
+        ([np.asarray([1])], [np.zeros(1)], r"T >= 2; found \[1\] and \[1\]"),
+        ([np.asarray([1, 2])], [np.zeros(3)], r"found \[2\] and \[3\]"),
+    ],
+)
+def test_a_canary_that_proves_nothing_is_refused(sequences, logprobs, message):
+    with pytest.raises(ShapeError, match=message):
+        Canary(sequences=sequences, logprobs=logprobs)
