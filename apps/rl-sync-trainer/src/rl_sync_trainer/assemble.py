@@ -1,6 +1,7 @@
 """Settings become objects: learner, engine, queue, transport, loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,11 +154,11 @@ def make_transport(settings: Settings) -> WeightTransport:
     return TensorTransport() if settings.rollout.placement == "inline" else SharedFileTransport()
 
 
-def make_rollout(settings: Settings, inputs: Inputs, engine: RolloutEngine) -> Rollout:
-    """The agent loop on an engine."""
-    return Rollout(
-        engine,
-        resolve_loop(settings.rollout.loop),
-        scorer=make_scorer(settings, inputs.reward),
-        decode=inputs.tokenizer.decode,
-    )
+@contextmanager
+def open_rollout(settings: Settings, inputs: Inputs, engine: RolloutEngine) -> Iterator[Rollout]:
+    """The agent loop on an engine; its rewards are closed in the end."""
+    scorer = make_scorer(settings, inputs.reward)
+    try:
+        yield Rollout(engine, resolve_loop(settings.rollout.loop), scorer=scorer, decode=inputs.tokenizer.decode)
+    finally:
+        scorer.close()

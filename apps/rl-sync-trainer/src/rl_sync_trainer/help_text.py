@@ -1,9 +1,8 @@
 """What `--help` prints."""
 
 import dataclasses
-
-from rich.console import Console
-from rich.table import Table
+import shutil
+import textwrap
 
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.sources import describe_type, setting_fields
@@ -21,23 +20,22 @@ Settings come from the command line, then environment variables (RL__TRAINER__ST
 Relative paths start at the current folder. Exit status: 0 finished, 1 failed, 2 a mistake in settings or files,
 130 or 143 stopped by Ctrl-C or SIGTERM after a checkpoint; a second signal ends at once."""
 
+INDENT = " " * 8
 
-def print_help() -> None:
-    """Print the usage and every setting with type, default and meaning."""
-    console = Console(highlight=False, soft_wrap=False)
-    console.print(USAGE, markup=False)
+
+def help_text() -> str:
+    """The usage, and every setting with its type, default and meaning."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = [USAGE]
     for section in Settings.model_fields:
-        table = Table(box=None, pad_edge=False, show_header=False, expand=True)
-        table.add_column(ratio=5, overflow="fold")
-        table.add_column(ratio=6, overflow="fold")
-        table.add_column(ratio=13)
+        lines.append(f"\n[{section}]")
         for setting in setting_fields().values():
             if setting.name.startswith(f"{section}."):
-                default = "required" if setting.default is dataclasses.MISSING else f"= {_written(setting.default)}"
-                kind = f"{describe_type(setting.annotation)} {default}"
-                table.add_row(f"  --{setting.name}", kind, setting.meaning)
-        console.print(f"\n[{section}]", markup=False)
-        console.print(table, markup=False)
+                is_required = setting.default is dataclasses.MISSING
+                default = "required" if is_required else f"default {_written(setting.default)}"
+                lines.append(f"  --{setting.name}={describe_type(setting.annotation)}  ({default})")
+                lines.extend(textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT))
+    return "\n".join(lines)
 
 
 def _written(value: object) -> str:

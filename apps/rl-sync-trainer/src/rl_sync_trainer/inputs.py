@@ -48,8 +48,12 @@ def read_inputs(settings: Settings) -> Inputs:
         DataError: A file or a row cannot be used.
         SettingsError: Tokenizer or reward function cannot be used, or there are too few prompts.
     """
-    tokenizer = PromptTokenizer.load(settings.policy.path)
-    options = PromptOptions(max_prompt_tokens=settings.prompts.max_tokens, overlong=settings.prompts.overlong)
+    tokenizer = PromptTokenizer.load(settings.policy.path, template_options=settings.prompts.template_options)
+    options = PromptOptions(
+        max_prompt_tokens=settings.prompts.max_tokens,
+        overlong=settings.prompts.overlong,
+        plain_prompts=settings.prompts.plain_prompts,
+    )
 
     def load(path: Path | None) -> PromptSet | None:
         return None if path is None else load_prompts([path], tokenizer, options)

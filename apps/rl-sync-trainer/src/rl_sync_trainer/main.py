@@ -1,10 +1,14 @@
 """The command line: train, validate, export."""
 
 import asyncio
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
 
@@ -17,10 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Callable[[list[str]], int]] = {"train": train, "validate": validate, "export": export}
     if not words or "--help" in words or "-h" in words:
-        from rl_sync_trainer.help_text import print_help
+        from rl_sync_trainer.help_text import help_text
 
-        print_help()
+        say(help_text())
         return 0 if words else MISTAKE
+    configure_logs()
     command = commands.get(words[0])
     if command is None:
         return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.")
@@ -93,6 +98,15 @@ def export(words: list[str]) -> int:
     source = export_policy(Path(words[0]), target)
     say(f"exported {source} to {target}")
     return 0
+
+
+def configure_logs() -> None:
+    """Warnings and errors of the packages go to the standard error, so that they never cut a progress bar in two."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns of every optional package that is not there
 
 
 def take_flag(words: list[str], flag: str) -> bool:

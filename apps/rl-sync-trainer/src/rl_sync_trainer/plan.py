@@ -65,8 +65,8 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     yield f"             in {trainer.minibatches} optimizer update(s), of at most {micro_batches} micro-batches in all"
     yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
     yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
-    yield f"  problems   {counts.train} to train on, {counts.validation} for validation every {trainer.validate_every} steps,"
-    yield f"             {counts.test} to test at both ends"
+    yield f"  problems   {counts.train} to train on, {counts.test} to test at both ends,"
+    yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
 
 
 def _memory(settings: Settings) -> Iterator[str]:

@@ -20,8 +20,8 @@ from rl_sync_trainer.assemble import (
     make_learner,
     make_objective,
     make_queue,
-    make_rollout,
     make_transport,
+    open_rollout,
 )
 from rl_sync_trainer.checkpoints import CheckpointStore, TrainerState, read_trainer_state
 from rl_sync_trainer.engines import make_engine, start_engine
@@ -140,7 +140,7 @@ class Session:
             learner=learner,
             reference=reference,
             engine=engine,
-            rollout=make_rollout(settings, self._inputs, engine),
+            rollout=stack.enter_context(open_rollout(settings, self._inputs, engine)),
             source=source,
             queue=queue,
             transport=transport,

@@ -4,7 +4,7 @@ Values come from, in falling order: the command line (`--trainer.steps=20`), env
 (`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. Nothing is ever rewritten by the program.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +56,8 @@ class PromptSettings:
         test: Evaluated only before the first and after the last step; never used to choose anything.
         max_tokens: Longest prompt, template included.
         overlong: What to do with a longer one: "error" or "drop".
+        plain_prompts: Tokenize a prompt that is text as it stands ("raw"), or as a user's message ("chat").
+        template_options: Variables of the chat template, such as {enable_thinking = false}.
         validation_limit: Use only the first so many validation problems; none uses all.
     """
 
@@ -64,6 +66,8 @@ class PromptSettings:
     test: Path | None = None
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
+    plain_prompts: Literal["raw", "chat"] = "raw"
+    template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     validation_limit: int | None = None
 
 

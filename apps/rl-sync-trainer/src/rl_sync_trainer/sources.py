@@ -57,7 +57,7 @@ def _walk() -> Iterator[SettingField]:
             yield SettingField(
                 name=f"{section}.{entry.name}",
                 annotation=hints[entry.name],
-                default=entry.default,
+                default=entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory(),
                 meaning=meanings.get(entry.name, ""),
             )
 
@@ -209,5 +209,7 @@ def describe_type(annotation: Any) -> str:
         return " | ".join(describe_type(part) for part in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         return "[" + ", ".join(describe_type(part) for part in typing.get_args(annotation)) + "]"
+    if typing.get_origin(annotation) is dict:
+        return "{name = value}"
     names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -1,7 +1,8 @@
 """Evaluate a policy without training it."""
 
 from rl_metrics.validation import headline
-from rl_sync_trainer.assemble import make_rollout
+from rl_rollout.rollout import Rollout
+from rl_sync_trainer.assemble import open_rollout
 from rl_sync_trainer.engines import make_engine, start_engine
 from rl_sync_trainer.evaluation import validation_metrics
 from rl_sync_trainer.inputs import Inputs
@@ -13,15 +14,20 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
     engine = make_engine(settings, settings.policy.path)
     try:
         await start_engine(engine, settings)
-        rollout = make_rollout(settings, inputs, engine)
-        results: dict[str, float] = {}
-        for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
-            if prompts is not None:
-                metrics, _ = await validation_metrics(settings, rollout, prompts)
-                accuracy = headline(metrics)
-                results |= {f"{split}/{name}": value for name, value in metrics.items()}
-                if accuracy is not None:
-                    results[f"{split}_accuracy"] = accuracy
-        return results
+        with open_rollout(settings, inputs, engine) as rollout:
+            return await evaluate_splits(settings, inputs, rollout)
     finally:
         await engine.close()
+
+
+async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
+    """Metrics of both splits, each under its name, with `validation_accuracy` and `test_accuracy`."""
+    results: dict[str, float] = {}
+    for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
+        if prompts is not None:
+            metrics, _ = await validation_metrics(settings, rollout, prompts)
+            accuracy = headline(metrics)
+            results |= {f"{split}/{name}": value for name, value in metrics.items()}
+            if accuracy is not None:
+                results[f"{split}_accuracy"] = accuracy
+    return results

@@ -68,8 +68,8 @@ class PolicyObjective:
     Columns: `loss_mask`, `loss_weights` and `advantages` are needed. Without `old_logprobs` the policy is its own old
     policy (ratio 1, gradient kept), which is exact for one update on each batch and wrong for several.
     `reference_logprobs` gives the KL, `rollout_logprobs` the mismatch metrics. `correction_weights` are used as they
-    are, before `options.correction`. The mismatch metrics compare the engine's logprobs with `old_logprobs`, or with the
-    policy's own where these are not there.
+    are, before `options.correction`. The mismatch metrics compare the engine's logprobs with `old_logprobs`, or
+    with the policy's own where these are not there.
 
     Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`; the policy
     loss's diagnostics are means over trained tokens.
