@@ -141,7 +141,7 @@ def ensure(session: nox.Session, environment: Environment) -> str:
     if sys.version_info < (3, 11):  # noqa: UP036 - nox itself runs on older ones
         session.error(f"Python 3.11 or newer is needed; nox runs on {platform.python_version()}.")
     stamp = environment.folder / "made-from"
-    with only_one(environment):
+    with only_one(session, environment):
         recipe = environment.recipe()
         if stamp.is_file() and stamp.read_text() == recipe and Path(environment.python).exists():
             return environment.python
@@ -157,11 +157,16 @@ def ensure(session: nox.Session, environment: Environment) -> str:
 
 
 @contextlib.contextmanager
-def only_one(environment: Environment) -> Iterator[None]:
+def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
     """Let one nox at a time make an environment; the others wait for it."""
     environment.folder.parent.mkdir(exist_ok=True)
     with environment.folder.with_suffix(".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed nox still holds it
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            session.log(f"Another process is making .nox/{environment.name}; waiting for it.")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -187,7 +192,9 @@ def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]
     command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar=off", *arguments]
     last: deque[str] = deque(maxlen=15)
     started, due, num_found, state = time.monotonic(), time.monotonic() + 10, 0, "found"
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, close_fds=False
+    ) as process:
         for line in process.stdout or ():
             last.append(line.rstrip())
             num_found += line.startswith("Collecting")
@@ -205,7 +212,7 @@ def workspace(session: nox.Session) -> str:
         session.error(f"locks/cpu.txt is for Linux; found {sys.platform}. A Linux container runs it.")
     python = ensure(session, WORKSPACE)
     stamp = WORKSPACE.folder / "projects-made-from"
-    with only_one(WORKSPACE):
+    with only_one(session, WORKSPACE):
         files = [(ROOT / project / "pyproject.toml").read_bytes() for project in PROJECTS]
         recipe = hashlib.sha256(b"\0".join(files)).hexdigest()
         if not stamp.is_file() or stamp.read_text() != recipe:
