@@ -66,6 +66,8 @@ class RoleServer:
             result = await self._run(message)
             self._send(ReplyMessage(message.call_id, result, None))
         except (Exception, asyncio.CancelledError) as error:  # also a result that cannot be pickled
+            if self._has_ended.is_set():
+                raise  # the parent tells its callers that the role was closed
             self._send(ReplyMessage(message.call_id, None, RemoteError.of(error)))
 
     def _send(self, reply: ReplyMessage) -> None:

@@ -40,11 +40,12 @@ class RemoteError(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
         """Describe an error where it happened."""
-        args, state = _reduced(error) if type(error).__module__ in _KNOWN_MODULES else ((), {})
+        is_known = type(error).__module__ in _KNOWN_MODULES
+        args, state = _reduced(error) if is_known else ((error,), {})
         return cls(
             module=type(error).__module__,
             kind=type(error).__name__,
-            args=args if args and all(isinstance(arg, _PLAIN) for arg in args) else (str(error),),
+            args=args if all(isinstance(arg, _PLAIN) for arg in args) else (str(error),),
             state={name: value for name, value in state.items() if isinstance(value, _PLAIN)},
             traceback="".join(traceback.format_exception(error)),
         )

@@ -15,7 +15,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.cluster.messages import CallMessage, ReplyMessage
 from rl_core.cluster.roles import RoleSpec
@@ -23,6 +23,13 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleError
 
 CLOSE_DEADLINE_S = 20.0
 LAST_REPLIES_S = 1.0
+
+
+class _Waiting(NamedTuple):
+    """A call that waits for its reply."""
+
+    method: str
+    future: Future[Any]
 
 
 class ProcessRole:
@@ -33,7 +40,7 @@ class ProcessRole:
         self._spec = spec
         self._process, self._connection = start_process(spec)
         self._send_lock = threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, _Waiting] = {}
         self._call_ids = itertools.count()
         self._is_closing = False
         self._has_ended = threading.Event()
@@ -93,10 +100,10 @@ class ProcessRole:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a caller that gives up must not race with the reply
         message = CallMessage(next(self._call_ids), method, args, kwargs)
-        self._calls[message.call_id] = future
+        self._calls[message.call_id] = _Waiting(method, future)
         try:
             if self._is_closing or self._has_ended.is_set():
-                raise self._death()
+                raise self._death(method)
             self._send(message)
             return await asyncio.wrap_future(future)
         finally:
@@ -107,17 +114,17 @@ class ProcessRole:
         self._is_closing = True
         await asyncio.to_thread(self._end_process)
 
-    def _send(self, message: CallMessage | None) -> None:
+    def _send(self, message: CallMessage) -> None:
         try:
             with self._send_lock:
                 self._connection.send(message)
         except OSError:
             self._has_ended.wait(2 * LAST_REPLIES_S)
-            raise self._death() from None
+            raise self._death(message.method) from None
 
     def _end_process(self) -> None:
-        with contextlib.suppress(RLError):  # it may be dead already, which is what is wanted
-            self._send(None)
+        with contextlib.suppress(OSError), self._send_lock:  # it may be dead already, which is what is wanted
+            self._connection.send(None)
         if not self._has_ended.wait(CLOSE_DEADLINE_S):
             self._process.kill()
         self._watcher.join()
@@ -133,14 +140,14 @@ class ProcessRole:
                 self._reading_error = error
                 self._process.kill()
                 return
-            self._last_reply = f"the reply to call {reply.call_id}"
-            future = self._calls.get(reply.call_id)
-            if future is None:
+            waiting = self._calls.get(reply.call_id)
+            if waiting is None:
                 continue
+            self._last_reply = f"the answer of {_describe(waiting.method)}"
             if reply.error is not None:
-                future.set_exception(reply.error.rebuild(str(self._spec)))
+                waiting.future.set_exception(reply.error.rebuild(str(self._spec)))
             else:
-                future.set_result(reply.result)
+                waiting.future.set_result(reply.result)
 
     def _watch(self) -> None:
         """Fail the waiting calls once the process is gone, even where its own children keep the socket open."""
@@ -150,11 +157,11 @@ class ProcessRole:
             connection.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._has_ended.set()
-        for future in list(self._calls.values()):
-            if not future.done():
-                future.set_exception(self._death())
+        for waiting in list(self._calls.values()):
+            if not waiting.future.done():
+                waiting.future.set_exception(self._death(waiting.method))
 
-    def _death(self) -> RLError:
+    def _death(self, method: str) -> RLError:
         if self._is_closing:
             return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
         if self._reading_error is not None:
@@ -162,8 +169,9 @@ class ProcessRole:
             error.__cause__ = self._reading_error
             return error
         return RoleError(
-            f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())}; the last thing heard "
-            f"from it was {self._last_reply}. Its output above says more."
+            f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())} while "
+            f"{_describe(method)} was waited for; the last thing heard from it was {self._last_reply}. "
+            "Its output above says more."
         )
 
 
@@ -182,6 +190,10 @@ def start_process(spec: RoleSpec) -> tuple["subprocess.Popen[bytes]", Connection
             command, pass_fds=[child.fileno()], env=environment, stdin=subprocess.DEVNULL
         )
         return process, Connection(parent.detach())
+
+
+def _describe(method: str) -> str:
+    return f"{method!r}" if method else "its start"
 
 
 def describe_exit(status: int | None) -> str:
