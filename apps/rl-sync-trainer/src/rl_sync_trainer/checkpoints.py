@@ -28,8 +28,9 @@ class TrainerState:
         prompt_source: State of the prompt source.
         num_samples: Trajectories trained on.
         wall_s: Seconds spent so far, over all attempts.
-        rollout_wall_s: Seconds of the training steps alone.
+        steps_wall_s: Seconds of the training steps alone.
         results: Validation results by name, such as "validation_accuracy_first".
+        unlogged: Metrics of `step` while it is not validated and logged; none when it is.
     """
 
     step: int = 0
@@ -39,6 +40,7 @@ class TrainerState:
     wall_s: float = 0.0
     steps_wall_s: float = 0.0
     results: Mapping[str, float] = field(default_factory=dict)
+    unlogged: Mapping[str, float] | None = None
 
 
 class CheckpointStore:
@@ -66,9 +68,10 @@ class CheckpointStore:
         files = {str(file.relative_to(aside)): _record(file) for file in sorted(aside.rglob("*")) if file.is_file()}
         write_durably(aside / MANIFEST, json.dumps({"format": 1, "files": files}, indent=2).encode())
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(self._directory / f".step_{state.step}.old")
         aside.rename(final)
         sync_folder(self._directory)
+        self._sweep()
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self._directory / f"step_{old}")
         return final
@@ -82,21 +85,33 @@ class CheckpointStore:
         """The newest whole checkpoint, or None where there is none.
 
         Args:
-            on_broken: Told about each broken one that is passed over.
+            on_broken: Told about each broken one that is passed over; it is renamed to `broken_step_N`, so that it
+                never counts among the newest again.
         """
+        self._sweep()
         for step in reversed(self.steps()):
             folder = self._directory / f"step_{step}"
             try:
                 verify_checkpoint(folder)
             except CheckpointError as error:
+                aside = self._directory / f"broken_step_{step}"
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
                 on_broken(error)
             else:
                 return folder
         return None
 
     def _sweep(self) -> None:
+        """Clear up what a crash left: half a checkpoint goes, one that was being replaced comes back."""
         for part in self._directory.glob(".step_*.part"):
             shutil.rmtree(part)
+        for old in self._directory.glob(".step_*.old"):
+            final = self._directory / old.name.removeprefix(".").removesuffix(".old")
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(final)
 
 
 def verify_checkpoint(folder: Path) -> None:

@@ -20,29 +20,43 @@ async def train(parts: Parts, state: TrainerState) -> TrainerState:
     """Train until the last step; every state passed to `parts.on_state` is one to go on from."""
     settings = parts.settings.trainer
     await publish(parts, state.policy_version)
-    if state.step == 0 and settings.validate_first:
+    if state.step == 0 and settings.validate_first and not state.results:
         state, metrics = await evaluate(parts, state, with_test=True)
         parts.log_metrics(0, metrics)
         parts.on_state(state)
+    state = await finish_step(parts, state)
     while state.step < settings.steps:
         parts.stop.check()
-        state, metrics = await train_step(parts, state)
+        state = await train_step(parts, state)
         parts.on_state(state)
-        is_last = state.step == settings.steps
-        if is_last or is_due(state.step, settings.validate_every):
-            state, found = await evaluate(parts, state, with_test=is_last)
-            metrics |= found
-            parts.on_state(state)
-        if is_last or is_due(state.step, settings.checkpoint_every):
-            started = time.perf_counter()
-            parts.save_checkpoint(state)
-            metrics["timing_s/save_checkpoint"] = time.perf_counter() - started
-        parts.log_metrics(state.step, metrics)
+        state = await finish_step(parts, state)
     return state
 
 
-async def train_step(parts: Parts, state: TrainerState) -> tuple[TrainerState, dict[str, float]]:
-    """One step: a batch of rollouts, its optimizer updates, and the new weights in the engine; with its metrics."""
+async def finish_step(parts: Parts, state: TrainerState) -> TrainerState:
+    """Validate, log and checkpoint a step that was trained; nothing where that is done.
+
+    A run that was stopped while it validated is resumed here. The line of metrics comes before the checkpoint: killed
+    between the two, a run trains the step again and replaces the line; the other way round the line would be lost.
+    """
+    if state.unlogged is None:
+        return state
+    settings = parts.settings.trainer
+    metrics = dict(state.unlogged)
+    is_last = state.step == settings.steps
+    if is_last or is_due(state.step, settings.validate_every):
+        state, found = await evaluate(parts, state, with_test=is_last)
+        metrics |= found
+    state = replace(state, unlogged=None)
+    parts.log_metrics(state.step, metrics)
+    parts.on_state(state)
+    if is_last or is_due(state.step, settings.checkpoint_every):
+        parts.save_checkpoint(state)
+    return state
+
+
+async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
+    """One step: a batch of rollouts, its optimizer updates, and the new weights in the engine."""
     started = time.perf_counter()
     recorder = Recorder(strict=parts.settings.metrics.strict)
     prompts = parts.source.next(parts.settings.rollout.prompts_per_step)
@@ -56,15 +70,15 @@ async def train_step(parts: Parts, state: TrainerState) -> tuple[TrainerState, d
     parts.queue.forget_finished()
     step_s = time.perf_counter() - started
     record_step(parts, recorder, Batch.concat(batches), version=state.policy_version, step_s=step_s)
-    state = replace(
+    return replace(
         state,
         step=state.step + 1,
         policy_version=version,
         prompt_source=parts.source.state(),
         num_samples=state.num_samples + sum(map(len, batches)),
         steps_wall_s=state.steps_wall_s + step_s,
+        unlogged=recorder.reduce(),
     )
-    return state, recorder.reduce()
 
 
 async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Recorder) -> None:

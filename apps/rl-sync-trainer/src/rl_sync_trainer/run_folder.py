@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_sync_trainer.checkpoints import write_durably
 from rl_sync_trainer.settings import Settings
 
@@ -70,10 +70,15 @@ class RunFolder:
         """Make the folder and take its lock, which the kernel frees when this process ends.
 
         Raises:
-            SettingsError: A live process holds it.
+            SettingsError: It cannot be made, or a live process holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise SettingsError(
+                f"run folder {self.path} cannot be made ({error}). Choose another place with --run.directory=FOLDER."
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -116,7 +121,11 @@ class RunFolder:
         Raises:
             SettingsError: What differs, and which settings may.
         """
-        before = _flat(tomllib.loads((self.path / "settings.toml").read_text()))
+        file = self.path / "settings.toml"
+        try:
+            before = _flat(tomllib.loads(file.read_text()))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as error:
+            raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
         now = _flat(_without_none(plain_settings(settings)))
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
@@ -129,6 +138,11 @@ class RunFolder:
                 f"run {self.path} cannot be resumed with other settings:\n{lines}\nSet them back, or start a new run "
                 f"with --run.name=NAME. These may differ: {', '.join(CHANGEABLE_ON_RESUME)}."
             )
+
+    def drop_if_nothing_was_saved(self) -> None:
+        """Let a run that a mistake ended before its first checkpoint not count as one."""
+        if not any(self.checkpoints.glob("step_*")):
+            (self.path / "settings.toml").unlink(missing_ok=True)
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Write `summary.json`."""
@@ -164,7 +178,11 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
                 "or choose another name (--run.name=NAME)."
             )
         folder.write_settings(settings)
-        yield folder
+        try:
+            yield folder
+        except (SettingsError, DataError, MissingExtraError):
+            folder.drop_if_nothing_was_saved()
+            raise
     finally:
         folder.release()
 

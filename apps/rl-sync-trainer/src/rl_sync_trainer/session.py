@@ -169,8 +169,10 @@ class Session:
         return self._earlier_wall_s + time.perf_counter() - self._started
 
     def _save(self, state: TrainerState, learner: Learner) -> None:
+        started = time.perf_counter()
         folder = self._store.save(replace(state, wall_s=self._wall_s()), learner.save)
-        self._events.write("checkpoint_saved", step=state.step, folder=str(folder))
+        took_s = round(time.perf_counter() - started, 3)
+        self._events.write("checkpoint_saved", step=state.step, folder=str(folder), took_s=took_s)
 
     def _save_stopped(self, learner: Learner) -> None:
         if self._state.step in self._store.steps():
