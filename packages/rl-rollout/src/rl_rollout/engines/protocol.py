@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 

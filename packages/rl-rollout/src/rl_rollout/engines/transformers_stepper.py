@@ -1,22 +1,23 @@
 """A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import __version__ as transformers_version
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from rl_core.errors import EngineError
 from rl_core.records import FloatArray
 from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
-from rl_rollout.engines.model_folder import check_update, end_token_ids, max_positions
+from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepped import Sample
+from rl_rollout.engines.weight_checks import check_update, update_tensors
 
 
 class TransformersStepper:
@@ -26,10 +27,11 @@ class TransformersStepper:
         """Load the model."""
         self._options = options
         dtype: torch.dtype = getattr(torch, options.dtype)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, use_safetensors=True, local_files_only=True
-        )
-        self._model = self._model.to(options.device).eval().requires_grad_(False)
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, use_safetensors=True, local_files_only=True
+            )
+        self._model = model.to(options.device).eval().requires_grad_(False)
         self._end_token_ids = frozenset(end_token_ids(model_dir))
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
@@ -74,7 +76,7 @@ class TransformersStepper:
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
-        tensors = update.tensors if update.tensors is not None else load_file(_file_of(update))
+        tensors = update_tensors(update)
         live = self._model.state_dict()
         check_update(update, tensors, {name: tuple(live[name].shape) for name in live if name not in update.tied})
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
@@ -189,7 +191,13 @@ def _scores(logprobs: torch.Tensor, token_ids: list[int]) -> FloatArray:
     return scores
 
 
-def _file_of(update: WeightUpdate) -> Path:
-    if update.file is None:
-        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
-    return update.file
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A run shows its own; transformers' would draw over it."""
+    was_enabled = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            enable_progress_bar()

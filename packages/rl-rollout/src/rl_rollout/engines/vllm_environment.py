@@ -39,7 +39,7 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
     """
     set_num_threads = torch.set_num_threads
     variables = {name: os.environ.get(name) for name in _LEAKED_VARIABLES}
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - saved, not drawn from
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -48,7 +48,7 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
+        np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         for name, value in variables.items():
             if value is None:
@@ -58,7 +58,7 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
 
 
 class PrivateGenerator:
-    """torch's global CPU generator, lent to vLLM for each step: what the learner draws does not depend on the engine."""
+    """The global CPU generator, lent to vLLM for each step: what the learner draws does not depend on the engine."""
 
     def __init__(self, seed: int) -> None:
         """Begin with this seed."""

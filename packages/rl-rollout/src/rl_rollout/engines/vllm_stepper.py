@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm import __version__ as vllm_version
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -21,11 +20,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rl_core.errors import EngineError
 from rl_core.records import FinishReason as OurFinishReason
 from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
-from rl_rollout.engines.model_folder import check_update, end_token_ids, max_positions, tensor_shapes
+from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.vllm_environment import PrivateGenerator, unchanged_process
+from rl_rollout.engines.weight_checks import check_update, tensor_shapes, update_tensors
 
 FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
     FinishReason.STOP: "stop",
@@ -123,7 +123,7 @@ class VLLMStepper:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
-        tensors = _tensors_of(update)
+        tensors = update_tensors(update)
         check_update(update, tensors, self._shapes)
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
         own = {name: tensor for name, tensor in tensors.items() if name not in update.tied}
@@ -239,14 +239,6 @@ def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
     )
 
 
-def _tensors_of(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-    if update.tensors is not None:
-        return update.tensors
-    if update.file is None:
-        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
-    return load_file(update.file)
-
-
 def _scores(output: EngineCoreOutput, num_tokens: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     scores = np.zeros(num_tokens, dtype=np.float32)
     if output.new_prompt_logprobs_tensors is not None:
@@ -256,7 +248,7 @@ def _scores(output: EngineCoreOutput, num_tokens: int) -> np.ndarray[Any, np.dty
 
 @contextmanager
 def _kept_process_group(*, is_kept: bool) -> Iterator[None]:
-    """vLLM's shutdown destroys the default process group, also one that is the learner's; keep it if so."""
+    """Keep the default process group, where it is the learner's: vLLM's shutdown destroys it."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_others(group: Any = None) -> None:

@@ -81,17 +81,15 @@ def _live_probes(model: torch.nn.Module) -> Iterator[tuple[str, FloatArray]]:
                 yield name, probe_tensor(parameter)
 
 
-def _linear_probes(
-    path: str, module: LinearBase, packed: Mapping[str, list[str]]
-) -> Iterator[tuple[str, FloatArray]]:
+def _linear_probes(path: str, module: LinearBase, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, FloatArray]]:
     parent, _, own_name = path.rpartition(".")
     names = packed.get(own_name, [own_name])
     sizes = module.output_partition_sizes if len(names) > 1 else [module.output_size]
     outputs = _apply(module, module.input_size)
-    for name, part in zip(names, outputs.split(sizes), strict=True):
+    for name, part in zip(names, torch.split(outputs, sizes), strict=True):
         yield f"{parent}.{name}.weight", part.numpy()
     if module.bias is not None:
-        for name, part in zip(names, module.bias.detach().float().cpu().split(sizes), strict=True):
+        for name, part in zip(names, torch.split(module.bias.detach().float().cpu(), sizes), strict=True):
             yield f"{parent}.{name}.bias", part.numpy()
 
 

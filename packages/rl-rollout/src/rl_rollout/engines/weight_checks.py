@@ -1,0 +1,66 @@
+"""Which tensors a model has, and whether an update holds them."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rl_core.errors import EngineError
+from rl_core.weights import WeightUpdate
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor by Hugging Face name."""
+
+
+def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+    """The tensors of an update, from this process or from its file.
+
+    Raises:
+        EngineError: It has neither.
+    """
+    if update.tensors is not None:
+        return update.tensors
+    if update.file is None:
+        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
+    tensors: Mapping[str, torch.Tensor] = load_file(update.file)
+    return tensors
+
+
+def tensor_shapes(model_dir: Path) -> Shapes:
+    """Shapes of the folder's tensors, from the files' headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118 - not a mapping
+    return shapes
+
+
+def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes) -> None:
+    """Refuse an update that would leave the model half replaced, before anything is touched.
+
+    Args:
+        update: What was published.
+        tensors: What arrived; each with a `shape`.
+        expected: The model's tensors; tied names may be left out of the update.
+
+    Raises:
+        EngineError: A tensor is missing, unknown, or of another shape.
+    """
+    missing = set(expected) - set(tensors) - set(update.tied)
+    if missing:
+        raise EngineError(f"a weight update must hold every tensor of the model; {_some(missing)} missing.")
+    unknown = set(tensors) - set(expected) - set(update.tied)
+    if unknown:
+        raise EngineError(f"a weight update must hold only tensors of the model; found {_some(unknown)} beside them.")
+    for name, tensor in tensors.items():
+        if name in expected and tuple(tensor.shape) != expected[name]:
+            raise EngineError(
+                f"tensor {name!r} must have the model's shape {list(expected[name])}; found {list(tensor.shape)}."
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first!r}" + (f" and {len(others)} more" if others else "")

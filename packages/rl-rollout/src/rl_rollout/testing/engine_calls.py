@@ -1,0 +1,69 @@
+# ruff: noqa: S101 - part of a test suite
+"""Short ways to ask an engine, each in an event loop of its own."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import EngineError
+from rl_core.records import IntArray
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
+
+PROMPT = np.array([5, 9, 14, 3, 22], dtype=np.int32)
+
+
+class refuses:  # noqa: N801 - reads as a statement
+    """Expects an EngineError whose message has these words."""
+
+    def __init__(self, words: str) -> None:
+        """Expect these words."""
+        self._words = words
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        """Compare."""
+        assert isinstance(error, EngineError), f"expected an EngineError about {self._words!r}; found {error!r}"
+        assert self._words in str(error)
+        return True
+
+
+def generate(engine: RolloutEngine, *, num_samples: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Generation]:
+    """Responses to PROMPT, in an event loop of its own."""
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return asyncio.run(engine.generate(GenerateRequest(input_ids=PROMPT, sampling=params, num_samples=num_samples)))
+
+
+def short_request(*, seed: int, prompt: IntArray = PROMPT) -> GenerateRequest:
+    """Eight tokens at most."""
+    return GenerateRequest(input_ids=prompt, sampling=SamplingParams(max_tokens=8, seed=seed))
+
+
+def long_request_of(engine: RolloutEngine, *, seed: int) -> GenerateRequest:
+    """As many tokens as fit."""
+    max_tokens = min(engine.traits.max_model_len, 256) - len(PROMPT)
+    return GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=seed))
+
+
+def long_request(engine: RolloutEngine) -> GenerateRequest:
+    """A request whose response is long: it does not end before 20 tokens."""
+    for seed in range(100):
+        request = long_request_of(engine, seed=seed)
+        if len(asyncio.run(engine.generate(request))[0].token_ids) >= 20:
+            return request
+    raise AssertionError("no response of 20 tokens in 100 draws; take a model that ends its responses less often")
+
+
+async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
+    """Start a request and return when it has some tokens, but not all."""
+    running = asyncio.ensure_future(engine.generate(request))
+    await asyncio.sleep(0)
+    await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=3, seed=1)))
+    return running
+
+
+def joined(prompt: IntArray, sample: Generation) -> IntArray:
+    """Prompt and response as one sequence."""
+    return np.concatenate([prompt, sample.token_ids]).astype(np.int32)

@@ -1,0 +1,153 @@
+# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
+"""What every engine does with requests."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import EngineError
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.testing.engine_calls import (
+    PROMPT,
+    begin,
+    generate,
+    joined,
+    long_request,
+    long_request_of,
+    refuses,
+    short_request,
+)
+from rl_rollout.testing.reference_model import processed, reference_logprobs, token_logprobs
+
+TOLERANCE = 1e-4
+"""Largest difference of a logprob in float32, in nats."""
+
+
+class GenerationChecks:
+    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32."""
+
+    def test_greedy_responses_are_the_reference_models_likeliest_tokens(
+        self, engine: RolloutEngine, model_dir: Path
+    ) -> None:
+        first, second = (generate(engine, temperature=0.0, max_tokens=12)[0] for _ in range(2))
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+        assert first.logprobs.tolist() == [0.0] * len(first.token_ids)
+        sequence = joined(PROMPT, first)
+        likeliest = reference_logprobs(model_dir, sequence).argmax(-1)
+        assert first.token_ids.tolist() == likeliest[len(PROMPT) - 1 : -1].tolist()
+
+    def test_samples_of_a_request_differ(self, engine: RolloutEngine) -> None:
+        responses = {tuple(sample.token_ids.tolist()) for sample in generate(engine, num_samples=8, seed=0)}
+        assert len(responses) > 1
+
+    def test_seeds_repeat_and_count_up_with_the_samples(self, engine: RolloutEngine) -> None:
+        three = [sample.token_ids.tolist() for sample in generate(engine, num_samples=3, seed=5)]
+        again = [sample.token_ids.tolist() for sample in generate(engine, num_samples=3, seed=5)]
+        last = generate(engine, seed=7)[0].token_ids.tolist()
+        assert three == again
+        assert three[2] == last
+
+    def test_responses_end_at_max_tokens(self, engine: RolloutEngine) -> None:
+        for sample in generate(engine, num_samples=4, max_tokens=3, seed=1):
+            assert (len(sample.token_ids) == 3) or sample.finish_reason == "stop"
+            assert len(sample.token_ids) == len(sample.logprobs) == len(sample.policy_versions)
+            assert sample.token_ids.dtype == sample.policy_versions.dtype == np.int32
+            assert sample.logprobs.dtype == np.float32
+
+    def test_a_stop_token_ends_a_response_and_stays_in_it(self, engine: RolloutEngine) -> None:
+        tokens = generate(engine, temperature=0.0, max_tokens=12)[0].token_ids.tolist()
+        stop = tokens[len(tokens) // 2]
+        stopped = generate(engine, temperature=0.0, max_tokens=12, stop_token_ids=(stop,))[0]
+        assert stopped.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
+        assert stopped.finish_reason == "stop"
+
+    def test_logprobs_are_what_score_says(self, engine: RolloutEngine) -> None:
+        for sample in generate(engine, num_samples=4, seed=2):
+            (scores,) = asyncio.run(engine.score([joined(PROMPT, sample)]))
+            np.testing.assert_allclose(sample.logprobs, scores[len(PROMPT) :], atol=TOLERANCE)
+
+    def test_logprobs_are_of_the_distribution_drawn_from(self, engine: RolloutEngine, model_dir: Path) -> None:
+        cases: list[dict[str, Any]] = [{"temperature": 0.5}, {"temperature": 1.5, "top_k": 3}, {"top_p": 0.6}]
+        for sampling in cases:
+            for sample in generate(engine, num_samples=4, seed=3, **sampling):
+                rows = reference_logprobs(model_dir, joined(PROMPT, sample))[len(PROMPT) - 1 : -1]
+                expected = [
+                    processed(row, token, **sampling) for row, token in zip(rows, sample.token_ids, strict=True)
+                ]
+                np.testing.assert_allclose(sample.logprobs, expected, atol=TOLERANCE)
+
+    def test_scores_are_the_reference_models(self, engine: RolloutEngine, model_dir: Path) -> None:
+        ids = np.random.default_rng(0).integers(0, engine.traits.vocab_size, size=engine.traits.max_model_len)
+        sequences = [ids[:length].astype(np.int32) for length in (7, 1, 2, 33, len(ids))]
+        for sequence, scores in zip(sequences, asyncio.run(engine.score(sequences)), strict=True):
+            assert scores.dtype == np.float32
+            assert scores[0] == 0
+            expected = token_logprobs(reference_logprobs(model_dir, sequence), sequence)
+            np.testing.assert_allclose(scores[1:], expected, atol=TOLERANCE)
+
+    def test_abort_returns_what_there_is(self, engine: RolloutEngine) -> None:
+        request = long_request(engine)
+
+        async def abort_midway() -> Generation:
+            running = await begin(engine, request)
+            await engine.abort_all()
+            return (await running)[0]
+
+        sample = asyncio.run(abort_midway())
+        assert sample.finish_reason == "abort"
+        assert 0 < len(sample.token_ids) < request.sampling.max_tokens
+        assert len(sample.logprobs) == len(sample.policy_versions) == len(sample.token_ids)
+        assert len(generate(engine)[0].token_ids) > 0
+
+    def test_a_cancelled_caller_does_not_disturb_the_others(self, engine: RolloutEngine) -> None:
+        alone = generate(engine, seed=6)[0].token_ids.tolist()
+
+        async def cancel_one() -> list[int]:
+            running = await begin(engine, long_request_of(engine, seed=0))
+            other = asyncio.ensure_future(engine.generate(short_request(seed=6)))
+            await asyncio.sleep(0)
+            running.cancel()
+            tokens: list[int] = (await other)[0].token_ids.tolist()
+            return tokens
+
+        assert asyncio.run(cancel_one()) == alone
+
+    def test_bad_input_is_refused_and_leaves_the_others_alone(self, engine: RolloutEngine) -> None:
+        traits = engine.traits
+        good = short_request(seed=6)
+        bad = [
+            GenerateRequest(input_ids=np.zeros(0, np.int32), sampling=good.sampling),
+            GenerateRequest(input_ids=np.array([traits.vocab_size], np.int32), sampling=good.sampling),
+            GenerateRequest(input_ids=np.array([-1], np.int32), sampling=good.sampling),
+            GenerateRequest(input_ids=np.ones(traits.max_model_len, np.int32), sampling=good.sampling),
+            GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=0)),
+            GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, temperature=-1.0)),
+            GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, top_p=0.0)),
+            GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, top_k=0)),
+            GenerateRequest(input_ids=PROMPT, sampling=good.sampling, num_samples=0),
+        ]
+
+        async def send_all() -> list[Any]:
+            requests = [good, *bad, good]
+            return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+        first, *refused, last = asyncio.run(send_all())
+        alone = generate(engine, seed=6)[0].token_ids.tolist()
+        assert [type(error) for error in refused] == [EngineError] * len(bad)
+        assert first[0].token_ids.tolist() == last[0].token_ids.tolist() == alone
+        with refuses("token ids"):
+            asyncio.run(engine.score([PROMPT, np.array([traits.vocab_size], np.int32)]))
+
+    def test_many_requests_at_once_each_get_their_own(self, engine: RolloutEngine) -> None:
+        requests = [short_request(seed=index, prompt=PROMPT[: 1 + index % 5]) for index in range(40)]
+
+        async def send_all() -> list[list[Generation]]:
+            return list(await asyncio.gather(*map(engine.generate, requests)))
+
+        together = [samples[0] for samples in asyncio.run(send_all())]
+        for request, sample in list(zip(requests, together, strict=True))[::9]:
+            alone = asyncio.run(engine.generate(request))[0]
+            assert sample.token_ids.tolist() == alone.token_ids.tolist()
+            np.testing.assert_allclose(sample.logprobs, alone.logprobs, atol=TOLERANCE)

@@ -1,0 +1,79 @@
+# ruff: noqa: S101 - part of a test suite
+"""A tiny model, and what transformers says about it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rl_core.records import FloatArray, IntArray
+
+TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def reference_logprobs(
+    model_dir: Path, sequence: IntArray, *, tensors: Mapping[str, torch.Tensor] | None = None
+) -> FloatArray:
+    """[T, V] logprobs after each token, by transformers in float32; with other weights where given."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    if tensors is not None:
+        model.load_state_dict(dict(tensors), strict=False)
+        model.tie_weights()
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(sequence.astype(np.int64)).unsqueeze(0)).logits[0]
+    logprobs: FloatArray = logits.float().log_softmax(-1).numpy()
+    return logprobs
+
+
+def token_logprobs(rows: FloatArray, sequence: IntArray) -> FloatArray:
+    """[T - 1] logprobs of the tokens after the first, of [T, V]."""
+    chosen: FloatArray = rows[np.arange(len(sequence) - 1), sequence[1:]]
+    return chosen
+
+
+def processed(
+    row: FloatArray, token: int, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> float:
+    """Logprob of a token under temperature, then top_k, then top_p, from [V] logprobs."""
+    scaled = np.exp(row / temperature)
+    probabilities = scaled / scaled.sum()
+    order: Sequence[int] = np.argsort(-probabilities).tolist()
+    kept = order[:top_k]
+    before, nucleus = 0.0, []
+    total = probabilities[kept].sum()
+    for index in kept:
+        if before >= top_p:
+            break
+        nucleus.append(index)
+        before += float(probabilities[index] / total)
+    assert token in nucleus, f"token {token} was drawn outside of top_k = {top_k}, top_p = {top_p}"
+    return float(np.log(probabilities[token] / probabilities[nucleus].sum()))
+
+
+def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0) -> Path:
+    """Write a random Qwen3 of 0.1M parameters in float32: vocabulary 32, end token 1, 256 positions."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=is_tied,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.15,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(model_dir)
+    return model_dir
+
+
+def perturbed(tensors: Mapping[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
+    """The tensors with some noise, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}

@@ -1,0 +1,101 @@
+# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
+"""What every engine does with new weights."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from rl_core.publish import ProofTolerances, check_receipt
+from rl_core.transports import TensorTransport
+from rl_core.weights import WeightReceipt, WeightTransport, WeightUpdate
+from rl_rollout.engines.protocol import Generation, RolloutEngine
+from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, long_request, refuses
+from rl_rollout.testing.generation_checks import TOLERANCE
+from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, reference_logprobs, token_logprobs
+
+
+class UpdateChecks:
+    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32.
+
+    Each check leaves the engine serving model_dir as version 0.
+    """
+
+    transport: type[WeightTransport] = TensorTransport
+    """How updates reach the engine."""
+
+    def test_an_update_replaces_what_is_served(self, engine: RolloutEngine, model_dir: Path) -> None:
+        tensors = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
+        sequence = np.arange(2, 20, dtype=np.int32)
+        (before,) = asyncio.run(engine.score([sequence]))
+        update, receipt = asyncio.run(self.publish(engine, tensors, version=41))
+        try:
+            assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-4
+            (after,) = asyncio.run(engine.score([sequence]))
+            expected = token_logprobs(reference_logprobs(model_dir, sequence, tensors=tensors), sequence)
+            assert np.abs(after - before).max() > 100 * TOLERANCE
+            np.testing.assert_allclose(after[1:], expected, atol=TOLERANCE)
+            assert set(generate(engine)[0].policy_versions.tolist()) == {41}
+        finally:
+            self.restore(engine, model_dir)
+
+    def test_an_update_between_two_tokens_counts_from_the_next_token(
+        self, engine: RolloutEngine, model_dir: Path
+    ) -> None:
+        old = load_file(model_dir / "model.safetensors")
+        new = perturbed(old, scale=0.05)
+        request = long_request(engine)
+
+        async def update_midway() -> Generation:
+            running = await begin(engine, request)
+            await self.publish(engine, new, version=42)
+            return (await running)[0]
+
+        self.restore(engine, model_dir)
+        try:
+            sample = asyncio.run(update_midway())
+        finally:
+            self.restore(engine, model_dir)
+        versions = sample.policy_versions.tolist()
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 42}
+        sequence = joined(PROMPT, sample)
+        for version, tensors in ((0, old), (42, new)):
+            rows = reference_logprobs(model_dir, sequence, tensors=tensors)
+            expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
+            here = sample.policy_versions == version
+            np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
+
+    def test_a_refused_update_changes_nothing(self, engine: RolloutEngine, model_dir: Path) -> None:
+        tensors = load_file(model_dir / "model.safetensors")
+        name = "model.layers.0.mlp.down_proj.weight"
+        before = generate(engine, seed=4)[0]
+        for wrong in (
+            {key: tensor for key, tensor in tensors.items() if key != name},
+            {**tensors, name: tensors[name][:, :-1].contiguous()},
+            {**tensors, "model.layers.99.weight": tensors[name].clone()},
+        ):
+            with refuses("tensor"):
+                asyncio.run(self.publish(engine, wrong, version=43))
+        after = generate(engine, seed=4)[0]
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.policy_versions.tolist() == before.policy_versions.tolist()
+
+    async def publish(
+        self, engine: RolloutEngine, tensors: Mapping[str, torch.Tensor], *, version: int
+    ) -> tuple[WeightUpdate, WeightReceipt]:
+        """Send weights as a learner does."""
+        tied = {} if "lm_head.weight" in tensors else TIED_HEAD
+        transport = self.transport()
+        try:
+            update = transport.pack(tensors, version=version, tied=tied)
+            return update, await engine.update_weights(update)
+        finally:
+            transport.close()
+
+    def restore(self, engine: RolloutEngine, model_dir: Path) -> None:
+        """Let the engine serve the folder's weights again, as version 0."""
+        asyncio.run(self.publish(engine, load_file(model_dir / "model.safetensors"), version=0))

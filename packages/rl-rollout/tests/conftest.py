@@ -1,0 +1,89 @@
+"""Shared by the engines' tests: tiny models, and the session's one vLLM engine."""
+
+import asyncio
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+
+
+class ProcessState(NamedTuple):
+    """What vLLM would change in its process."""
+
+    num_threads: int
+    set_num_threads: Any
+    torch_state: list[int]
+    numpy_state: list[int]
+    python_state: Any
+    children: int
+
+    @classmethod
+    def now(cls) -> "ProcessState":
+        import torch  # here, so that tests without engines start at once
+
+        return cls(
+            torch.get_num_threads(),
+            torch.set_num_threads,
+            torch.get_rng_state().tolist(),
+            np.random.get_state()[1].tolist(),
+            random.getstate(),
+            len(multiprocessing.active_children()),
+        )
+
+
+class StartedEngine(NamedTuple):
+    """The vLLM engine, and its process just before and after the start."""
+
+    engine: VLLMEngine
+    before: ProcessState
+    after: ProcessState
+
+
+@pytest.fixture(scope="session")
+def tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rl_rollout.testing import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tied"), is_tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rl_rollout.testing import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("untied"), is_tied=False)
+
+
+@pytest.fixture(scope="session")
+def learner_process_group() -> Iterator[None]:
+    """torch.distributed as a learner of the same process leaves it before the engine starts."""
+    import torch.distributed as dist
+
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    assert dist.is_initialized(), "closing the engine destroyed the learner's process group"
+    if is_ours:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def started_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[StartedEngine]:
+    """The one vLLM engine of the session; each test leaves it serving tied_model_dir."""
+    engine = VLLMEngine(tied_model_dir, VLLMOptions(max_model_len=128, max_num_seqs=64, kv_cache_gib=0.25))
+    before = ProcessState.now()
+    asyncio.run(engine.start())
+    yield StartedEngine(engine, before, ProcessState.now())
+    asyncio.run(engine.close())
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def vllm_engine(started_vllm: StartedEngine) -> VLLMEngine:
+    return started_vllm.engine

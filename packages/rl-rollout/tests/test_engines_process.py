@@ -1,0 +1,95 @@
+"""Engines in processes of their own: the same answers, weights by file, and no process left."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import EngineError, NotReadyError
+from rl_core.transports import SharedFileTransport
+from rl_core.weights import WeightUpdate
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.process import ProcessEngine
+from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.transformers import TransformersEngine
+from rl_rollout.testing import PROMPT, EngineConformance, generate, refuses
+
+
+def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
+    return ProcessEngine(name, model_dir, options, environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+@pytest.fixture(scope="module")
+def transformers_process(tied_model_dir: Path) -> Iterator[ProcessEngine]:
+    engine = hosted("transformers", tied_model_dir, TransformersOptions(max_model_len=128))
+    run(engine.start())
+    yield engine
+    run(engine.close())
+
+
+class TestTransformersProcess(EngineConformance):
+    transport = SharedFileTransport
+
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+    @pytest.fixture
+    def engine(self, transformers_process: ProcessEngine) -> ProcessEngine:
+        return transformers_process
+
+
+def test_a_process_gives_the_same_bits(transformers_process: ProcessEngine, tied_model_dir: Path) -> None:
+    here = TransformersEngine(tied_model_dir, TransformersOptions(max_model_len=128))
+    run(here.start())
+    inside = generate(here, num_samples=4, seed=3)
+    outside = generate(transformers_process, num_samples=4, seed=3)
+    for first, second in zip(inside, outside, strict=True):
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+    run(here.close())
+
+
+def test_tensors_of_this_process_are_refused(transformers_process: ProcessEngine) -> None:
+    with refuses("SharedFileTransport"):
+        run(transformers_process.update_weights(WeightUpdate(version=1, digests={}, tensors={})))
+
+
+def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:
+    engine = hosted("transformers", tied_model_dir, TransformersOptions(max_model_len=250))
+    run(engine.start())
+    request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=200), num_samples=64)
+
+    async def kill() -> list[Generation]:
+        running = asyncio.ensure_future(engine.generate(request))
+        await asyncio.sleep(0)
+        assert engine._role is not None
+        os.kill(engine._role.pid, 9)
+        return await running
+
+    with pytest.raises(EngineError, match="killed by signal SIGKILL"):
+        run(kill())
+    run(engine.close())
+    with pytest.raises(NotReadyError, match="closed"):
+        generate(engine)
+
+
+def test_vllm_in_its_own_process_serves_an_untied_model(untied_model_dir: Path) -> None:
+    engine = hosted("vllm", untied_model_dir, VLLMOptions(max_model_len=64, max_num_seqs=32, kv_cache_gib=0.25))
+    suite = EngineConformance()
+    suite.transport = SharedFileTransport
+    run(engine.start())
+    try:
+        assert "vllm" in engine.traits.name
+        suite.test_scores_are_the_reference_models(engine, untied_model_dir)
+        suite.test_an_update_replaces_what_is_served(engine, untied_model_dir)
+    finally:
+        run(engine.close())
+    with pytest.raises(NotReadyError, match="closed"):
+        generate(engine)

@@ -1,0 +1,153 @@
+"""The vLLM engine: conformance, proof of weights, and what it leaves of its process."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_core.errors import EngineError, NotReadyError, WeightProofError
+from rl_core.publish import ProofTolerances, check_receipt
+from rl_core.transports import SharedFileTransport, TensorTransport
+from rl_core.weights import WeightUpdate
+from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
+from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.testing import (
+    PROMPT,
+    TIED_HEAD,
+    EngineConformance,
+    UpdateChecks,
+    generate,
+    joined,
+    perturbed,
+    reference_logprobs,
+    refuses,
+    token_logprobs,
+)
+
+
+class TestVLLMEngine(EngineConformance):
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+    @pytest.fixture
+    def engine(self, vllm_engine: VLLMEngine) -> VLLMEngine:
+        return vllm_engine
+
+
+class TestVLLMUpdatesFromFiles(UpdateChecks):
+    transport = SharedFileTransport
+
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+    @pytest.fixture
+    def engine(self, vllm_engine: VLLMEngine) -> VLLMEngine:
+        return vllm_engine
+
+
+@pytest.fixture
+def weights(tied_model_dir: Path, vllm_engine: VLLMEngine) -> Any:
+    """Other weights than the engine's, which serves its own again afterwards."""
+    original = load_file(tied_model_dir / "model.safetensors")
+    yield perturbed(original, scale=0.05)
+    asyncio.run(vllm_engine.update_weights(packed(original, version=0)))
+
+
+def packed(tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightUpdate:
+    return TensorTransport().pack(tensors, version=version, tied=TIED_HEAD)
+
+
+def test_a_tensor_corrupted_on_its_way_is_named(vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.self_attn.v_proj.weight"
+    update = packed(weights, version=7)
+    assert update.tensors is not None
+    corrupt = dict(update.tensors)
+    corrupt[name] = corrupt[name].clone()
+    corrupt[name][3, 5] += 1e-3
+    damaged = WeightUpdate(version=7, digests=update.digests, tensors=corrupt, tied=update.tied)
+    receipt = asyncio.run(vllm_engine.update_weights(damaged))
+    assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].crc32c] == [name]
+    with pytest.raises(WeightProofError, match="v_proj") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == name
+
+
+def test_a_tied_head_that_stays_stale_is_named(
+    vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_rollout.engines import vllm_worker  # imports vLLM, which the engine's start has set up
+
+    monkeypatch.setattr(vllm_worker, "repack_output_head", lambda model: None)
+    update = packed(weights, version=8)
+    receipt = asyncio.run(vllm_engine.update_weights(update))
+    with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == "lm_head.weight"
+    monkeypatch.undo()
+    receipt = asyncio.run(vllm_engine.update_weights(update))
+    assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-5
+
+
+def test_logprobs_stay_within_1e4_of_transformers_over_five_updates(
+    vllm_engine: VLLMEngine, tied_model_dir: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    for version in range(1, 6):
+        tensors = {name: tensor * (1 + 0.02 * version) for name, tensor in weights.items()}
+        asyncio.run(vllm_engine.update_weights(packed(tensors, version=version)))
+        for sample in generate(vllm_engine, num_samples=4, max_tokens=24, seed=version):
+            sequence = joined(PROMPT, sample)
+            rows = reference_logprobs(tied_model_dir, sequence, tensors=tensors)
+            expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+
+
+def test_a_long_prompt_shared_by_samples_is_not_served_from_old_weights(
+    vllm_engine: VLLMEngine, tied_model_dir: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    prompt = (np.arange(80) % 30 + 2).astype(np.int32)
+    request = GenerateRequest(input_ids=prompt, sampling=SamplingParams(max_tokens=4, seed=0), num_samples=4)
+    asyncio.run(vllm_engine.generate(request))
+    asyncio.run(vllm_engine.update_weights(packed(weights, version=9)))
+    for sample in asyncio.run(vllm_engine.generate(request)):
+        sequence = joined(prompt, sample)
+        expected = token_logprobs(reference_logprobs(tied_model_dir, sequence, tensors=weights), sequence)
+        np.testing.assert_allclose(sample.logprobs, expected[len(prompt) - 1 :], atol=1e-4)
+
+
+def test_the_process_is_left_as_it_was(started_vllm: Any) -> None:
+    assert started_vllm.after == started_vllm.before
+
+
+def test_draws_leave_the_global_generator_alone(vllm_engine: VLLMEngine) -> None:
+    before = torch.get_rng_state()
+    generate(vllm_engine, num_samples=8)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_process_holds_one_vllm_engine(vllm_engine: VLLMEngine, tied_model_dir: Path) -> None:
+    second = VLLMEngine(tied_model_dir, VLLMOptions(max_model_len=64))
+    with refuses("holds a vLLM engine already"):
+        asyncio.run(second.start())
+    asyncio.run(second.close())
+    assert len(generate(vllm_engine)) == 1
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"config\.json"):
+        asyncio.run(VLLMEngine(tmp_path).start())
+
+
+def test_an_engine_that_was_not_started_says_so(tied_model_dir: Path) -> None:
+    engine = VLLMEngine(tied_model_dir)
+    with pytest.raises(NotReadyError, match="has not been started"):
+        generate(engine)
+    asyncio.run(engine.close())
+    with pytest.raises(NotReadyError, match="closed"):
+        asyncio.run(engine.start())
