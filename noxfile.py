@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +138,7 @@ def unit_environment(package: str) -> Environment:
 def ensure(session: nox.Session, environment: Environment) -> str:
     """Make the environment unless it stands as its recipe says; gives its interpreter."""
     if sys.version_info < (3, 11):  # noqa: UP036 - nox itself runs on older ones
-        session.error(f"Python 3.11 or newer is needed; nox runs on {platform.python_version()}.")
+        session.error(f"Python 3.11 or newer is needed; nox runs on {platform.python_version()}")
     stamp = environment.folder / "made-from"
     with only_one(session, environment):
         recipe = environment.recipe()
@@ -190,26 +189,27 @@ def install(session: nox.Session, python: str, *arguments: str) -> None:
 def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]:
     """Run `pip install`, saying every 10 s how far it is; pip's last lines when it fails, else none."""
     command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar=off", *arguments]
-    last: deque[str] = deque(maxlen=15)
-    started, due, num_found, state = time.monotonic(), time.monotonic() + 10, 0, "found"
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, close_fds=False
-    ) as process:
-        for line in process.stdout or ():
-            last.append(line.rstrip())
-            num_found += line.startswith("Collecting")
-            if line.startswith("Installing collected packages"):
-                state, due = "downloaded; unpacking them takes about as long again", 0.0
-            if num_found and time.monotonic() > due:
-                session.log(f"  {num_found} packages {state} ({time.monotonic() - started:.0f} s)")
-                due = time.monotonic() + 10
-    return list(last) if process.returncode else []
+    started = time.monotonic()
+    with (
+        tempfile.NamedTemporaryFile("w", prefix="pip-") as output,
+        subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, close_fds=False) as process,
+    ):
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            lines = Path(output.name).read_text(errors="replace").splitlines()
+            if process.returncode is not None:
+                return lines[-15:] if process.returncode else []
+            num_found = sum(line.startswith(("Collecting", "Processing")) for line in lines)
+            unpacks = any(line.startswith("Installing collected packages") for line in lines)
+            state = f"unpacking {num_found} packages" if unpacks else f"{num_found} packages found"
+            session.log(f"  {state} ({time.monotonic() - started:.0f} s)")
 
 
 def workspace(session: nox.Session) -> str:
     """The environment with everything locked and all projects in it, editable; gives its interpreter."""
     if sys.platform != "linux":
-        session.error(f"locks/cpu.txt is for Linux; found {sys.platform}. A Linux container runs it.")
+        session.error(f"locks/cpu.txt is for Linux; found {sys.platform}. A Linux container runs it")
     python = ensure(session, WORKSPACE)
     stamp = WORKSPACE.folder / "projects-made-from"
     with only_one(session, WORKSPACE):
@@ -249,7 +249,7 @@ def tests(session: nox.Session) -> None:
     suites = [p for p in (*(f"{project}/tests" for project in PROJECTS), "examples", "tests") if p not in covered]
     run_pytest(session, workspace(session), *(session.posargs or [s for s in suites if (ROOT / s).is_dir()]))
     if checks:
-        session.error("the tests passed, but a check above failed.")
+        session.error("the tests passed, but a check above failed")
 
 
 @nox.session
@@ -265,7 +265,7 @@ def unit(session: nox.Session) -> None:
         except CommandFailed:
             failed.append(name)
     if failed:
-        session.error(f"unit tests failed: {', '.join(failed)}.")
+        session.error(f"unit tests failed: {', '.join(failed)}")
 
 
 @nox.session
@@ -328,7 +328,7 @@ def bench(session: nox.Session) -> None:
     names = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
     name = session.posargs[0] if session.posargs else ""
     if name not in names:
-        session.error(f"name a benchmark: {', '.join(names) or 'there is none yet'}; found {name or 'no name'}.")
+        session.error(f"name a benchmark: {', '.join(names) or 'there is none yet'}; found {name or 'no name'}")
     env = {"TRL_PYTHON": ensure(session, TRL)} if name == "trl" else {}
     python = workspace(session)
     session.run(python, f"benchmarks/{name}.py", *session.posargs[1:], env=env, interrupt_timeout=STOP_S)
