@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -86,3 +91,48 @@ def test_close_leaves_nothing_behind(tmp_path):
 def test_others_cannot_read_the_folder(transport):
     update = transport.pack(tensors(1.0), version=1, tied={})
     assert update.file.parent.stat().st_mode & 0o077 == 0
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rl_core.transports import SharedFileTransport
+
+transport = SharedFileTransport(Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_is_not(tmp_path, transport):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False)
+    live = transport.pack(tensors(1.0), version=1, tied={}).file
+    assert len(folders(tmp_path)) == 2
+    other = SharedFileTransport(tmp_path)
+    assert live.exists()
+    assert len(folders(tmp_path)) == 2
+    other.close()
+    assert folders(tmp_path) == [live.parent]
+
+
+def test_a_folder_that_was_taken_for_abandoned_is_made_again(tmp_path, monkeypatch):
+    import rl_core.transports as module
+
+    flock, calls = module.fcntl.flock, []
+
+    def steal_first(fd, flags):
+        if not calls:
+            folders(tmp_path)[0].rmdir()
+        calls.append(flags)
+        flock(fd, flags)
+
+    monkeypatch.setattr(module.fcntl, "flock", steal_first)
+    transport = SharedFileTransport(tmp_path)
+    assert len(calls) == 2
+    assert load_file(transport.pack(tensors(1.0), version=1, tied={}).file)
+    transport.close()
+    assert folders(tmp_path) == []
+
+
+def folders(parent: Path):
+    return sorted(parent.iterdir())

@@ -73,7 +73,7 @@ class QueueChecks:
 def put_all(queue: TransferQueue, prompt_uid: str, *, num_sessions: int = 1) -> None:
     """Put one trajectory for every session of a prompt."""
     for session in range(num_sessions):
-        queue.put(prompt_uid, session, [make_trajectory(prompt_uid, session)])
+        queue.put(prompt_uid, session, [make_trajectory(prompt_uid, session)], deadline_s=DEADLINE_S)
 
 
 def uids_of(lease: Any) -> list[str]:

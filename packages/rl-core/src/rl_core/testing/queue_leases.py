@@ -126,9 +126,9 @@ class LeaseChecks(QueueChecks):
         queue.ack(queue.lease("train", groups=1, deadline_s=0))
         queue.drop("p1", reason="too easy")
         with refuses(NothingToLeaseError, "'train'", "3 groups", "1 done", "1 dropped"):
-            queue.lease("train", groups=3)
+            queue.lease("train", groups=3, deadline_s=0)
         with refuses(NothingToLeaseError, "nothing issued"):
-            self.queue().lease("train", groups=1)
+            self.queue().lease("train", groups=1, deadline_s=0)
 
     def test_impossible_requests_are_refused(self) -> None:
         queue = self.filled(num_prompts=1)

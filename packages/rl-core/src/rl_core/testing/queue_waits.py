@@ -85,6 +85,13 @@ class WaitChecks(QueueChecks):
         producer.result(DEADLINE_S)
         assert queue.stats()["rows"] == 2
 
+    def test_a_wrong_put_does_not_wait_to_be_refused(self) -> None:
+        queue = self.full()
+        with refuses(DataError, "'p9'", "never issued"):
+            queue.put("p9", 0, [make_trajectory("p9", 0)], deadline_s=0)
+        with refuses(DataError, "already settled"):
+            queue.put("p0", 0, [make_trajectory("p0", 0)], deadline_s=0)
+
     def test_a_producer_is_woken_by_a_drop(self) -> None:
         queue = self.full()
         producer = self.spawn(put_all, queue, "p2")
