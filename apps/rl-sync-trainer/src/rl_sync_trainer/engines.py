@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster import RoleSpec
 from rl_core.errors import DeadlineError
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.protocol import RolloutEngine
@@ -17,14 +16,11 @@ def make_engine(settings: Settings, policy: Path) -> RolloutEngine:
     """The engine of the settings on a Hugging Face folder; `start_engine` loads it."""
     name = settings.rollout.engine
     options = engine_options(settings)
-    made_by = engine_class(name)
     if settings.rollout.placement == "process":
         from rl_rollout.engines.process import ProcessEngine
 
-        factory = f"{made_by.__module__}:{made_by.__qualname__}"
-        spec = RoleSpec(name="engine", factory=factory, kwargs={"model_dir": policy, "options": options})
-        return ProcessEngine(spec, start_deadline_s=settings.rollout.start_deadline_s)
-    engine: RolloutEngine = made_by(policy, options)
+        return ProcessEngine(name, policy, options, deadline_s=settings.rollout.start_deadline_s)
+    engine: RolloutEngine = engine_class(name)(policy, options)
     return engine
 
 
