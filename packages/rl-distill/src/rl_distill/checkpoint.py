@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_core.errors import CheckpointError
 from torch import Tensor
 
+from rl_core.errors import CheckpointError
 from rl_distill.hf_folder import read_policy_tensors, read_tensors, tensor_shapes, write_policy_folder, write_tensors
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import PolicyConfig
@@ -117,9 +117,7 @@ def read_checkpoint(directory: Path, *, config: PolicyConfig, dtype: str) -> Lea
         )
     shapes = tensor_shapes(config)
     weights = read_policy_tensors(directory / POLICY_FOLDER, config, dtype=DTYPES[dtype], error=CheckpointError)
-    moments = {
-        name: read_tensors(directory / file, shapes, dtype=torch.float32) for name, file in MOMENT_FILES.items()
-    }
+    moments = {name: read_tensors(directory / file, shapes, dtype=torch.float32) for name, file in MOMENT_FILES.items()}
     master = None
     if dtype != "float32":
         master = read_tensors(directory / MASTER_FILE, shapes, dtype=torch.float32)
@@ -143,4 +141,4 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has format_version {version}; this release reads {FORMAT_VERSION}.")
     if not is_valid:
         raise CheckpointError(f"{path} must have a step >= 0 and a config_digest; found step {step!r}.")
-    return header
+    return dict(header)

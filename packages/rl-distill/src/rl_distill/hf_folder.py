@@ -8,10 +8,10 @@ from typing import Any
 
 import structlog
 import torch
-from rl_core.errors import CheckpointError, DataError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rl_core.errors import CheckpointError, DataError
 from rl_distill.policy_config import PolicyConfig
 
 _log = structlog.get_logger(__name__)
@@ -130,7 +130,9 @@ def _weight_files(policy_dir: Path, error: ReadError) -> list[Path]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file; views are copied, because a file shares no memory."""
-    owned = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    owned = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(owned, path, metadata={"format": "pt"})
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from rl_core.batch import Batch, Ragged, offsets_of, token_positions
 from rl_core.columns import column_spec
 from rl_core.errors import ShapeError
-
 from rl_distill.learner import MicroBatch
 
 Rows = NDArray[np.int64]
@@ -86,9 +86,6 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
         batch: Has `input_ids`.
         rows: [S] rows to take, in this order.
         device: Where the tensors go.
-
-    Raises:
-        ShapeError: A token column is not aligned with input_ids.
     """
     ids = batch.ragged("input_ids")
     lengths = ids.lengths[rows]
@@ -99,8 +96,6 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
     for name in sorted(batch.names - {"input_ids"}):
         column = batch[name]
         if isinstance(column, Ragged):
-            if not np.array_equal(column.offsets, ids.offsets):
-                raise ShapeError(f"column {name!r} must have one value for each token of input_ids; its rows differ.")
             dtype = np.bool_ if column_spec(name).dtype == "bool" else np.float32
             columns[name] = _tensor(column.values[places].astype(dtype, copy=False), device)
     micro_batch = MicroBatch(
@@ -120,7 +115,7 @@ def pack_batch(batch: Batch, *, max_tokens: int, device: torch.device) -> list[P
     """All rows of a batch in micro-batches.
 
     Raises:
-        ShapeError: As `plan_micro_batches` and `pack_rows`.
+        ShapeError: As `plan_micro_batches`.
     """
     plan = plan_micro_batches(batch.ragged("input_ids").lengths, max_tokens=max_tokens)
     return [pack_rows(batch, rows, device=device) for rows in plan]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rl_core.batch import Batch
 from rl_core.errors import NotReadyError, RLError, SettingsError, ShapeError
-
 from rl_distill.checkpoint import DTYPES, PolicySource
 from rl_distill.learner import MetricSums
 from rl_distill.options import LearnerOptions
@@ -70,6 +70,11 @@ def check_finite(name: str, value: float, *, step: int) -> None:
             f"{name} of step {step} is {value}; the step was not applied and the weights are unchanged. "
             "Look for infinite logprobs, advantages or correction weights in the batch, or lower the learning rate."
         )
+
+
+def clip_scale(grad_norm: float, clip_grad: float) -> float:
+    """What gradients are multiplied by; 1 where they are within the limit, or clip_grad is 0."""
+    return min(1.0, clip_grad / (grad_norm + 1.0e-6)) if clip_grad > 0.0 else 1.0
 
 
 def check_open(is_open: bool) -> None:

@@ -10,15 +10,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.module import MegatronModule
-from rl_core.errors import ShapeError
 from torch import Tensor
 
+from rl_core.errors import ShapeError
 from rl_distill.megatron.layout import PACKED_FORMAT, HeadIndex, PackedLayout
 
 _MATMUL_LENGTH = 256
 """Up to this length, on a CPU in float32, two batched products beat the fused kernel; memory grows with its square."""
 
-Bucket = tuple[int, int]
+Buckets = tuple[tuple[int, int], ...]
+"""(trajectories, length) of each bucket."""
+
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
 class _Rotary(torch.autograd.Function):
@@ -81,9 +84,7 @@ class _MatmulAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: tuple[Bucket, ...], num_groups: int, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: Buckets, num_groups: int, scale: float) -> Tensor:
         out = torch.empty_like(q)
         probabilities = []
         for shape, (qs, ks, vs, outs) in zip(buckets, _bucket_views(buckets, num_groups, q, k, v, out), strict=True):
@@ -112,16 +113,24 @@ class _MatmulAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None, None
 
 
-def _bucket_views(buckets: tuple[Bucket, ...], num_groups: int, *flats: Tensor) -> list[tuple[Tensor, ...]]:
+def _bucket_views(buckets: Buckets, num_groups: int, *flats: Tensor) -> list[tuple[Tensor, ...]]:
     """For each bucket, each flat tensor as [rows * groups, heads of a group * length, head_dim]."""
-    num_places = sum(rows * length for rows, length in buckets)
     columns = []
     for flat in flats:
-        heads = flat.shape[0] // num_places
-        parts = flat.split([rows * length * heads for rows, length in buckets])
+        parts = _split(flat, buckets)
         shapes = [(rows * num_groups, -1, flat.shape[1]) for rows, _ in buckets]
         columns.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
     return list(zip(*columns, strict=True))
+
+
+def _split(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
+    """The rows of each bucket; flat is [P * heads, head_dim]."""
+    heads = flat.shape[0] // _num_places(buckets)
+    return torch.split(flat, [rows * length * heads for rows, length in buckets])
+
+
+def _num_places(buckets: Buckets) -> int:
+    return sum(rows * length for rows, length in buckets)
 
 
 def _causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
@@ -129,58 +138,44 @@ def _causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
     return mask.repeat(repeats, 1)
 
 
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor, buckets: tuple[Bucket, ...], scale: float) -> Tensor:
+def _fused_attention(qkv: QueryKeyValue, buckets: Buckets, scale: float) -> Tensor:
     """One scaled_dot_product_attention a bucket, on the layout of _MatmulAttention."""
-    num_places = sum(rows * length for rows, length in buckets)
-    views = []
-    for flat in (q, k, v):
-        heads = flat.shape[0] // num_places
-        parts = flat.split([rows * length * heads for rows, length in buckets])
-        views.append([p.view(r, heads, n, flat.shape[1]) for p, (r, n) in zip(parts, buckets, strict=True)])
-    outs = [
-        F.scaled_dot_product_attention(*bucket, is_causal=True, scale=scale, enable_gqa=q.shape[0] != k.shape[0])
-        for bucket in zip(*views, strict=True)
-    ]
-    return torch.cat([out.reshape(-1, q.shape[1]) for out in outs])
+    outs = []
+    for (rows, length), parts in zip(buckets, zip(*(_split(x, buckets) for x in qkv), strict=True), strict=True):
+        q, k, v = (part.view(rows, -1, length, part.shape[1]) for part in parts)
+        has_groups = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=has_groups)
+        outs.append(out.reshape(-1, q.shape[-1]))
+    return torch.cat(outs)
 
 
-def bucket_attention(q: Tensor, k: Tensor, v: Tensor, buckets: tuple[Bucket, ...], scale: float) -> Tensor:
+def _matmul_attention(qkv: QueryKeyValue, buckets: Buckets, scale: float) -> Tensor:
+    num_groups = qkv[1].shape[0] // _num_places(buckets)
+    return _MatmulAttention.apply(*qkv, buckets, num_groups, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def bucket_attention(qkv: QueryKeyValue, buckets: Buckets, *, scale: float) -> Tensor:
     """Causal attention within each trajectory.
 
     Args:
-        q: [P * heads, head_dim] in bucket order: for each bucket [rows, heads, length].
-        k: [P * groups, head_dim], likewise.
-        v: [P * groups, head_dim], likewise.
+        qkv: Queries [P * heads, head_dim], keys and values [P * groups, head_dim], in bucket order: for each
+            bucket [rows, heads, length].
         buckets: (rows, length) of each bucket, longest first.
         scale: Of the scores.
 
     Returns:
         [P * heads, head_dim] in bucket order.
     """
-    use_matmul = q.device.type == "cpu" and q.dtype == torch.float32
+    use_matmul = qkv[0].device.type == "cpu" and qkv[0].dtype == torch.float32
     num_long = sum(length > _MATMUL_LENGTH for _, length in buckets) if use_matmul else len(buckets)
-    num_places = sum(rows * length for rows, length in buckets)
-    num_groups = k.shape[0] // num_places
     if num_long == 0:
-        return _matmul_attention(q, k, v, buckets, num_groups, scale)
+        return _matmul_attention(qkv, buckets, scale)
     if num_long == len(buckets):
-        return _fused_attention(q, k, v, buckets, scale)
-    long_places = sum(rows * length for rows, length in buckets[:num_long])
-    cuts = [long_places * (x.shape[0] // num_places) for x in (q, k, v)]
-    heads = [x[:cut] for x, cut in zip((q, k, v), cuts, strict=True)]
-    tails = [x[cut:] for x, cut in zip((q, k, v), cuts, strict=True)]
-    return torch.cat(
-        (
-            _fused_attention(*heads, buckets[:num_long], scale),
-            _matmul_attention(*tails, buckets[num_long:], num_groups, scale),
-        )
-    )
-
-
-def _matmul_attention(
-    q: Tensor, k: Tensor, v: Tensor, buckets: tuple[Bucket, ...], num_groups: int, scale: float
-) -> Tensor:
-    return _MatmulAttention.apply(q, k, v, buckets, num_groups, scale)  # type: ignore[no-any-return, no-untyped-call]
+        return _fused_attention(qkv, buckets, scale)
+    num_places, num_long_places = _num_places(buckets), _num_places(buckets[:num_long])
+    q, k, v = (x.tensor_split([num_long_places * (x.shape[0] // num_places)]) for x in qkv)
+    long = _fused_attention((q[0], k[0], v[0]), buckets[:num_long], scale)
+    return torch.cat((long, _matmul_attention((q[1], k[1], v[1]), buckets[num_long:], scale)))
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -227,10 +222,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params; make it with packed_layout.")
         cos, sin = layout.cos.to(query.dtype), layout.sin.to(query.dtype)
         head_dim = query.shape[-1]
-        flats = []
-        for x, is_rotated in ((query, True), (key, True), (value, False)):
-            rows = _Rotary.apply(x, cos, sin) if is_rotated else x  # type: ignore[no-untyped-call]
-            flats.append(_ToBuckets.apply(rows.reshape(-1, head_dim), layout.heads[x.shape[2]]))  # type: ignore[no-untyped-call]
-        out = bucket_attention(flats[0], flats[1], flats[2], layout.buckets, self.scale)
+
+        def bucketed(x: Tensor) -> Tensor:
+            return _ToBuckets.apply(x.reshape(-1, head_dim), layout.heads[x.shape[2]])  # type: ignore[no-any-return, no-untyped-call]
+
+        q, k = (bucketed(_Rotary.apply(x, cos, sin)) for x in (query, key))  # type: ignore[no-untyped-call]
+        out = bucket_attention((q, k, bucketed(value)), layout.buckets, scale=self.scale)
         out = _FromBuckets.apply(out, layout.heads[query.shape[2]])  # type: ignore[no-untyped-call]
         return out.view(query.shape[0], 1, -1)  # type: ignore[no-any-return]

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rl_core.errors import ShapeError
 from torch import Tensor
 
+from rl_core.errors import ShapeError
 from rl_distill.policy_config import PolicyConfig
 
 State = Mapping[str, Tensor]
@@ -147,5 +147,5 @@ def _split_qkv(qkv: Tensor, config: PolicyConfig) -> tuple[Tensor, ...]:
     groups, hidden = config.num_key_value_heads, qkv.shape[1]
     of_group = config.num_heads // groups * config.head_dim
     by_group = qkv.view(groups, -1, hidden)
-    sizes = (of_group, config.head_dim, config.head_dim)
-    return tuple(part.reshape(-1, hidden) for part in by_group.split(sizes, dim=1))
+    sizes = [of_group, config.head_dim, config.head_dim]
+    return tuple(part.reshape(-1, hidden) for part in torch.split(by_group, sizes, dim=1))

@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatron.core.tensor_parallel.random as random
 import torch
-from rl_core.errors import MissingExtraError, SettingsError
+from megatron.core.package_info import __version__
 
 TESTED_VERSIONS = ("0.16.1",)
 """megatron-core versions whose modules this file was written against."""
@@ -104,18 +105,6 @@ def _torch_overlay() -> _Overlay:
     return _Overlay(torch, {"cuda": _Overlay(torch.cuda, cuda), **factories})
 
 
-def _clip_grad_by_total_norm_fp32(
-    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
-) -> None:
-    """megatron's function of this name without its check for CUDA tensors."""
-    if use_decoupled_grad:
-        raise SettingsError("precision-aware optimizers need Transformer Engine on a GPU; use the plain one on a CPU.")
-    scale = max_norm / (total_norm + 1.0e-6)
-    if scale < 1.0:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(grads, scale)
-
-
 @contextlib.contextmanager
 def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     """Let these parameters, and no others, call themselves torch.cuda tensors; no-op with CUDA.
@@ -134,50 +123,31 @@ def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def check_megatron_version() -> None:
-    """Refuse a missing megatron-core, warn about one that was not tested.
-
-    Raises:
-        MissingExtraError: megatron-core is not installed.
-    """
-    try:
-        from megatron.core.package_info import __version__ as found
-    except ImportError as error:
-        raise MissingExtraError(
-            "the Megatron learner needs megatron-core; install it with: pip install 'rl-distill[megatron]'."
-        ) from error
-    if found not in TESTED_VERSIONS:
+    """Warn about a megatron-core that was not tested."""
+    if __version__ not in TESTED_VERSIONS:
         warnings.warn(
-            f"megatron-core {found} was not tested with this package (tested: {', '.join(TESTED_VERSIONS)}); "
+            f"megatron-core {__version__} was not tested with this package (tested: {', '.join(TESTED_VERSIONS)}); "
             "on a CPU its internals are replaced by name and may have moved.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _rng_on_cpu(random: Any) -> None:
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+def _rng_on_cpu() -> None:
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def install_cpu_compatibility() -> None:
     """Prepare megatron's loaded modules for a CPU; no-op with CUDA. Can be called again.
 
-    Call it after megatron was imported, before any of its objects is built.
-
-    Raises:
-        MissingExtraError: megatron-core is not installed.
+    Call it before any of megatron's objects is built.
     """
     check_megatron_version()
     if torch.cuda.is_available():
         return
-    import megatron.core.optimizer.clip_grads as clip_grads
-    import megatron.core.optimizer.optimizer as optimizer
-    import megatron.core.tensor_parallel.random as random
-
     overlay = _torch_overlay()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = overlay  # type: ignore[attr-defined]
-    _rng_on_cpu(random)
-    clip_grads.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
-    optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
+    _rng_on_cpu()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from rl_core.batch import Batch, Ragged
 from torch import Tensor
 
+from rl_core.batch import Batch, Ragged
 from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
 from rl_distill.learner import LearnerOptions, MetricSums, Objective, StepResult
 from rl_distill.megatron.convert import from_megatron, to_megatron, whole_policy
@@ -154,13 +154,12 @@ class MegatronLearner:
         """
         check_open(self._is_open)
         parameters = self._parameters()
-        exp_avg, exp_avg_sq = (self._from_megatron(self._adam.moments(parameters, m)) for m in ("exp_avg", "exp_avg_sq"))
         master = self._adam.master_weights(parameters)
         state = LearnerState(
             step=self._step,
             weights=self.export_weights(),
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
+            exp_avg=self._from_megatron(self._adam.moments(parameters, "exp_avg")),
+            exp_avg_sq=self._from_megatron(self._adam.moments(parameters, "exp_avg_sq")),
             master=None if master is None else self._from_megatron(master),
         )
         write_checkpoint(directory, state, source=self._source, options=self._options)

@@ -57,8 +57,10 @@ class _SwiGLUFunction(torch.autograd.Function):
         gate, up = x.chunk(2, dim=-1)
         out = torch.empty_like(x)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        torch.ops.aten.silu.out(gate, out=grad_up)
+        grad_up.mul_(grads[0])
+        torch.mul(grads[0], up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return out
 
 
@@ -117,7 +119,8 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=False,
-        moe_token_dispatcher_type="alltoall",  # a check of variable_seq_lengths asks for it, dense models too
+        cuda_graph_scope=[],
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no secret; variable_seq_lengths asks for it, dense too
         variable_seq_lengths=True,
         calculate_per_token_loss=True,
     )
@@ -213,7 +216,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             return Scored(*self._score(hidden, targets, weight, temperature))
         chunks = [
             checkpoint(self._score, h, t, weight, temperature, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+            for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
         ]
         return Scored(torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks]))
 

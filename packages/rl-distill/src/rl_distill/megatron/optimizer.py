@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_distill.megatron.cpu import cuda_type_names
 from rl_distill.options import LearnerOptions
+from rl_distill.stepping import clip_scale
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -40,8 +41,10 @@ class MegatronAdam:
         with cuda_type_names(list(model.parameters())):
             self._optimizer = get_megatron_optimizer(config, [model])
         for inner in self._inner():
-            if isinstance(inner, torch.optim.AdamW):
-                for group in inner.param_groups:
+            for group in inner.param_groups:
+                # megatron leaves applying wd_mult, which spares norms, to its own scheduler.
+                group["weight_decay"] = options.weight_decay * group["wd_mult"]
+                if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one pass over memory for each parameter, on CPU and GPU
 
     def zero_grad(self) -> None:
@@ -62,11 +65,10 @@ class MegatronAdam:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._clip_grad > 0.0:
-            scale = self._clip_grad / (grad_norm + 1.0e-6)
-            if scale < 1.0:
-                grads = [p.grad for inner in self._inner() for group in inner.param_groups for p in group["params"]]
-                torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
+        scale = clip_scale(grad_norm, self._clip_grad)
+        if scale < 1.0:  # megatron's own clipping insists on CUDA tensors
+            grads = [p.grad for inner in self._inner() for group in inner.param_groups for p in group["params"]]
+            torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         self._optimizer.step_with_ready_grads()
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:

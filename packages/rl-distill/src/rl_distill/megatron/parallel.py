@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+
 from rl_core.errors import SettingsError
 
 
@@ -43,7 +44,8 @@ def initialize_rank(rank: Rank, *, seed: int) -> None:
         raise SettingsError(f"the Megatron learner runs at world size 1; found {rank.world_size}.")
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=rank.rank, world_size=rank.world_size)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size)
     if dist.get_world_size() != rank.world_size:
         raise SettingsError(
             f"torch.distributed is set up for {dist.get_world_size()} processes here, the learner for "

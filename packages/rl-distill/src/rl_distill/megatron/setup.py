@@ -1,22 +1,21 @@
 """Build a policy on this rank: model, weights, and megatron's data parallelism around it."""
 
+import warnings
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
-from rl_core.errors import DataError
 from torch import Tensor
 
+from rl_core.errors import DataError
 from rl_distill.checkpoint import PolicySource
 from rl_distill.hf_folder import read_policy_tensors
 from rl_distill.megatron.convert import Shard, to_megatron
 from rl_distill.megatron.model import PolicyModel, transformer_config
 
 
-def build_policy(
-    source: PolicySource, shard: Shard, *, dtype: torch.dtype, seed: int, device: torch.device
-) -> Any:
+def build_policy(source: PolicySource, shard: Shard, *, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
     """A policy's model on this rank, with its weights, wrapped for data parallelism.
 
     Args:
@@ -37,7 +36,8 @@ def build_policy(
         tensors = read_policy_tensors(source.policy_dir, source.config, dtype=dtype)
         state = to_megatron(tensors, source.config, shard)
     config = transformer_config(source.config, dtype=dtype, init_method=None if state is None else _keep)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # megatron's, about its own calls of itself
         torch.manual_seed(seed)
         model = PolicyModel(source.config, config)
     if state is not None:
@@ -58,6 +58,4 @@ def _load(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
     found = model.load_state_dict(state, strict=False)
     missing = [name for name in found.missing_keys if not name.endswith("_extra_state")]
     if missing or found.unexpected_keys:
-        raise DataError(
-            f"weights and model do not fit: missing {missing[:3]}, unexpected {found.unexpected_keys[:3]}."
-        )
+        raise DataError(f"weights and model do not fit: missing {missing[:3]}, unexpected {found.unexpected_keys[:3]}.")

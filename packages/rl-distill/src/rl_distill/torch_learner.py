@@ -1,0 +1,212 @@
+"""The reference learner: transformers' model and torch's AdamW, padded; the oracle in tests.
+
+Imports transformers, which comes with the extra `rl-distill[megatron]`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_core.batch import Batch, Ragged
+from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
+from rl_distill.hf_folder import read_policy_tensors
+from rl_distill.learner import LearnerOptions, Objective, StepResult
+from rl_distill.packing import Pack, pack_batch, unpack_values
+from rl_distill.schedule import learning_rate_at
+from rl_distill.stepping import (
+    check_finite,
+    check_open,
+    check_trainable,
+    clip_scale,
+    metric_means,
+    open_policy,
+    parameter_dtype,
+)
+
+
+class TorchLearner:
+    """Trains a policy with torch alone, in one process; see `rl_distill.learner.Learner`."""
+
+    def __init__(
+        self, policy: Path | Mapping[str, Any], options: LearnerOptions, *, device: torch.device | None = None
+    ) -> None:
+        """Build the policy.
+
+        Args:
+            policy: A Hugging Face folder with safetensors, or a config.json's content for random weights.
+            options: How to train.
+            device: Where to; None for the CPU.
+
+        Raises:
+            SettingsError: The architecture or a setting is not supported.
+            DataError: A file or tensor of the folder is missing or torn.
+        """
+        self._options = options
+        self._source = open_policy(policy)
+        dtype = parameter_dtype(options)
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        self._device = device or torch.device("cpu")
+        with torch.random.fork_rng():
+            torch.manual_seed(options.seed)
+            self._model: Any = Qwen3ForCausalLM(Qwen3Config(**self._source.config_json)).to(self._device, dtype)
+        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        if self._source.policy_dir is not None:
+            self._copy_weights(read_policy_tensors(self._source.policy_dir, self._source.config, dtype=dtype))
+        is_main = dtype == torch.float32
+        self._mains = {n: p if is_main else p.detach().float().clone() for n, p in self._parameters.items()}
+        self._adam = _adamw(list(self._mains.values()), options)
+        self._step = 0
+        self._is_open = True
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done so far."""
+        return self._step
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names served from another tensor."""
+        return self._source.config.tied
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
+        check_open(self._is_open)
+        packs = self._packs(batch)
+        with torch.no_grad():
+            values = [self._score(pack, temperature)[0] for pack in packs]
+        return unpack_values(packs, values, batch)
+
+    def train_step(
+        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> StepResult:
+        """One optimizer step on the whole batch.
+
+        Raises:
+            ShapeError: loss_weights is missing or all zero.
+            NonFiniteError: Loss or gradients are not finite; the weights are unchanged.
+        """
+        check_open(self._is_open)
+        check_trainable(batch)
+        step = self._step + 1
+        self._model.zero_grad()
+        loss, metrics = 0.0, []
+        for pack in self._packs(batch):
+            logprobs, entropy = self._score(pack, temperature)
+            part, sums = objective(logprobs, entropy if with_entropy else None, pack.micro_batch)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+            metrics.append(sums)
+        check_finite("the loss", loss, step=step)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._mains[name].grad = parameter.grad.float()
+        grads = [main.grad for main in self._mains.values() if main.grad is not None]
+        grad_norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+        check_finite("the gradient norm", grad_norm, step=step)
+        learning_rate = learning_rate_at(step, self._options)
+        self._update(grads, clip_scale(grad_norm, self._options.clip_grad), learning_rate)
+        self._step = step
+        return StepResult(
+            step=step, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, metrics=metric_means(metrics)
+        )
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """All weights by Hugging Face name; views, valid until the next step."""
+        check_open(self._is_open)
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint into an empty directory.
+
+        Raises:
+            CheckpointError: The directory has files in it.
+        """
+        is_main = self._options.dtype == "float32"
+        state = LearnerState(
+            step=self._step,
+            weights=self.export_weights(),
+            exp_avg=self._moments("exp_avg"),
+            exp_avg_sq=self._moments("exp_avg_sq"),
+            master=None if is_main else self._mains,
+        )
+        write_checkpoint(directory, state, source=self._source, options=self._options)
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`.
+
+        Raises:
+            CheckpointError: Missing, torn, or of another model; the learner is unchanged.
+        """
+        check_open(self._is_open)
+        state = read_checkpoint(directory, config=self._source.config, dtype=self._options.dtype)
+        self._copy_weights(state.weights)
+        for name, main in self._mains.items():
+            if state.master is not None:
+                main.data.copy_(state.master[name])
+            moments = {"exp_avg": state.exp_avg[name], "exp_avg_sq": state.exp_avg_sq[name]}
+            adam = {m: tensor.to(self._device).clone() for m, tensor in moments.items()}
+            self._adam.state[main] = {"step": torch.tensor(float(state.step)), **adam} if state.step else {}
+        self._step = state.step
+
+    def close(self) -> None:
+        """Free the model."""
+        self._is_open = False
+        self._model, self._parameters, self._mains = None, {}, {}
+
+    def _packs(self, batch: Batch) -> list[Pack]:
+        return pack_batch(batch, max_tokens=self._options.micro_batch_tokens, device=self._device)
+
+    def _copy_weights(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+
+    def _moments(self, name: str) -> dict[str, Tensor]:
+        return {n: self._adam.state[m].get(name, torch.zeros_like(m).detach()) for n, m in self._mains.items()}
+
+    def _update(self, grads: list[Tensor], scale: float, learning_rate: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        if scale < 1.0:
+            torch._foreach_mul_(grads, scale)
+        self._adam.step()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if self._mains[name] is not parameter:
+                    parameter.copy_(self._mains[name])
+
+    def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropy [T] of a pack, from a right-padded batch."""
+        micro_batch = pack.micro_batch
+        rows = torch.repeat_interleave(torch.arange(len(pack.rows), device=self._device), micro_batch.offsets.diff())
+        steps = micro_batch.position_ids
+        shape = (len(pack.rows), int(steps.max()) + 1)
+        ids = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        mask = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        ids[rows, steps], mask[rows, steps] = micro_batch.input_ids, 1
+        logits = self._model(input_ids=ids, attention_mask=mask).logits.float() / temperature
+        distribution = torch.log_softmax(logits, dim=-1)
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        is_scored = steps > 0
+        before = (rows, (steps - 1).clamp_min(0))
+        logprobs = distribution[before].gather(-1, micro_batch.input_ids[:, None]).squeeze(-1)
+        return torch.where(is_scored, logprobs, 0.0), torch.where(is_scored, entropy[before], 0.0)
+
+
+def _adamw(parameters: list[Tensor], options: LearnerOptions) -> torch.optim.AdamW:
+    """megatron's parameter groups: no weight decay on vectors, which are the norms."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)

@@ -1,0 +1,98 @@
+"""Micro-batches by tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.batch import Batch, Ragged, RowKey
+from rl_core.errors import ShapeError
+from rl_distill.packing import pack_batch, pack_rows, plan_micro_batches, scored_tokens, unpack_values
+
+CPU = torch.device("cpu")
+
+
+def small_batch() -> Batch:
+    def column(rows: list[list[float]], dtype: str) -> Ragged:
+        return Ragged.from_rows(rows, dtype=dtype)
+
+    columns = {
+        "input_ids": column([[5, 6, 7], [8], [9, 10]], "int32"),
+        "loss_mask": column([[False, True, True], [True], [False, True]], "bool"),
+        "policy_versions": column([[-1, 3, 3], [3], [-1, 4]], "int32"),
+        "advantages": column([[0, 1.5, 1.5], [2], [0, -1]], "float32"),
+    }
+    reward = np.zeros(3, dtype=np.float32)
+    return Batch([RowKey("a", i, 0) for i in range(3)], {**columns, "reward": reward})
+
+
+def test_plan_sorts_by_length_and_fills_the_budget():
+    plan = plan_micro_batches(np.array([5, 3, 8, 2]), max_tokens=8)
+
+    assert [rows.tolist() for rows in plan] == [[3, 1], [0], [2]]
+
+
+def test_plan_is_even():
+    plan = plan_micro_batches(np.full(6, 4), max_tokens=20)
+
+    assert [len(rows) for rows in plan] == [3, 3]
+
+
+def test_plan_gives_a_row_over_the_budget_its_own_micro_batch():
+    plan = plan_micro_batches(np.array([9, 1, 1]), max_tokens=4)
+
+    assert [rows.tolist() for rows in plan] == [[1, 2], [0]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plan_has_each_row_once_within_the_budget(seed: int):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 50, random.integers(1, 60))
+    max_tokens = int(random.integers(1, 200))
+
+    plan = plan_micro_batches(lengths, max_tokens=max_tokens)
+
+    assert sorted(np.concatenate(plan).tolist()) == list(range(len(lengths)))
+    assert all(lengths[rows].sum() <= max_tokens or len(rows) == 1 for rows in plan)
+    assert [rows.tolist() for rows in plan] == [
+        rows.tolist() for rows in plan_micro_batches(lengths, max_tokens=max_tokens)
+    ]
+
+
+def test_plan_of_nothing_is_nothing():
+    assert plan_micro_batches(np.array([], dtype=np.int64), max_tokens=8) == []
+
+
+@pytest.mark.parametrize(("lengths", "max_tokens"), [([3, 0], 8), ([3], 0)])
+def test_plan_refuses_empty_rows_and_budgets(lengths: list[int], max_tokens: int):
+    with pytest.raises(ShapeError):
+        plan_micro_batches(np.array(lengths), max_tokens=max_tokens)
+
+
+def test_pack_rows_joins_rows_in_the_given_order():
+    micro_batch = pack_rows(small_batch(), np.array([2, 0]), device=CPU).micro_batch
+
+    assert micro_batch.input_ids.tolist() == [9, 10, 5, 6, 7]
+    assert micro_batch.input_ids.dtype == torch.int64
+    assert micro_batch.position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert micro_batch.offsets.tolist() == [0, 2, 5]
+    assert set(micro_batch.columns) == {"loss_mask", "policy_versions", "advantages"}
+    assert micro_batch.columns["loss_mask"].tolist() == [False, True, False, True, True]
+    assert micro_batch.columns["policy_versions"].dtype == torch.float32
+    assert micro_batch.columns["advantages"].tolist() == [0, -1, 0, 1.5, 1.5]
+
+
+def test_scored_tokens_leave_out_first_and_masked_tokens():
+    pack = pack_rows(small_batch(), np.array([1, 0, 2]), device=CPU)
+
+    assert scored_tokens(pack, mask=None).tolist() == [2, 3, 5]
+    assert scored_tokens(pack, mask="loss_mask").tolist() == [2, 3, 5]
+
+
+def test_unpack_values_restores_the_order_of_the_batch():
+    batch = small_batch()
+    packs = pack_batch(batch, max_tokens=3, device=CPU)
+
+    values = unpack_values(packs, [pack.micro_batch.input_ids.float() * 10 for pack in packs], batch)
+
+    assert [row.tolist() for row in values] == [[50, 60, 70], [80], [90, 100]]
+    assert values.values.dtype == np.float32
