@@ -25,9 +25,9 @@ MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", 
 
 WARM_UP_STEPS = 380
 DEMONSTRATIONS_PER_STEP = 256
-DIRECT_SHARE = 0.6
-"""Share of demonstrations that answer at once; the others use the scratchpad, which is right far more often. GRPO
-then learns to prefer the scratchpad."""
+HASTY_SHARE = 0.65
+"""Share of demonstrations that answer at once, in haste; the others use the scratchpad, and are right. The policy
+learns both, answers in haste when greedy, and GRPO finds out that the scratchpad pays."""
 
 
 def fingerprint() -> str:
@@ -148,12 +148,12 @@ def warm_up(part: Path, problems: list[task.Problem]) -> None:
         num_threads=2,
     )
     learner = MegatronLearner(part / "untrained", options)
-    direct = demonstrations(problems, lambda problem: problem.answer)
+    hasty = demonstrations(problems, lambda problem: problem.hasty_answer)
     scratchpad = demonstrations(problems, lambda problem: problem.scratchpad)
     random = np.random.default_rng(0)
     started = time.perf_counter()
     for step in range(1, WARM_UP_STEPS + 1):
-        result = learner.train_step(draw(direct, scratchpad, random), supervised_objective)
+        result = learner.train_step(draw(hasty, scratchpad, random), supervised_objective)
         if step % 20 == 0:
             took = time.perf_counter() - started
             rest = took / step * (WARM_UP_STEPS - step)
@@ -191,14 +191,14 @@ def demonstrations(problems: list[task.Problem], answer: Any) -> "Batch":
     return Batch.from_trajectories(trajectories)
 
 
-def draw(direct: "Batch", scratchpad: "Batch", random: np.random.Generator) -> "Batch":
+def draw(hasty: "Batch", scratchpad: "Batch", random: np.random.Generator) -> "Batch":
     """One step's demonstrations: different problems, each answered in one of the two ways."""
     from rl_core import Batch
     from rl_distill.objectives.batch_columns import with_loss_weights
 
-    rows = random.choice(len(direct), size=DEMONSTRATIONS_PER_STEP, replace=False)
-    is_direct = random.random(len(rows)) < DIRECT_SHARE
-    batch = Batch.concat([direct.select(rows[is_direct]), scratchpad.select(rows[~is_direct])])
+    rows = random.choice(len(hasty), size=DEMONSTRATIONS_PER_STEP, replace=False)
+    is_hasty = random.random(len(rows)) < HASTY_SHARE
+    batch = Batch.concat([hasty.select(rows[is_hasty]), scratchpad.select(rows[~is_hasty])])
     return with_loss_weights(batch, aggregation="token-mean")
 
 

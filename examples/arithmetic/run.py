@@ -7,6 +7,8 @@ runs/arithmetic/summary.json.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,36 +33,39 @@ AVERAGED = (
 def main(arguments: Sequence[str]) -> int:
     """Run the example, and give its exit status."""
     words = list(arguments)
-    if "--help" not in words and "-h" not in words and not prepare.is_prepared():
-        status = call([sys.executable, str(Path(prepare.__file__))])
-        if status:
-            return status
     seeds = take_seeds(words)
+    if "--help" not in words and "-h" not in words and not prepare.is_prepared():
+        prepare.prepare()
     if seeds is None:
-        return train(words)
+        sys.stdout.flush()
+        os.execv(sys.executable, command(words))
     for seed in seeds:
         print(f"arithmetic: seed {seed}", flush=True)
         place = [f"--run.directory={RUNS / 'arithmetic'}", f"--run.name=seed_{seed}", f"--run.seed={seed}"]
-        status = train([*place, *words])
+        status = call(command([*place, *words]))
         if status:
             return status
     report(seeds)
     return 0
 
 
-def train(words: Sequence[str]) -> int:
-    """One training run in a process of its own."""
-    return call([sys.executable, "-m", "rl_sync_trainer.main", "train", str(SETTINGS), *words])
+def command(words: Sequence[str]) -> list[str]:
+    """The command line of one training run."""
+    return [sys.executable, "-m", "rl_sync_trainer.main", "train", str(SETTINGS), *words]
 
 
-def call(command: Sequence[str]) -> int:
-    """Run a command to its end; Ctrl-C reaches it too, and it decides how to end."""
-    process = subprocess.Popen(command)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+def call(words: Sequence[str]) -> int:
+    """Run a command to its end; Ctrl-C reaches it too, SIGTERM is passed on, and it decides how to end."""
+    process = subprocess.Popen(words)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def take_seeds(words: list[str]) -> list[int] | None:

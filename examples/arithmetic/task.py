@@ -39,6 +39,18 @@ class Problem:
         return str(self.left + self.right if self.operator == "+" else self.left - self.right)
 
     @property
+    def hasty_answer(self) -> str:
+        """Each column by itself, nothing carried or borrowed: right for less than half of the problems.
+
+        Such as "85" for 37+58, and "25" for 52-37.
+        """
+        small, large = sorted((self.left, self.right))
+        if self.operator == "+":
+            return str((small // 10 + large // 10) % 10 * 10 + (small + large) % 10)
+        sign = -1 if self.left < self.right else 1
+        return str(sign * (abs(large // 10 - small // 10) * 10 + abs(large % 10 - small % 10)))
+
+    @property
     def scratchpad(self) -> str:
         """Such as ";15,8:95": the column sums of units and tens, then the answer."""
         sign = 1 if self.operator == "+" else -1
