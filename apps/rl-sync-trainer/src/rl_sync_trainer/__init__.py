@@ -1,0 +1,1 @@
+"""Synchronous GRPO made of the four packages."""
