@@ -1,0 +1,140 @@
+"""The command in a process of its own, watched by conditions with deadlines."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tiny_run import TinyRun
+
+DEADLINE_S = 120.0
+TICK_S = 0.02
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+class TrainProcess:
+    """`rl-sync-trainer` in a session of its own, so that whatever it leaves behind is found."""
+
+    def __init__(self, words: Sequence[str], *, output: Path, environment: Mapping[str, str]) -> None:
+        """Start it.
+
+        Args:
+            words: Arguments of the command.
+            output: File for what it says.
+            environment: Set beside this process's own.
+        """
+        self.output = output
+        with output.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rl_sync_trainer.main", *words],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT, **environment},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its process group and session."""
+        return self._process.pid
+
+    @property
+    def text(self) -> str:
+        """What it said so far."""
+        return self.output.read_text(errors="replace")
+
+    def wait(self) -> int:
+        """Its exit status, negative where a signal ended it."""
+        try:
+            return self._process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {DEADLINE_S:g} s; it said:\n{self.text}") from None
+
+    def wait_until(self, condition: Callable[[], Any], what: str) -> None:
+        """Return when the condition holds; fail when the process ends first, or at the deadline."""
+        end = monotonic() + DEADLINE_S
+        while not condition():
+            try:
+                status = self._process.wait(TICK_S)
+            except subprocess.TimeoutExpired:
+                assert monotonic() < end, f"no {what} within {DEADLINE_S:g} s; it said:\n{self.text}"
+            else:
+                raise AssertionError(f"it ended with {status} before {what}; it said:\n{self.text}")
+
+    def signal(self, number: int) -> None:
+        """Signal the process alone."""
+        self._process.send_signal(number)
+
+    def signal_group(self, number: int) -> None:
+        """Signal it and its children, as a terminal does for Ctrl-C."""
+        os.killpg(self.pid, number)
+
+    def children(self) -> list[int]:
+        """Processes that it started and that run."""
+        return [pid for pid in session_members(self.pid) if pid != self.pid]
+
+    def leftovers(self) -> list[int]:
+        """Processes of its session that outlive it; those that the kernel is killing get a moment."""
+        end = monotonic() + 10.0
+        while (left := session_members(self.pid)) and monotonic() < end:
+            signal.sigtimedwait([], TICK_S)
+        return left
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        for pid in {*session_members(self.pid)}:
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session that are not zombies."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@contextmanager
+def training(run: TinyRun, *words: str, hold_after: int | None = None, **settings: Any) -> Iterator[TrainProcess]:
+    """A training process; killed at the end, where it still runs.
+
+    Args:
+        run: Its inputs.
+        words: Such as "--resume".
+        hold_after: Reward calls after which every further one waits for `released`.
+        settings: Such as trainer__steps=3.
+    """
+    (run.folder / "held").unlink(missing_ok=True)
+    (run.folder / "released").unlink(missing_ok=True)
+    environment = {} if hold_after is None else {"TINY_RUN_HOLD_AFTER": str(hold_after)}
+    number = len(list(run.folder.glob("output-*.txt")))
+    process = TrainProcess(
+        run.train_words(*words, **settings), output=run.folder / f"output-{number}.txt", environment=environment
+    )
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def wait_until_held(process: TrainProcess, run: TinyRun) -> None:
+    """Return when a reward call waits: rollouts are under way."""
+    process.wait_until((run.folder / "held").exists, "a held reward call")

@@ -1,0 +1,195 @@
+"""A run that was stopped or killed anywhere, and resumed, equals one that ran through, bit for bit."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_run import (
+    NUM_PROBLEMS,
+    REWARDS_BEFORE_STEP_1,
+    REWARDS_PER_STEP,
+    TinyRun,
+    copy_tiny_run,
+    make_tiny_run,
+    train_here,
+)
+from train_process import training, wait_until_held
+
+from rl_metrics.events import read_events
+from rl_metrics.trackers.jsonl import read_metrics
+
+MEASURED = ("timing_s/", "perf/", "agent_loop/")
+"""Metrics that are measured with a clock, or chosen by one (the slowest)."""
+
+IN_VALIDATION_OF_STEP_2 = REWARDS_BEFORE_STEP_1 + 2 * REWARDS_PER_STEP + NUM_PROBLEMS["validation"] // 2
+IN_STEP_3 = REWARDS_BEFORE_STEP_1 + 2 * REWARDS_PER_STEP + NUM_PROBLEMS["validation"] + REWARDS_PER_STEP // 2
+IN_STEP_4 = IN_STEP_3 + REWARDS_PER_STEP
+IN_LAST_VALIDATION = REWARDS_BEFORE_STEP_1 + 4 * REWARDS_PER_STEP + NUM_PROBLEMS["validation"] + 1
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run that went through its four steps."""
+    run = make_tiny_run(tmp_path_factory.mktemp("uninterrupted"))
+    assert train_here(run) == 0
+    return run
+
+
+@pytest.fixture
+def run(uninterrupted: TinyRun, tmp_path: Path) -> TinyRun:
+    """The same run, not begun."""
+    return copy_tiny_run(uninterrupted, tmp_path / "run")
+
+
+def resume(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run to the end; gives what was said."""
+    capsys.readouterr()
+    assert train_here(run, "--resume") == 0
+    return capsys.readouterr().out
+
+
+def learnt(run: TinyRun) -> dict[str, bytes]:
+    """Every file of the last checkpoint but those with wall times."""
+    folder = run.run_folder / "checkpoints" / "step_4"
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    timed = ("trainer.json", "manifest.json")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.name not in timed}
+
+
+def metrics_without_clock(run: TinyRun) -> list[tuple[int, dict[str, float]]]:
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    return [
+        (row.step, {name: value for name, value in row.metrics.items() if not name.startswith(MEASURED)})
+        for row in rows
+    ]
+
+
+def summary(run: TinyRun) -> dict[str, float]:
+    found = json.loads((run.run_folder / "summary.json").read_text())
+    return {name: value for name, value in found.items() if name not in ("wall_s", "samples_per_s", "checkpoint")}
+
+
+def event_names(run: TinyRun) -> list[str]:
+    return [event["event"] for event in read_events(run.run_folder / "events.jsonl")]
+
+
+def assert_equal_runs(run: TinyRun, expected: TinyRun) -> None:
+    assert metrics_without_clock(run) == metrics_without_clock(expected)
+    assert learnt(run) == learnt(expected)
+    assert summary(run) == summary(expected)
+
+
+def test_the_run_trains_and_logs_every_step(uninterrupted: TinyRun) -> None:
+    rows = metrics_without_clock(uninterrupted)
+    assert [step for step, _ in rows] == [0, 1, 2, 3, 4]
+    assert ["val-core/arithmetic/reward/mean@1" in metrics for _, metrics in rows] == [True, False, True, False, True]
+    assert all(metrics["actor/grad_norm"] > 0 for step, metrics in rows if step)
+    first, last = uninterrupted.folder / "policy", uninterrupted.run_folder / "checkpoints" / "step_4" / "policy"
+    assert (first / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in (uninterrupted.run_folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
+
+
+def test_run_again_from_nothing_is_the_same(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(run) == 0
+    assert_equal_runs(run, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "hold_after", "stopped_at"),
+    [
+        pytest.param(signal.SIGINT, 130, REWARDS_BEFORE_STEP_1 - 1, 0, id="first-validation"),
+        pytest.param(signal.SIGTERM, 143, REWARDS_BEFORE_STEP_1 + 1, 0, id="first-step"),
+        pytest.param(signal.SIGINT, 130, IN_VALIDATION_OF_STEP_2, 2, id="validation"),
+        pytest.param(signal.SIGTERM, 143, IN_LAST_VALIDATION, 4, id="last-validation"),
+    ],
+)
+def test_stopped_here_and_resumed(
+    run: TinyRun,
+    uninterrupted: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    status: int,
+    hold_after: int,
+    stopped_at: int,
+) -> None:
+    with monkeypatch.context() as environment:
+        environment.setenv("TINY_RUN_HOLD_AFTER", str(hold_after))
+        environment.setenv("TINY_RUN_SIGNAL", str(number.value))
+        handler = signal.getsignal(number)
+        assert train_here(run, reward__timeout_s=None) == status
+        assert signal.getsignal(number) is handler
+    assert f"stopped after step {stopped_at}; go on with --resume" in capsys.readouterr().out
+    stopped = json.loads((run.run_folder / "summary.json").read_text())
+    assert (stopped["status"], stopped["steps"]) == ("stopped", stopped_at)
+    assert stopped["checkpoint"].endswith(f"step_{stopped_at}")
+    assert f"resuming from {run.run_folder / 'checkpoints' / f'step_{stopped_at}'}" in resume(run, capsys)
+    assert_equal_runs(run, uninterrupted)
+
+
+def test_stopped_by_sigterm_and_resumed(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None) as process:
+        wait_until_held(process, run)
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 143, process.text
+        assert process.leftovers() == []
+        assert "stopped after step 2; go on with --resume" in process.text
+        assert "Traceback" not in process.text
+    assert event_names(run) == ["run_started", "checkpoint_saved", "run_stopped"]
+    resume(run, capsys)
+    assert event_names(run)[3:] == ["run_started", "run_resumed", "checkpoint_saved", "run_finished"]
+    assert_equal_runs(run, uninterrupted)
+
+
+def test_killed_and_resumed(run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    with training(run, hold_after=IN_STEP_4, reward__timeout_s=None) as process:
+        wait_until_held(process, run)
+        process.signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert process.leftovers() == []
+    lines = (run.run_folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    assert not (run.run_folder / "summary.json").exists()
+    assert f"resuming from {run.run_folder / 'checkpoints' / 'step_2'}" in resume(run, capsys)
+    assert_equal_runs(run, uninterrupted)
+
+
+def test_engine_process_killed_and_resumed(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, rollout__placement="process") as process:
+        wait_until_held(process, run)
+        (engine,) = process.children()
+        os.kill(engine, signal.SIGKILL)
+        (run.folder / "released").touch()
+        assert process.wait() == 1, process.text
+        assert process.leftovers() == []
+        assert "engine[0]" in process.text
+        assert "was killed by signal SIGKILL (9)" in process.text
+        assert "Traceback" not in process.text
+    failed = read_events(run.run_folder / "events.jsonl")[-1]
+    assert failed["event"] == "run_failed"
+    assert "engine[0]" in failed["error"]
+    resume(run, capsys)
+    assert_equal_runs(run, uninterrupted)
+
+
+def test_ctrl_c_reaches_the_engine_process_too(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, rollout__placement="process") as process:
+        wait_until_held(process, run)
+        assert len(process.children()) == 1
+        process.signal_group(signal.SIGINT)
+        assert process.wait() == 130, process.text
+        assert process.leftovers() == []
+        assert "stopped after step 2" in process.text
+        assert "Traceback" not in process.text
+    resume(run, capsys)
+    assert_equal_runs(run, uninterrupted)
