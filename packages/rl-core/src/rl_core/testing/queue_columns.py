@@ -43,9 +43,12 @@ class ColumnChecks(QueueChecks):
         queue = self.filled(REFERENCE, TEACHER, TRAIN, num_prompts=2)
         lease = queue.lease("reference", groups=1, deadline_s=0)
         queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0])})
-        lease = queue.lease("teacher", groups=2, deadline_s=0)
-        assert uids_of(lease) == ["p0", "p1"]
-        assert "reference_logprobs" not in lease.batch
+        alone = queue.lease("teacher", groups=1, deadline_s=0)
+        queue.release(alone)
+        together = queue.lease("teacher", groups=2, deadline_s=0)
+        assert (uids_of(alone), uids_of(together)) == (["p0"], ["p0", "p1"])
+        assert alone.batch.names == together.batch.names
+        assert "reference_logprobs" not in together.batch
 
     def test_a_row_without_reward_waits_for_the_task_that_scores_it(self) -> None:
         queue = self.queue(REWARD, TRAIN)

@@ -102,6 +102,15 @@ class LeaseChecks(QueueChecks):
         assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
         assert [entry.state for entry in queue.ledger()] == ["dropped", "settled", "done"]
 
+    def test_a_prompt_that_one_task_has_acked_may_be_dropped(self) -> None:
+        queue = self.filled(REFERENCE, TRAIN, num_prompts=1)
+        lease = queue.lease("reference", groups=1, deadline_s=0)
+        queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0])})
+        queue.drop("p0", reason="too stale")
+        assert (queue.ledger()[0].state, queue.stats()["rows"]) == ("dropped", 0)
+        with refuses(NothingToLeaseError, "1 dropped"):
+            queue.lease("train", groups=1, deadline_s=0)
+
     def test_fewer_groups_only_once_no_more_can_come(self) -> None:
         queue = self.filled(num_prompts=1)
         queue.issue(make_prompts(3)[1:], num_sessions=1)

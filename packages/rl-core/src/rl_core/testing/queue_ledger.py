@@ -68,6 +68,7 @@ class LedgerChecks(QueueChecks):
         queue = self.filled(num_prompts=2)
         queue.ack(queue.lease("train", groups=2, deadline_s=0))
         queue.forget_finished()
+        self.advance(queue, 3)
         assert set(queue.stats().values()) == {0.0}
         assert queue.ledger() == []
 
