@@ -195,6 +195,14 @@ def test_exported_weights_are_the_folders(tied_policy: Path, untied_policy: Path
     assert MegatronLearner(tied_policy, OPTIONS).tied == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
+def test_split_parameters_are_marked_so_that_grad_norms_hold_under_tensor_parallelism(tied_policy: Path):
+    parameters = MegatronLearner(tied_policy, OPTIONS)._parameters()
+
+    marked = {name for name, parameter in parameters.items() if getattr(parameter, "tensor_model_parallel", False)}
+
+    assert marked == {name for name, parameter in parameters.items() if parameter.ndim == 2}
+
+
 def test_random_weights_depend_on_the_seed_alone_and_disturb_nobody(tied_policy: Path):
     config = {**TorchLearner(tied_policy, OPTIONS)._source.config_json}
     torch.manual_seed(5)

@@ -26,13 +26,9 @@ def open_policy(policy: Path | Mapping[str, Any]) -> PolicySource:
         DataError: There is no valid config.json.
         SettingsError: The architecture is not supported.
     """
-    is_folder = isinstance(policy, Path)
+    policy_dir = policy if isinstance(policy, Path) else None
     config_json = read_policy_config(policy) if isinstance(policy, Path) else dict(policy)
-    return PolicySource(
-        config_json=config_json,
-        config=parse_policy_config(config_json),
-        policy_dir=Path(policy) if is_folder else None,  # type: ignore[arg-type]
-    )
+    return PolicySource(config_json=config_json, config=parse_policy_config(config_json), policy_dir=policy_dir)
 
 
 def parameter_dtype(options: LearnerOptions) -> torch.dtype:

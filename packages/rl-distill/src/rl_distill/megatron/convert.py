@@ -71,11 +71,7 @@ def to_megatron(tensors: State, config: PolicyConfig, shard: Shard) -> dict[str,
     Raises:
         ShapeError: The heads cannot be split over the ranks.
     """
-    if config.num_key_value_heads % shard.tensor_size:
-        raise ShapeError(
-            f"num_key_value_heads = {config.num_key_value_heads} must be divisible by the tensor-parallel size; "
-            f"found {shard.tensor_size}."
-        )
+    _check_heads(config, shard)
 
     def slice_of(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(shard.tensor_size, dim)[shard.tensor_rank]
@@ -135,6 +131,14 @@ def from_megatron(states: Sequence[State], config: PolicyConfig, shard: Shard) -
         if not config.is_tied:
             tensors["lm_head.weight"] = join(_HEAD, 0)
     return tensors
+
+
+def _check_heads(config: PolicyConfig, shard: Shard) -> None:
+    if config.num_key_value_heads % shard.tensor_size:
+        raise ShapeError(
+            f"num_key_value_heads = {config.num_key_value_heads} must be divisible by the tensor-parallel size; "
+            f"found {shard.tensor_size}."
+        )
 
 
 def _fuse_qkv(parts: Sequence[Tensor], config: PolicyConfig) -> Tensor:

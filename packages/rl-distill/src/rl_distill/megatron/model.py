@@ -29,6 +29,21 @@ _CHUNK_LOGITS = 2**25
 """Logits that are alive at once; more are made in chunks, and again in the backward pass."""
 
 
+_WITHOUT_FUSIONS = dict.fromkeys(
+    (
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+        "persist_layer_norm",
+        "batch_p2p_comm",
+    ),
+    False,
+)
+"""Kernels of Transformer Engine, apex or CUDA alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Logprobs and entropy of tokens.
@@ -112,17 +127,11 @@ def transformer_config(
         use_cpu_initialization=True,
         # False would skip marking tensor-parallel parameters, and grad norms would be wrong without a word.
         perform_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        batch_p2p_comm=False,
         cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",  # noqa: S106 - no secret; variable_seq_lengths asks for it, dense too
         variable_seq_lengths=True,
         calculate_per_token_loss=True,
+        **_WITHOUT_FUSIONS,
     )
 
 

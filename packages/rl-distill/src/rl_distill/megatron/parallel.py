@@ -1,5 +1,6 @@
 """A process becomes a rank: torch.distributed and megatron's process groups."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,12 @@ class Rank:
 def learner_device() -> torch.device:
     """The GPU of this process, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def undisturbed_random_numbers() -> AbstractContextManager[None]:
+    """Put the generators of the CPU and of this process's GPU back on leaving."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices)
 
 
 def initialize_rank(rank: Rank, *, seed: int) -> None:
@@ -53,5 +60,5 @@ def initialize_rank(rank: Rank, *, seed: int) -> None:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
-        with torch.random.fork_rng():
+        with undisturbed_random_numbers():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)

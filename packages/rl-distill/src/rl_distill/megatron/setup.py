@@ -13,6 +13,7 @@ from rl_distill.checkpoint import PolicySource
 from rl_distill.hf_folder import read_policy_tensors
 from rl_distill.megatron.convert import Shard, to_megatron
 from rl_distill.megatron.model import PolicyModel, transformer_config
+from rl_distill.megatron.parallel import undisturbed_random_numbers
 
 
 def build_policy(source: PolicySource, shard: Shard, *, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
@@ -36,7 +37,7 @@ def build_policy(source: PolicySource, shard: Shard, *, dtype: torch.dtype, seed
         tensors = read_policy_tensors(source.policy_dir, source.config, dtype=dtype)
         state = to_megatron(tensors, source.config, shard)
     config = transformer_config(source.config, dtype=dtype, init_method=None if state is None else _keep)
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with undisturbed_random_numbers(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # megatron's, about its own calls of itself
         torch.manual_seed(seed)
         model = PolicyModel(source.config, config)
