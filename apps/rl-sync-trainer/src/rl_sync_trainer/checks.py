@@ -1,12 +1,14 @@
 """What can be refused before anything heavy starts: arithmetic, names and files."""
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_core.errors import SettingsError
+from rl_core.errors import EngineError, SettingsError
 from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES
+from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
 from rl_rollout.loops.registry import LOOPS
 from rl_sync_trainer.settings import Settings
@@ -18,7 +20,14 @@ def check_settings(settings: Settings) -> None:
     Raises:
         SettingsError: Each line names a setting, what it must be, and what it is.
     """
-    problems = [*_ranges(settings), *_arithmetic(settings), *_names(settings), *_files(settings)]
+    problems = [
+        *_ranges(settings),
+        *_optional_ranges(settings),
+        *_arithmetic(settings),
+        *_lengths(settings),
+        *_names(settings),
+        *_files(settings),
+    ]
     if problems:
         raise SettingsError("\n".join(problems))
 
@@ -26,6 +35,7 @@ def check_settings(settings: Settings) -> None:
 def _ranges(settings: Settings) -> Iterator[str]:
     rollout, trainer, learner, algorithm = settings.rollout, settings.trainer, settings.learner, settings.algorithm
     at_least = {
+        "run.seed": (settings.run.seed, 0),
         "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
         "rollout.group_size": (rollout.group_size, 1),
         "rollout.max_response_tokens": (rollout.max_response_tokens, 1),
@@ -43,18 +53,22 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "learner.weight_decay": (learner.weight_decay, 0),
         "algorithm.kl_coefficient": (algorithm.kl_coefficient, 0),
         "algorithm.clip_high": (algorithm.clip_high, 0),
+        "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
+        "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
+        "metrics.log_validation_generations": (settings.metrics.log_validation_generations, 0),
     }
     for name, (value, least) in at_least.items():
-        if value < least:
+        if not value >= least:
             yield f"{name} must be at least {least}; found {value}."
     for name, number in {
         "learner.learning_rate": learner.learning_rate,
         "rollout.temperature": rollout.temperature,
         "algorithm.correction_cap": algorithm.correction_cap,
-        "engine.kv_cache_gib": 1.0 if settings.engine.kv_cache_gib is None else settings.engine.kv_cache_gib,
+        "rollout.deadline_s": rollout.deadline_s,
+        "rollout.start_deadline_s": rollout.start_deadline_s,
         "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,
     }.items():
-        if number <= 0:
+        if not number > 0:
             yield f"{name} must be above 0; found {number:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
@@ -64,6 +78,39 @@ def _ranges(settings: Settings) -> Iterator[str]:
         yield f"algorithm.dual_clip must be above 1, or none; found {algorithm.dual_clip:g}."
     if learner.dtype not in ("float32", "bfloat16"):
         yield f'learner.dtype must be "float32" or "bfloat16"; found {learner.dtype!r}.'
+
+
+def _optional_ranges(settings: Settings) -> Iterator[str]:
+    """Settings that may be none."""
+    for name, count in {
+        "prompts.validation_limit": settings.prompts.validation_limit,
+        "learner.num_threads": settings.learner.num_threads,
+        "engine.num_threads": settings.engine.num_threads,
+    }.items():
+        if count is not None and count < 1:
+            yield f"{name} must be at least 1, or none; found {count}."
+    for name, number in {
+        "reward.timeout_s": settings.reward.timeout_s,
+        "trainer.proof_tolerance": settings.trainer.proof_tolerance,
+        "engine.kv_cache_gib": settings.engine.kv_cache_gib,
+    }.items():
+        if number is not None and not number > 0:
+            yield f"{name} must be above 0, or none; found {number:g}."
+
+
+def _lengths(settings: Settings) -> Iterator[str]:
+    """The longest trajectory must fit into the model's positions and the engine's context."""
+    prompts, rollout = settings.prompts, settings.rollout
+    longest = prompts.max_tokens + rollout.max_response_tokens
+    limits = {"engine.max_model_len": settings.engine.max_model_len}
+    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks say what is wrong with config.json
+        limits["the model's max_position_embeddings"] = max_positions(settings.policy.path)
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            yield (
+                f"prompts.max_tokens = {prompts.max_tokens} and rollout.max_response_tokens = "
+                f"{rollout.max_response_tokens} make {longest} tokens, more than {name} = {limit}. Lower one of them."
+            )
 
 
 def _arithmetic(settings: Settings) -> Iterator[str]:

@@ -39,8 +39,11 @@ class SettingField:
     @property
     def is_text(self) -> bool:
         """True when the value is taken as it is written."""
+        kind = typing.get_origin(self.annotation)
+        if kind in (dict, tuple):
+            return False
         options = typing.get_args(self.annotation) or (self.annotation,)
-        return any(option in (str, Path) for option in options) or typing.get_origin(self.annotation) is typing.Literal
+        return any(option in (str, Path) for option in options) or kind is typing.Literal
 
 
 def setting_fields() -> dict[str, SettingField]:
@@ -137,7 +140,9 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     try:
         document = tomllib.loads(file.read_text())
     except FileNotFoundError:
-        raise SettingsError(f"settings file {file} does not exist.") from None
+        raise SettingsError(f"settings file {file} does not exist (looked in {Path.cwd()}).") from None
+    except OSError as error:
+        raise SettingsError(f"settings file {file} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {file} is not TOML: {error}.") from None
     flat: dict[str, Any] = {}
