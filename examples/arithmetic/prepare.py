@@ -23,9 +23,9 @@ FOLDER = Path(__file__).parent
 PREPARED = FOLDER / "prepared"
 MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill")
 
-WARM_UP_STEPS = 380
-DEMONSTRATIONS_PER_STEP = 256
-HASTY_SHARE = 0.65
+WARM_UP_STEPS = 600
+DEMONSTRATIONS_PER_STEP = 128
+HASTY_SHARE = 0.6
 """Share of demonstrations that answer at once, in haste; the others use the scratchpad, and are right. The policy
 learns both, answers in haste when greedy, and GRPO finds out that the scratchpad pays."""
 
@@ -139,7 +139,7 @@ def warm_up(part: Path, problems: list[task.Problem]) -> None:
     from rl_distill.supervised import supervised_objective
 
     options = LearnerOptions(
-        learning_rate=3e-3,
+        learning_rate=4e-3,
         warmup_steps=20,
         decay_steps=WARM_UP_STEPS,
         betas=(0.9, 0.99),
@@ -154,7 +154,7 @@ def warm_up(part: Path, problems: list[task.Problem]) -> None:
     started = time.perf_counter()
     for step in range(1, WARM_UP_STEPS + 1):
         result = learner.train_step(draw(hasty, scratchpad, random), supervised_objective)
-        if step % 20 == 0:
+        if step % 50 == 0:
             took = time.perf_counter() - started
             rest = took / step * (WARM_UP_STEPS - step)
             say(f"  warm-up {step}/{WARM_UP_STEPS}, loss {result.loss:.3f}, {took:.0f} s, {rest:.0f} s to go")
