@@ -76,7 +76,13 @@ def learner_process_group() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def started_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[StartedEngine]:
     """The one vLLM engine of the session; each test leaves it serving tied_model_dir."""
-    engine = VLLMEngine(tied_model_dir, VLLMOptions(max_model_len=128, max_num_seqs=64, kv_cache_gib=0.25))
+    options = VLLMOptions(
+        max_model_len=128,
+        max_num_seqs=64,
+        max_num_batched_tokens=192,  # long prompts are computed in pieces
+        kv_cache_gib=0.002,  # 65 blocks of 32 tokens: 64 samples fit only while they are short
+    )
+    engine = VLLMEngine(tied_model_dir, options)
     before = ProcessState.now()
     asyncio.run(engine.start())
     yield StartedEngine(engine, before, ProcessState.now())

@@ -14,7 +14,7 @@ from rl_core.errors import EngineError, NotReadyError, WeightProofError
 from rl_core.publish import ProofTolerances, check_receipt
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightUpdate
-from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
+from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import (
     PROMPT,
@@ -119,6 +119,38 @@ def test_a_long_prompt_shared_by_samples_is_not_served_from_old_weights(
         sequence = joined(prompt, sample)
         expected = token_logprobs(reference_logprobs(tied_model_dir, sequence, tensors=weights), sequence)
         np.testing.assert_allclose(sample.logprobs, expected[len(prompt) - 1 :], atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 64, 65, 100])
+def test_samples_that_share_a_prompt_match_its_scores(vllm_engine: VLLMEngine, length: int) -> None:
+    prompt = np.random.default_rng(length).integers(2, 32, length).astype(np.int32)
+    sampling = SamplingParams(max_tokens=6, seed=0)
+    request = GenerateRequest(input_ids=prompt, sampling=sampling, num_samples=8)
+
+    async def ask_twice() -> list[Generation]:
+        groups = await asyncio.gather(vllm_engine.generate(request), vllm_engine.generate(request))
+        return [sample for group in groups for sample in group]
+
+    samples = asyncio.run(ask_twice())
+    scores = asyncio.run(vllm_engine.score([joined(prompt, sample) for sample in samples]))
+    for sample, row in zip(samples, scores, strict=True):
+        np.testing.assert_allclose(sample.logprobs, row[length:], atol=1e-4)
+
+
+def test_a_group_that_does_not_fit_is_served_in_turns(vllm_engine: VLLMEngine) -> None:
+    prompts = [np.random.default_rng(seed).integers(2, 32, 40).astype(np.int32) for seed in range(3)]
+
+    async def ask_all() -> list[list[Generation]]:
+        sampling = SamplingParams(max_tokens=80, seed=0)
+        requests = [GenerateRequest(input_ids=prompt, sampling=sampling, num_samples=40) for prompt in prompts]
+        return list(await asyncio.gather(*map(vllm_engine.generate, requests)))
+
+    groups = asyncio.run(ask_all())
+    sequences = [joined(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
+    samples = [sample for group in groups for sample in group]
+    assert any(sample.num_preempted for sample in samples)
+    for sample, row in zip(samples, asyncio.run(vllm_engine.score(sequences)), strict=True):
+        np.testing.assert_allclose(sample.logprobs, row[40:], atol=1e-4)
 
 
 def test_the_process_is_left_as_it_was(started_vllm: Any) -> None:

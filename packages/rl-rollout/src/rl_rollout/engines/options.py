@@ -19,7 +19,8 @@ class VLLMOptions:
         gpu_memory_utilization: Share of the GPU's memory that the engine may use, weights included.
         block_size: Tokens of a KV cache block, and of what prefix caching shares; None takes 32 on CPUs, and what
             vLLM chooses on GPUs.
-        enable_prefix_caching: Compute a prompt once for all samples of a request, in whole blocks.
+        enable_prefix_caching: Compute a prompt once for all samples that have it: whole blocks of it on GPUs, all of
+            it on CPUs.
         enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
         num_threads: CPU threads of the engine; None takes torch's count at the start.
         seed: Of the draws of requests that have none.

@@ -55,22 +55,3 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-class PrivateGenerator:
-    """The global CPU generator, lent to vLLM for each step: what the learner draws does not depend on the engine."""
-
-    def __init__(self, seed: int) -> None:
-        """Begin with this seed."""
-        self._state = torch.Generator().manual_seed(seed).get_state()
-
-    @contextmanager
-    def lend(self) -> Iterator[None]:
-        """Within, the global generator is this one."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._state)
-        try:
-            yield
-        finally:
-            self._state = torch.get_rng_state()
-            torch.set_rng_state(outside)

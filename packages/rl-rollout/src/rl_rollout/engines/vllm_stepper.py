@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm import __version__ as vllm_version
+from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -24,7 +25,7 @@ from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.stepped import Sample
-from rl_rollout.engines.vllm_environment import PrivateGenerator, unchanged_process
+from rl_rollout.engines.vllm_environment import unchanged_process
 from rl_rollout.engines.weight_checks import check_update, tensor_shapes, update_tensors
 
 FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
@@ -53,7 +54,8 @@ class VLLMStepper:
         """
         _require_room()
         self._owns_process_group = not torch.distributed.is_initialized()
-        self._generator = PrivateGenerator(options.seed)
+        self._is_cpu = current_platform.is_cpu()
+        self._seeds = np.random.default_rng(options.seed)
         self._end_token_ids = end_token_ids(model_dir)
         self._shapes = tensor_shapes(model_dir)
         self._running: dict[str, tuple[Sample, Any]] = {}
@@ -66,6 +68,8 @@ class VLLMStepper:
         self._client: Any = self._engine.engine_core
         self._core: Any = self._client.engine_core
         self._core.collective_rpc("skip_token_ranks")
+        if self._is_cpu:
+            self._core.collective_rpc("draw_by_seed_and_position")
         model_config = self._engine.model_config
         device = current_platform.device_type
         self._traits = EngineTraits(
@@ -101,9 +105,8 @@ class VLLMStepper:
 
     def step(self) -> list[Sample]:
         """See `Stepper.step`."""
-        with self._generator.lend():
-            outputs, is_executed = self._core.step_fn()
-            self._core.post_step(is_executed)
+        outputs, is_executed = self._core.step_fn()
+        self._core.post_step(is_executed)
         self._watch_progress(is_executed)
         finished = []
         for client_outputs in (outputs or {}).values():
@@ -128,7 +131,7 @@ class VLLMStepper:
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
         own = {name: tensor for name, tensor in tensors.items() if name not in update.tied}
         self._core.collective_rpc("replace_all_weights", args=(own,))
-        self._core.reset_prefix_cache(reset_running_requests=True)
+        self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self._version = update.version
         (live,) = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
         return WeightReceipt(version=update.version, arrived=arrived, live=live)
@@ -155,12 +158,16 @@ class VLLMStepper:
         sampling = sample.sampling
         if sampling is None:
             return VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        seed = sample.seed
+        if self._is_cpu and seed is None:
+            seed = int(self._seeds.integers(2**63))
         return VLLMSamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or 0,
-            seed=sample.seed,
+            seed=None if self._is_cpu else seed,
+            extra_args={"seed": seed} if self._is_cpu else None,
             stop_token_ids=self._stop_token_ids(sampling),
             logprobs=0 if sampling.temperature else None,
             detokenize=False,
@@ -235,8 +242,14 @@ def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
         logprobs_mode="processed_logprobs",
         async_scheduling=False,
         disable_log_stats=True,
-        worker_extension_cls="rl_rollout.engines.vllm_worker.WeightExtension",
+        worker_extension_cls="rl_rollout.engines.vllm_worker.WorkerExtension",
+        kv_transfer_config=_prompt_sharing() if is_cpu and options.enable_prefix_caching else None,
     )
+
+
+def _prompt_sharing() -> KVTransferConfig:
+    module = "rl_rollout.engines.vllm_prompt_sharing"
+    return KVTransferConfig(kv_connector="PromptSharing", kv_connector_module_path=module, kv_role="kv_consumer")
 
 
 def _scores(output: EngineCoreOutput, num_tokens: int) -> np.ndarray[Any, np.dtype[np.float32]]:

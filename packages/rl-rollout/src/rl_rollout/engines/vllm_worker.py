@@ -9,17 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.records import FloatArray
 from rl_core.weights import probe_tensor, probe_vector
 
 
-class WeightExtension:
+class WorkerExtension:
     """Mixed into vLLM's worker; called with `collective_rpc`."""
 
     model_runner: Any
@@ -60,6 +63,44 @@ class WeightExtension:
             return LogprobsTensors(columns.to(torch.int32), logprobs.gather(-1, columns), torch.zeros_like(token_ids))
 
         sampler.gather_logprobs = gather
+
+    def draw_by_seed_and_position(self) -> None:
+        """Let the sampler on a CPU draw each token by its sample's seed and its position in the response alone.
+
+        vLLM keeps a generator for each seeded request, which on CPUs fails when a prompt is computed in pieces (it
+        cannot be wound back), and draws anew what a preemption repeats. Seeds come in `extra_args`, so that vLLM
+        makes no generators.
+        """
+        runner = self.model_runner
+
+        def draw(
+            logits: torch.Tensor, _generators: object, k: torch.Tensor | None, p: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = apply_top_k_top_p(logits, k, p)
+            tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), _row_seeds(runner, len(logits)))
+            return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
+
+        runner.sampler.topk_topp_sampler.forward = draw
+
+
+def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:
+    """[N] int64: for each request of the batch a number that its seed and the position of its next token decide."""
+    batch = runner.input_batch
+    if num_rows != batch.num_reqs:
+        raise RuntimeError(f"vLLM samples {num_rows} rows for {batch.num_reqs} requests; expected one a request.")
+    extras = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
+    seeds = np.array([extra["seed"] % 2**64 if extra else 0 for extra in extras], dtype=np.uint64)
+    positions = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
+    mixed = _splitmix64(_splitmix64(seeds) + positions.astype(np.uint64))
+    return torch.from_numpy((mixed >> np.uint64(1)).astype(np.int64))
+
+
+def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of each number (Steele et al. 2014), so that neighbours have nothing in common."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def repack_output_head(model: torch.nn.Module) -> None:

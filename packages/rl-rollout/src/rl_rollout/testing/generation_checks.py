@@ -49,6 +49,20 @@ class GenerationChecks:
         assert three == again
         assert three[2] == last
 
+    def test_draws_follow_the_distribution(self, engine: RolloutEngine) -> None:
+        samples = generate(engine, num_samples=2000, max_tokens=2, seed=0)
+        first = np.array([int(sample.token_ids[0]) for sample in samples])
+        probabilities = {int(sample.token_ids[0]): float(np.exp(sample.logprobs[0])) for sample in samples}
+        for token, probability in probabilities.items():
+            share = float(np.mean(first == token))
+            assert abs(share - probability) < 5 * np.sqrt(probability / len(samples))
+        assert sum(probabilities.values()) > 0.95
+
+    def test_the_draws_of_neighbouring_seeds_and_positions_are_independent(self, engine: RolloutEngine) -> None:
+        samples = generate(engine, num_samples=2000, max_tokens=2, seed=0)
+        uniform = [float(sample.logprobs[0]) for sample in samples]
+        assert abs(np.corrcoef(uniform[:-1], uniform[1:])[0, 1]) < 0.1
+
     def test_responses_end_at_max_tokens(self, engine: RolloutEngine) -> None:
         for sample in generate(engine, num_samples=4, max_tokens=3, seed=1):
             assert (len(sample.token_ids) == 3) or sample.finish_reason == "stop"
