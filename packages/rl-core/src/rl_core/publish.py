@@ -135,7 +135,7 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
             differences = np.abs(expected[1:] - found[1:])
         if not (differences <= tolerances.canary).all():
-            position = int(np.argmax(np.where(np.isnan(differences), np.inf, differences))) + 1
+            position = int(np.argmax(differences)) + 1  # the first NaN, where there is one
             raise WeightProofError(
                 f"every tensor arrived and is live, but the engine's logprob of token {position} of canary sequence "
                 f"{index} is {found[position]:.4f}; the learner's is {expected[position]:.4f} (allowed difference "

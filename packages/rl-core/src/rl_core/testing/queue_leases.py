@@ -136,6 +136,10 @@ class LeaseChecks(QueueChecks):
         queue.drop("p1", reason="too easy")
         with refuses(NothingToLeaseError, "'train'", "3 groups", "1 done", "1 dropped"):
             queue.lease("train", groups=3, deadline_s=0)
+        with refuses(NothingToLeaseError, "1 settled"):
+            queue = self.filled(REFERENCE, TRAIN, num_prompts=1)
+            queue.ack(queue.lease("train", groups=1, deadline_s=0))
+            queue.lease("train", groups=1, deadline_s=0)
         with refuses(NothingToLeaseError, "nothing issued"):
             self.queue().lease("train", groups=1, deadline_s=0)
 
