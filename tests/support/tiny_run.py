@@ -126,6 +126,7 @@ class TinyRun:
 def train_here(run: TinyRun, *words: str, **settings: Any) -> int:
     """Run the command in this process, which saves its imports; gives the exit status."""
     import torch
+
     from rl_sync_trainer.main import main
 
     num_threads = torch.get_num_threads()

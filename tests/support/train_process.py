@@ -1,5 +1,6 @@
 """The command in a process of its own, watched by conditions with deadlines."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 from tiny_run import TinyRun
 
+DRIVER = Path(__file__).with_name("command_driver.py")
 DEADLINE_S = 120.0
 TICK_S = 0.02
 ENVIRONMENT = {
@@ -138,3 +140,29 @@ def training(run: TinyRun, *words: str, hold_after: int | None = None, **setting
 def wait_until_held(process: TrainProcess, run: TinyRun) -> None:
     """Return when a reward call waits: rollouts are under way."""
     process.wait_until((run.folder / "held").exists, "a held reward call")
+
+
+def drive(cases: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run commands, one after the other, in one fresh interpreter.
+
+    Args:
+        cases: For each name the `words` of a command, and the `environment` that it gets.
+        folder: Where they run.
+
+    Returns:
+        For each name what `command_driver.run_case` says.
+    """
+    (folder / "cases.json").write_text(json.dumps(cases))
+    files = [str(folder / "cases.json"), str(folder / "results.json")]
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), *files],
+        env={**os.environ, **ENVIRONMENT},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return results

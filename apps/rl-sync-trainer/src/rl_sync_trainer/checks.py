@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rl_core.errors import EngineError, SettingsError
 from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES
+from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
 from rl_rollout.loops.registry import LOOPS
@@ -30,6 +31,16 @@ def check_settings(settings: Settings) -> None:
     ]
     if problems:
         raise SettingsError("\n".join(problems))
+
+
+def check_trainable(settings: Settings) -> None:
+    """Refuse a model that the learners do not know; such a one can only be evaluated.
+
+    Raises:
+        SettingsError: Its architecture is not supported.
+        DataError: Its config.json lacks something.
+    """
+    parse_policy_config(read_policy_config(settings.policy.path))
 
 
 def _ranges(settings: Settings) -> Iterator[str]:

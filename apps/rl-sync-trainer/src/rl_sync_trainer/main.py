@@ -49,12 +49,13 @@ def train(words: list[str]) -> int:
 
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_sync_trainer.checks import check_settings
+    from rl_sync_trainer.checks import check_settings, check_trainable
     from rl_sync_trainer.inputs import read_inputs
     from rl_sync_trainer.plan import describe_plan
     from rl_sync_trainer.run_folder import open_run
 
     check_settings(settings)
+    check_trainable(settings)
     inputs = read_inputs(settings)
     if dry_run:
         say(describe_plan(settings, inputs.counts))

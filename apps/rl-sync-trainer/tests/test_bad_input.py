@@ -1,0 +1,344 @@
+"""Mistakes, as a user meets them: a clear message and status 2, before anything heavy starts, and no run behind."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_run import TinyRun, copy_tiny_run, make_tiny_run
+from train_process import drive
+
+DRIVER = Path(__file__).resolve().parents[3] / "tests" / "support" / "command_driver.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A command with something wrong.
+
+    Attributes:
+        says: Words of the message.
+        settings: On the command line.
+        environment: Variables.
+        words: Further words.
+        spoil: Does the damage to the run's inputs.
+    """
+
+    says: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    spoil: Callable[[TinyRun], object] = lambda run: None
+
+
+def in_file(before: str, after: str) -> Callable[[TinyRun], None]:
+    return lambda run: run.replace_in_settings({before: after})
+
+
+def jsonl(*rows: object) -> Callable[[TinyRun], None]:
+    def spoil(run: TinyRun) -> None:
+        (run.folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.replace_in_settings({"train.parquet": "bad.jsonl"})
+
+    return spoil
+
+
+def parquet(rows: list[dict[str, Any]]) -> Callable[[TinyRun], None]:
+    return lambda run: pq.write_table(pa.Table.from_pylist(rows), run.folder / "train.parquet")
+
+
+def reward(source: str) -> Callable[[TinyRun], object]:
+    return lambda run: (run.folder / "reward.py").write_text(source)
+
+
+def without(name: str) -> Callable[[TinyRun], None]:
+    return lambda run: (run.folder / name).unlink()
+
+
+def replaced(name: str, content: str) -> Callable[[TinyRun], object]:
+    return lambda run: (run.folder / name).write_text(content)
+
+
+def config(**changes: Any) -> Callable[[TinyRun], None]:
+    def spoil(run: TinyRun) -> None:
+        file = run.folder / "policy" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return spoil
+
+
+GOOD_ROW = {"prompt": "01+02", "answer": "3"}
+
+NAMES = {
+    "misspelt in the file": Mistake(
+        spoil=in_file("steps = 4", "stepps = 4"),
+        says=("unknown setting 'trainer.stepps'", "settings.toml)", "Did you mean 'trainer.steps'?"),
+    ),
+    "misspelt on the command line": Mistake(
+        settings={"rollout__group_sise": 4},
+        says=("unknown setting 'rollout.group_sise' (command line)", "Did you mean 'rollout.group_size'?"),
+    ),
+    "misspelt in the environment": Mistake(
+        environment={"RL__TRAINER__STEP": "4"},
+        says=("unknown setting 'trainer.step'", "environment variable RL__TRAINER__STEP", "'trainer.steps'?"),
+    ),
+    "without its section": Mistake(
+        settings={"learning_rate": 0.1}, says=("unknown setting 'learning_rate'", "'learner.learning_rate'?")
+    ),
+    "misspelt section": Mistake(
+        spoil=in_file("[trainer]", "[trainr]"), says=("unknown setting 'trainr.steps'", "Did you mean 'trainer.steps'?")
+    ),
+    "outside of sections": Mistake(spoil=in_file("[run]", "steps = 3\n[run]"), says=("unknown setting 'steps'",)),
+    "nothing near": Mistake(settings={"zzz__qqq": 1}, says=("unknown setting 'zzz.qqq'", "`train --help` lists all")),
+    "wrong type": Mistake(
+        settings={"trainer__steps": "many"},
+        says=("trainer.steps: input should be a valid integer", "found 'many' (command line)", "Steps to train"),
+    ),
+    "wrong type in the file": Mistake(
+        spoil=in_file("group_size = 4", 'group_size = "four"'), says=("rollout.group_size", "'four'", "settings.toml)")
+    ),
+    "wrong choice": Mistake(
+        settings={"run__if_exists": "overwrite"},
+        says=("run.if_exists: input should be 'refuse', 'resume' or 'archive'; found 'overwrite'",),
+    ),
+    "two at once": Mistake(
+        settings={"trainer__steps": "many", "rollout__temperature": "hot"},
+        says=("trainer.steps: ", "rollout.temperature: "),
+    ),
+    "required and not set": Mistake(
+        spoil=in_file("[reward]\nfunction", "[reward]\n#"),
+        says=("reward.function: required, and not set. Name of a built-in reward",),
+    ),
+    "no value": Mistake(words=("--trainer.steps",), says=("--trainer.steps needs a value: --trainer.steps=VALUE",)),
+    "stray word": Mistake(words=("--resume", "again"), says=("unexpected argument 'again'",)),
+    "not TOML": Mistake(spoil=in_file("[run]", "[run"), says=("settings.toml is not TOML", "line 1")),
+    "no settings file": Mistake(spoil=without("settings.toml"), says=("settings.toml does not exist",)),
+    "a folder as settings file": Mistake(
+        spoil=lambda run: (run.settings_file.unlink(), run.settings_file.mkdir()), says=("cannot be read: Is a dir",)
+    ),
+}
+
+ARITHMETIC = {
+    "groups do not divide into minibatches": Mistake(
+        settings={"trainer__minibatches": 3},
+        says=("rollout.prompts_per_step = 4 groups cannot be divided into trainer.minibatches = 3",),
+    ),
+    "groups of one": Mistake(settings={"rollout__group_size": 1}, says=("rollout.group_size must be at least 2",)),
+    "more prompts in a step than there are": Mistake(
+        settings={"rollout__prompts_per_step": 33}, says=("rollout.prompts_per_step = 33", "gives 32 prompts")
+    ),
+    "several at once": Mistake(
+        settings={"trainer__steps": 0, "run__seed": -1, "learner__learning_rate": "nan", "reward__timeout_s": 0},
+        says=(
+            "trainer.steps must be at least 1; found 0",
+            "run.seed must be at least 0; found -1",
+            "learner.learning_rate must be above 0; found nan",
+            "reward.timeout_s must be above 0, or none; found 0",
+        ),
+    ),
+    "a nucleus in training": Mistake(settings={"rollout__top_p": 0.9}, says=("rollout.top_p < 1",)),
+    "correction without recomputed logprobs": Mistake(
+        settings={"algorithm__correction": "token"}, says=('needs algorithm.old_logprobs = "recompute"',)
+    ),
+    "longer than the model's positions": Mistake(
+        settings={"rollout__max_response_tokens": 57},
+        says=("make 65 tokens, more than the model's max_position_embeddings = 64",),
+    ),
+    "longer than the engine's context": Mistake(
+        settings={"engine__max_model_len": 15}, says=("make 16 tokens, more than engine.max_model_len = 15",)
+    ),
+    "unknown advantage": Mistake(
+        settings={"algorithm__advantage": "gropo"},
+        says=("algorithm.advantage = 'gropo' is not known", "Did you mean 'grpo'?"),
+    ),
+    "unknown aggregation": Mistake(
+        settings={"algorithm__aggregation": "token_mean"}, says=("'token_mean' is not known", "'token-mean'?")
+    ),
+    "unknown engine": Mistake(settings={"rollout__engine": "vlm"}, says=("rollout.engine = 'vlm'", "'vllm'?")),
+    "unknown loop": Mistake(settings={"rollout__loop": "single"}, says=("rollout.loop = 'single'", "'single_turn'?")),
+}
+
+PROMPTS = {
+    "missing training file": Mistake(
+        spoil=without("train.parquet"), says=("prompts.train: ", "train.parquet does not exist (looked in ")
+    ),
+    "missing validation and test file": Mistake(
+        spoil=lambda run: [(run.folder / f"{name}.parquet").unlink() for name in ("validation", "test")],
+        says=("prompts.validation: ", "prompts.test: "),
+    ),
+    "torn file": Mistake(
+        spoil=lambda run: os.truncate(run.folder / "test.parquet", 100), says=("test.parquet: not a readable parquet",)
+    ),
+    "empty file": Mistake(spoil=jsonl(), says=("bad.jsonl", "no rows")),
+    "line that is no JSON": Mistake(
+        spoil=lambda run: (jsonl(GOOD_ROW)(run), (run.folder / "bad.jsonl").open("a").write("{")),
+        says=("bad.jsonl, line 2",),
+    ),
+    "row without answer": Mistake(
+        spoil=jsonl(*[GOOD_ROW] * 4, {"prompt": "05+05"}), says=("bad.jsonl, line 5, field `answer`: missing",)
+    ),
+    "row with a bad prompt": Mistake(
+        spoil=parquet([{"prompt": [{"role": "user", "content": c}], "answer": "1"} for c in ["01+00", "00+01", None]]),
+        says=("train.parquet, row 3, field `prompt[0].content`: expected a string, found nothing",),
+    ),
+    "prompt too long": Mistake(
+        settings={"prompts__max_tokens": 5},
+        says=("train.parquet, row 1, field `prompt`: 6 tokens, more than ", "tokens = 5. Raise", '"drop"'),
+    ),
+    "all prompts too long": Mistake(
+        settings={"prompts__max_tokens": 5, "prompts__overlong": "drop"}, says=("all 32 rows", "are longer than")
+    ),
+    "messages without a chat template": Mistake(
+        spoil=without("policy/chat_template.jinja"), says=("row 1, field `prompt`", "no chat template")
+    ),
+}
+
+MODELS = {
+    "no such folder": Mistake(settings={"policy__path": "nowhere"}, says=("policy.path: nowhere is not a folder",)),
+    "no tokenizer": Mistake(
+        spoil=lambda run: [file.unlink() for file in (run.folder / "policy").glob("tokenizer*")],
+        says=("policy.path: ", "has no tokenizer (tokenizer.json)"),
+    ),
+    "damaged tokenizer": Mistake(
+        spoil=replaced("policy/tokenizer.json", "{"), says=("transformers cannot load the tokenizer",)
+    ),
+    "no config.json": Mistake(spoil=without("policy/config.json"), says=("has no config.json",)),
+    "config.json is no JSON": Mistake(spoil=replaced("policy/config.json", "{"), says=("config.json is not JSON",)),
+    "no weights": Mistake(spoil=without("policy/model.safetensors"), says=("has no *.safetensors weights",)),
+    "another architecture": Mistake(
+        spoil=config(architectures=["GPT2LMHeadModel"]),
+        says=("architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM"),
+    ),
+}
+
+REWARDS = {
+    "no such file": Mistake(spoil=without("reward.py"), says=("reward.py:reward'", "does not exist")),
+    "no such function": Mistake(
+        spoil=reward("def rewards(sample): return 1.0"), says=("has no 'reward'", "it has rewards", "'rewards'?")
+    ),
+    "no such built-in": Mistake(settings={"reward__function": "exact_mach"}, says=("exact_mach", "'exact_match'?")),
+    "raises when imported": Mistake(
+        spoil=reward("import no_such_module_anywhere"),
+        says=("importing ", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+    ),
+    "raises when called": Mistake(
+        spoil=reward("def reward(sample):\n    return float(sample.response_text)"),
+        says=("fails on an empty response", "raised ValueError", "reward.py, line 2"),
+    ),
+    "gives no number": Mistake(
+        spoil=reward("def reward(sample):\n    return 'good'"), says=("expected a finite number", "'good'")
+    ),
+    "takes other arguments": Mistake(
+        spoil=reward("def reward(text, truth):\n    return 1.0"), says=("must take one argument, a RewardInput",)
+    ),
+}
+
+RUN_SETTINGS = """[trainer]
+steps = 4
+[learner]
+learning_rate = 0.1
+"""
+
+
+def with_run(run: TinyRun) -> None:
+    run.run_folder.mkdir(parents=True)
+    (run.run_folder / "settings.toml").write_text(RUN_SETTINGS)
+
+
+FOLDERS = {
+    "a run is there already": Mistake(
+        spoil=with_run, says=("runs/tiny has a run already", "--resume", "--run.if_exists=archive", "--run.name=NAME")
+    ),
+    "resumed with other settings": Mistake(
+        spoil=with_run,
+        words=("--resume",),
+        says=(
+            "cannot be resumed with other settings",
+            "learner.learning_rate: the run has 0.1, now 0.003",
+            "These may differ: ",
+            "trainer.steps",
+        ),
+    ),
+    "resumed from settings that are not readable": Mistake(
+        spoil=lambda run: (with_run(run), (run.run_folder / "settings.toml").write_text("[")),
+        words=("--resume",),
+        says=("runs/tiny/settings.toml, with which the run was begun, is not readable",),
+    ),
+    "nothing to resume": Mistake(words=("--resume",), says=("--resume: ", "has no run to go on with")),
+    "run folder under a file": Mistake(
+        spoil=lambda run: (run.folder / "runs").write_text(""), says=("runs/tiny cannot be made", "--run.directory")
+    ),
+}
+
+MISTAKES = {
+    f"{kind}: {name}": mistake
+    for kind, mistakes in {
+        "setting": NAMES,
+        "arithmetic": ARITHMETIC,
+        "prompts": PROMPTS,
+        "model": MODELS,
+        "reward": REWARDS,
+        "folder": FOLDERS,
+    }.items()
+    for name, mistake in mistakes.items()
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_tiny_run(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def places(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TinyRun]]:
+    """Inputs for each mistake, with the damage done."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    runs = {}
+    for index, (name, mistake) in enumerate(MISTAKES.items()):
+        runs[name] = copy_tiny_run(tiny_run, folder / str(index))
+        mistake.spoil(runs[name])
+    return runs
+
+
+@pytest.fixture(scope="module")
+def refusals(places: dict[str, TinyRun], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What became of each mistake, all made in one fresh interpreter, one after the other."""
+    cases = {
+        name: {
+            "words": places[name].train_words(*mistake.words, **mistake.settings),
+            "environment": dict(mistake.environment),
+        }
+        for name, mistake in MISTAKES.items()
+    }
+    return drive(cases, tmp_path_factory.mktemp("driven"))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused(name: str, refusals: dict[str, dict[str, Any]], places: dict[str, TinyRun]) -> None:
+    refusal = refusals[name]
+    assert refusal["status"] == 2, refusal["errors"]
+    assert refusal["errors"].startswith("error: ")
+    for words in MISTAKES[name].says:
+        assert words in refusal["errors"]
+    assert refusal["heavy"] == []
+    if name not in ("folder: " + existing for existing in FOLDERS):
+        assert not places[name].run_folder.exists()
+
+
+@pytest.mark.parametrize("name", ["a run is there already", "resumed with other settings"])
+def test_a_refused_command_leaves_the_earlier_run_as_it_was(
+    name: str, refusals: dict[str, dict[str, Any]], places: dict[str, TinyRun]
+) -> None:
+    folder = places[f"folder: {name}"].run_folder
+    assert refusals[f"folder: {name}"]["status"] == 2
+    assert (folder / "settings.toml").read_text() == RUN_SETTINGS
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "settings.toml"]
+
+
+@pytest.mark.parametrize("name", [f"setting: {name}" for name in NAMES])
+def test_mistakes_in_settings_are_found_without_torch(name: str, refusals: dict[str, dict[str, Any]]) -> None:
+    assert not refusals[name]["has_torch"]

@@ -1,0 +1,65 @@
+"""Commands that are refused for what is around them: a live run, an earlier one, a model that does not load."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import TinyRun, make_tiny_run, train_here
+from train_process import drive
+
+from rl_sync_trainer.main import main
+from rl_sync_trainer.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TinyRun:
+    (tmp_path / "inputs").mkdir()
+    return make_tiny_run(tmp_path / "inputs")
+
+
+def test_a_folder_in_use_by_a_live_run_is_refused(run: TinyRun, tmp_path: Path) -> None:
+    holder = RunFolder(run.run_folder)
+    holder.acquire()
+    try:
+        (run.run_folder / "settings.toml").write_text("")
+        words = {"new": run.train_words(), "resumed": run.train_words("--resume")}
+        words["archived"] = run.train_words(run__if_exists="archive")
+        refusals = drive({name: {"words": w, "environment": {}} for name, w in words.items()}, tmp_path)
+        for refusal in refusals.values():
+            assert refusal["status"] == 2
+            assert f"is in use by a live run (process {os.getpid()})" in refusal["errors"]
+            assert refusal["heavy"] == []
+        assert [path.name for path in run.run_folder.parent.iterdir()] == ["tiny"]
+    finally:
+        holder.release()
+
+
+def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(run.folder / "policy" / "model.safetensors", 5000)
+    for _ in range(2):  # the second time is not told that there is a run already
+        assert train_here(run) == 2
+        assert "model.safetensors" in capsys.readouterr().err
+    assert not RunFolder(run.run_folder).has_run
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian"], "error: unknown command 'trian'; known: train, validate, export."),
+        (["train"], "error: train needs a settings file"),
+        (["export", "only"], "error: export takes a checkpoint"),
+        (["validate", "settings.toml", "--policy"], "error: --policy needs a value."),
+    ],
+)
+def test_mistakes_in_commands(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
+def test_the_exit_status_reaches_the_shell(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rl_sync_trainer.main", "train", "nowhere.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: settings file nowhere.toml does not exist (looked in {tmp_path}).\n"
