@@ -6,6 +6,7 @@ it is made with changes. The policy is trained by the Megatron learner that late
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -54,6 +55,7 @@ def is_prepared() -> bool:
 
 def prepare() -> None:
     """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes: spinning threads starve each other
     started = time.perf_counter()
     say(f"arithmetic: making prompts, tokenizer and warm policy in {PREPARED} (once; about 90 s on two cores)")
     part = PREPARED.with_name(".prepared.part")
