@@ -15,7 +15,7 @@ MILLION = 1_048_576
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    """Half a gibi of float32 would take long to write: 1024 x 1024 and 1024 parameters."""
+    """Weights in two files, of two dtypes."""
     save_file({"a": np.zeros((1024, 1024), np.float32)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
     save_file({"b": np.zeros(1024, np.float16)}, tmp_path / "model-2.safetensors")
     return tmp_path
@@ -55,8 +55,8 @@ def test_roles_and_memory(policy: Path) -> None:
     assert "for 1,049,600 parameters" in plain
     assert "reference" not in plain
     assert "vllm, float32, in the learner's process; loop single_turn" in plain
-    changed = describe_plan(
-        plan_settings(policy, algorithm={"kl_coefficient": 0.01}, rollout={"placement": "process"}), counts
-    )
+    changes = {"algorithm": {"kl_coefficient": 0.01}, "rollout": {"placement": "process"}}
+    changed = describe_plan(plan_settings(policy, **changes, engine={"dtype": "float16"}), counts)
+    assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_sync_trainer.settings import Settings
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAM_BYTES = 8
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4
