@@ -45,12 +45,14 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
         cos: [T, 1, 1, head_dim] float32 of the rotary embedding.
         sin: [T, 1, 1, head_dim / 2] float32.
         heads: HeadIndex by number of heads.
+        kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
     cos: Tensor | None = None
     sin: Tensor | None = None
     heads: dict[int, HeadIndex] = field(default_factory=dict)
+    kept: Tensor | None = None
 
     def bucket_places(self) -> list[int]:
         """Tokens of each bucket, padding included."""

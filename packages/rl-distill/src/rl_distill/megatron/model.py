@@ -1,7 +1,7 @@
 """megatron's GPTModel for a Hugging Face configuration, scoring tokens of packed trajectories."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,32 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLUFunction.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Keep(torch.autograd.Function):
+    """Some rows, each at most once; index_select's gradient would add where a copy does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.num_rows, *grads[0].shape[1:]).index_copy_(0, kept, grads[0]), None
+
+
+class LastLayer(TransformerLayer):  # type: ignore[misc]
+    """The layer before the head: nobody reads other tokens after its attention, so only `kept` go on."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
+        """As megatron's layer, giving [M, 1, hidden] of the layout's kept tokens."""
+        hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.kept is not None:
+            hidden = _Keep.apply(hidden, packed_seq_params.kept)  # type: ignore[no-untyped-call]
+        return self._forward_mlp(hidden), context
+
+
 def transformer_config(
     policy: PolicyConfig, *, dtype: torch.dtype, init_method: Callable[[Tensor], object] | None
 ) -> TransformerConfig:
@@ -156,18 +182,17 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             activation_func=SwiGLU,
         ),
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+    kinds = [TransformerLayer] * (config.num_layers - 1) + [LastLayer]
+    layers = [ModuleSpec(module=kind, submodules=submodules) for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -214,10 +239,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         Returns:
             The scores, or on a pipeline stage without the head, the hidden states [T, 1, hidden].
         """
+        layout = replace(layout, kept=scored - 1)
         hidden = super().forward(input_ids[None], position_ids[None], None, packed_seq_params=layout)
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]
-        hidden = hidden.index_select(0, scored - 1)
         targets = input_ids.index_select(0, scored)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         size = max(1, _CHUNK_LOGITS // max(1, self.vocab_size))
