@@ -1,6 +1,4 @@
-"""What all tests share: the seed of fuzz and soak runs, how many examples hypothesis tries, which backends exist."""
-
-from importlib.util import find_spec
+"""What all tests share: the seed of fuzz and soak runs, and how many examples hypothesis tries."""
 
 import pytest
 from hypothesis import settings
@@ -8,9 +6,6 @@ from hypothesis import settings
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("soak", deadline=None, max_examples=2000)
 settings.load_profile("short")
-
-# `nox -s unit` has no vLLM; a test file named after a backend is left out where that is not installed.
-collect_ignore_glob = [f"*/test_*{name}*.py" for name in ("vllm", "megatron", "ray") if find_spec(name) is None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
