@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from rl_core.errors import DeadlineError
 from rl_sync_trainer.stopping import StopRequestedError, StopSignal
 
 TWICE = """
@@ -44,7 +45,7 @@ def test_a_signal_cancels_the_work_and_waits_for_its_end(number: int, status: in
         with StopSignal() as stop:
             stop.check()
             with pytest.raises(StopRequestedError):
-                await stop.run(work())
+                await stop.run(work(), what="work", deadline_s=60)
             assert ended == ["cleaned up"]
             with pytest.raises(StopRequestedError):
                 stop.check()
@@ -65,9 +66,9 @@ def test_work_without_a_signal_gives_its_result_or_error() -> None:
 
     async def main() -> None:
         with StopSignal() as stop:
-            assert await stop.run(four()) == 4
+            assert await stop.run(four(), what="work", deadline_s=60) == 4
             with pytest.raises(ValueError, match="its own"):
-                await stop.run(fail())
+                await stop.run(fail(), what="work", deadline_s=60)
             assert stop.number is None
 
     asyncio.run(main())
@@ -84,7 +85,7 @@ def test_work_begun_after_a_signal_does_not_go_on() -> None:
         with StopSignal() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(StopRequestedError):
-                await stop.run(work())
+                await stop.run(work(), what="work", deadline_s=60)
 
     asyncio.run(main())
     assert reached == []
@@ -105,3 +106,21 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 143
     assert done.stdout == "asked\n"
+
+
+def test_work_that_takes_too_long_is_cancelled_and_named() -> None:
+    ended: list[str] = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("hang")
+
+    async def main() -> None:
+        with StopSignal() as stop:
+            await stop.run(hang(), what="rollouts of step 3", deadline_s=0.01)
+
+    with pytest.raises(DeadlineError, match=r"0\.01 s for the rollouts of step 3"):
+        asyncio.run(main())
+    assert ended == ["hang"]

@@ -1,11 +1,9 @@
 """Settings become an engine, in this process or in one of its own."""
 
-import asyncio
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import DeadlineError
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.registry import engine_class
@@ -13,7 +11,7 @@ from rl_sync_trainer.settings import Settings
 
 
 def make_engine(settings: Settings, policy: Path) -> RolloutEngine:
-    """The engine of the settings on a Hugging Face folder; `start_engine` loads it."""
+    """The engine of the settings on a Hugging Face folder; its `start` loads it."""
     name = settings.rollout.engine
     options = engine_options(settings)
     if settings.rollout.placement == "process":
@@ -32,18 +30,3 @@ def engine_options(settings: Settings) -> Any:
         return options
     shared = {field.name for field in fields(TransformersOptions)} & {field.name for field in fields(VLLMOptions)}
     return TransformersOptions(**{name: getattr(options, name) for name in shared})
-
-
-async def start_engine(engine: RolloutEngine, settings: Settings) -> None:
-    """Start an engine within the deadline.
-
-    Raises:
-        DeadlineError: It took longer than `rollout.start_deadline_s`.
-    """
-    try:
-        await asyncio.wait_for(engine.start(), settings.rollout.start_deadline_s)
-    except TimeoutError:
-        raise DeadlineError(
-            f"the {settings.rollout.engine} engine had not started after {settings.rollout.start_deadline_s:g} s "
-            "(rollout.start_deadline_s)."
-        ) from None

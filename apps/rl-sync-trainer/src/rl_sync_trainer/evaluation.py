@@ -30,7 +30,11 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     for split, prompts in (("validation", parts.inputs.validation), ("test", parts.inputs.test if with_test else None)):
         if prompts is None:
             continue
-        found = await parts.stop.run(evaluate_prompts(parts, prompts, name=f"{split}_step_{state.step}"))
+        found = await parts.stop.run(
+            evaluate_prompts(parts, prompts, name=f"{split}_step_{state.step}"),
+            what=f"{split} of step {state.step}",
+            deadline_s=parts.settings.rollout.deadline_s,
+        )
         accuracy = headline(found)
         if accuracy is not None:
             results.setdefault(f"{split}_accuracy_first", accuracy)

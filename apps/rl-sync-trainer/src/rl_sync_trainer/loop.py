@@ -1,10 +1,12 @@
 """The synchronous loop: rollouts, advantages, a Megatron step, weights with proof; one after the other."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_core import Batch, Lease, Prompt
+from rl_core.errors import DeadlineError
 from rl_core.publish import PublishReport, publish_weights
 from rl_distill.objectives.batch_columns import with_advantages, with_correction_weights, with_loss_weights
 from rl_metrics.mismatch_metrics import summarize_mismatch
@@ -61,7 +63,11 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     recorder = Recorder(strict=parts.settings.metrics.strict)
     prompts = parts.source.next(parts.settings.rollout.prompts_per_step)
     with recorder.timer("gen"):
-        await parts.stop.run(collect_rollouts(parts, prompts, recorder))
+        await parts.stop.run(
+            collect_rollouts(parts, prompts, recorder),
+            what=f"rollouts of step {state.step + 1}",
+            deadline_s=parts.settings.rollout.deadline_s,
+        )
     add_late_columns(parts, len(prompts), recorder)
     batches = [train_minibatch(parts, recorder) for _ in range(parts.settings.trainer.minibatches)]
     version = state.policy_version + 1
@@ -158,7 +164,12 @@ def prepare_batch(parts: Parts, lease: Lease) -> Batch:
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
     """Give the learner's weights to the engine, and prove that it serves them."""
     update = parts.transport.pack(parts.learner.export_weights(), version=version, tied=parts.learner.tied)
-    report = await publish_weights(update, [parts.engine], canary=parts.canary(), tolerances=parts.tolerances)
+    deadline_s = parts.settings.rollout.deadline_s
+    try:
+        async with asyncio.timeout(deadline_s):
+            report = await publish_weights(update, [parts.engine], canary=parts.canary(), tolerances=parts.tolerances)
+    except TimeoutError as error:
+        raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
     if recorder is not None:
         recorder.record("weights/num_tensors", report.num_tensors)
         recorder.record("weights/probe_max_diff", report.probe_max_diff)

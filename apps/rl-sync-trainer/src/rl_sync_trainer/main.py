@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(help_text())
         return 0 if words else MISTAKE
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     configure_logs()
     command = commands.get(words[0])
     if command is None:

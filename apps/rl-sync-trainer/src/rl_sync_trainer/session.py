@@ -24,7 +24,7 @@ from rl_sync_trainer.assemble import (
     open_rollout,
 )
 from rl_sync_trainer.checkpoints import CheckpointStore, TrainerState, read_trainer_state
-from rl_sync_trainer.engines import make_engine, start_engine
+from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.inputs import Inputs
 from rl_sync_trainer.loop import train
 from rl_sync_trainer.run_folder import RunFolder
@@ -87,13 +87,16 @@ class Session:
             source.restore(self._state.prompt_source)
         else:
             self._state = replace(self._state, prompt_source=source.state())
-        policy = settings.policy.path if checkpoint is None else checkpoint / "policy"
-        learner, reference = self._start_learner(stack, checkpoint, policy)
+        learner, reference = self._start_learner(stack, checkpoint)
         stop.check()
-        engine = make_engine(settings, policy)
+        engine = make_engine(settings, settings.policy.path)  # the learner's weights are published to it
         stack.push_async_callback(engine.close)
         with console.phase(f"starting {settings.rollout.engine} engine"):
-            await stop.run(start_engine(engine, settings))
+            await stop.run(
+                engine.start(),
+                what=f"{settings.rollout.engine} engine to start (rollout.start_deadline_s)",
+                deadline_s=settings.rollout.start_deadline_s,
+            )
         console.say(f"engine: {engine.traits.name}")
         parts = self._assemble(stack, learner, reference, engine, source, stop)
         console.begin("GRPO", total_steps=settings.trainer.steps, done_steps=self._state.step)
@@ -103,12 +106,11 @@ class Session:
             self._save_stopped(learner)
             raise
 
-    def _start_learner(
-        self, stack: AsyncExitStack, checkpoint: Path | None, policy: Path
-    ) -> tuple[Learner, Learner | None]:
+    def _start_learner(self, stack: AsyncExitStack, checkpoint: Path | None) -> tuple[Learner, Learner | None]:
         settings, console = self._settings, self._console
         with console.phase(f"starting {settings.policy.learner} learner"):
-            learner = make_learner(settings, policy)
+            # Made from the initial policy, whose tokenizer every checkpoint copies: the checkpoint may be pruned.
+            learner = make_learner(settings, settings.policy.path)
             stack.callback(learner.close)
             if checkpoint is not None:
                 learner.load(checkpoint)

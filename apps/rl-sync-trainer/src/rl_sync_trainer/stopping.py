@@ -7,6 +7,8 @@ from collections.abc import Coroutine
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from rl_core.errors import DeadlineError
+
 Result = TypeVar("Result")
 
 
@@ -54,21 +56,29 @@ class StopSignal:
         if self.number is not None:
             raise StopRequestedError
 
-    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for work, and cancel it when a signal comes.
+    async def run(self, work: Coroutine[Any, Any, Result], *, what: str, deadline_s: float) -> Result:
+        """Wait for work; cancel it when a signal comes, or when it takes too long.
+
+        Args:
+            work: What to wait for.
+            what: Its name in the error, such as "rollouts of step 3".
+            deadline_s: Longest wait.
 
         Raises:
             StopRequestedError: A signal came first; the work was cancelled and has ended.
+            DeadlineError: The time ran out; likewise.
         """
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._event.wait())
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, stop}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            raise StopRequestedError
+            if stop.done():
+                raise StopRequestedError
+            raise DeadlineError(f"waited {deadline_s:g} s for the {what}, and gave up.")
         finally:
             stop.cancel()
             if not task.done():

@@ -1,9 +1,11 @@
 """Evaluate a policy without training it."""
 
+import asyncio
+
 from rl_metrics.validation import headline
 from rl_rollout.rollout import Rollout
 from rl_sync_trainer.assemble import open_rollout
-from rl_sync_trainer.engines import make_engine, start_engine
+from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.evaluation import validation_metrics
 from rl_sync_trainer.inputs import Inputs
 from rl_sync_trainer.settings import Settings
@@ -13,7 +15,7 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
     """Greedy accuracy of the policy on the validation and test problems."""
     engine = make_engine(settings, settings.policy.path)
     try:
-        await start_engine(engine, settings)
+        await asyncio.wait_for(engine.start(), settings.rollout.start_deadline_s)
         with open_rollout(settings, inputs, engine) as rollout:
             return await evaluate_splits(settings, inputs, rollout)
     finally:
