@@ -43,10 +43,10 @@ def run(uninterrupted: TinyRun, tmp_path: Path) -> TinyRun:
     return copy_tiny_run(uninterrupted, tmp_path / "run")
 
 
-def resume(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> str:
+def resume(run: TinyRun, capsys: pytest.CaptureFixture[str], **settings: int) -> str:
     """Run to the end; gives what was said."""
     capsys.readouterr()
-    assert train_here(run, "--resume") == 0
+    assert train_here(run, "--resume", **settings) == 0
     return capsys.readouterr().out
 
 
@@ -129,6 +129,26 @@ def test_stopped_here_and_resumed(
     assert stopped["checkpoint"].endswith(f"step_{stopped_at}")
     assert f"resuming from {run.run_folder / 'checkpoints' / f'step_{stopped_at}'}" in resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
+
+
+def test_checkpoints_stay_whole_when_the_one_resumed_from_is_gone(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(run, trainer__steps=1) == 0
+    resume(run, capsys, trainer__keep_checkpoints=1, trainer__checkpoint_every=1)
+    assert [path.name for path in (run.run_folder / "checkpoints").iterdir()] == ["step_4"]
+    assert learnt(run) == learnt(uninterrupted)
+
+
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(run, trainer__steps=2) == 0
+    said = resume(run, capsys)
+    assert "resuming from" in said
+    assert learnt(run) == learnt(uninterrupted)
+    assert [row.step for row in read_metrics(run.run_folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert summary(run) == summary(uninterrupted)
 
 
 def test_stopped_by_sigterm_and_resumed(
