@@ -59,7 +59,7 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("untied"), is_tied=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def learner_process_group() -> Iterator[None]:
     """torch.distributed as a learner of the same process leaves it before the engine starts."""
     import torch.distributed as dist
@@ -73,9 +73,9 @@ def learner_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def started_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[StartedEngine]:
-    """The one vLLM engine of the session; each test leaves it serving tied_model_dir."""
+    """The vLLM engine of a module, closed with it: a process holds one. Each test leaves it serving tied_model_dir."""
     options = VLLMOptions(
         max_model_len=128,
         max_num_seqs=64,
