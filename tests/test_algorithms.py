@@ -1,0 +1,118 @@
+"""Every way to compute the objective, through the loop: finite and defined metrics, and a policy that moves."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import TinyRun, copy_tiny_run, make_tiny_run, train_here
+
+from rl_metrics.trackers.jsonl import read_metrics
+from rl_sync_trainer.main import main
+
+RECOMPUTED = {"algorithm__old_logprobs": "recompute"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"algorithm__advantage": "dr_grpo", "algorithm__aggregation": "seq-mean-token-sum-norm"},
+    "mean-of-sums": {"algorithm__aggregation": "seq-mean-token-sum"},
+    "mean-of-means": {"algorithm__aggregation": "seq-mean-token-mean"},
+    "kl-k1": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k1"},
+    "kl-k2": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k2"},
+    "kl-k3": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k3"},
+    "kl-abs": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "abs"},
+    "entropy": {"algorithm__entropy_coefficient": 0.01},
+    "recomputed": RECOMPUTED,
+    "corrected-by-token": {**RECOMPUTED, "algorithm__correction": "token"},
+    "corrected-by-sequence": {**RECOMPUTED, "algorithm__correction": "sequence"},
+    "minibatches": {"trainer__minibatches": 2},
+    "no-dual-clip": {"algorithm__dual_clip": None},
+    "other-temperature": {"rollout__temperature": 0.7},
+    "torch-learner": {"policy__learner": "torch"},
+    "everything": {
+        **RECOMPUTED,
+        "algorithm__correction": "token",
+        "algorithm__kl_coefficient": 0.1,
+        "algorithm__entropy_coefficient": 0.01,
+        "trainer__minibatches": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_tiny_run(tmp_path_factory.mktemp("algorithms"))
+
+
+@pytest.fixture
+def run(tiny_run: TinyRun, tmp_path: Path) -> TinyRun:
+    return copy_tiny_run(tiny_run, tmp_path / "run")
+
+
+def train_two_steps(run: TinyRun, **settings: Any) -> list[dict[str, float]]:
+    """Metrics of the two steps; undefined ones fail the run, which is strict."""
+    assert train_here(run, trainer__steps=2, trainer__validate_first=False, **settings) == 0
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    assert [row.step for row in rows] == [1, 2]
+    for row in rows:
+        assert [name for name, value in row.metrics.items() if not math.isfinite(value)] == []
+    return [row.metrics for row in rows]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_steps(name: str, run: TinyRun) -> None:
+    settings = VARIANTS[name]
+    first, second = train_two_steps(run, **settings)
+    assert weights(run.run_folder / "checkpoints" / "step_2" / "policy") != weights(run.folder / "policy")
+    assert first["actor/grad_norm"] > 0
+    assert first["training/policy_version"] == 1
+    if "algorithm__kl_coefficient" in settings:
+        if settings.get("trainer__minibatches", 1) == 1:
+            assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-5)  # the policy is the reference still
+        assert second["actor/kl_loss"] != pytest.approx(0, abs=1e-5)
+    else:
+        assert "actor/kl_loss" not in first
+    if settings.get("algorithm__old_logprobs") == "recompute":
+        assert first["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_one_update_on_recomputed_logprobs_is_the_update_on_the_engines(tiny_run: TinyRun, tmp_path: Path) -> None:
+    metrics = []
+    for name, settings in (("engine", {}), ("recomputed", RECOMPUTED)):
+        metrics.append(train_two_steps(copy_tiny_run(tiny_run, tmp_path / name), **settings)[0])
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-3, abs=1e-6), name
+
+
+def test_groups_of_one_micro_batch_or_many_learn_the_same(tiny_run: TinyRun, tmp_path: Path) -> None:
+    losses = []
+    for tokens in (1, 64, 100_000):
+        run = copy_tiny_run(tiny_run, tmp_path / str(tokens))
+        losses.append(train_two_steps(run, learner__micro_batch_tokens=tokens)[0])
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        values = [metrics[name] for metrics in losses]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-7), name
+
+
+def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(run) == 0
+    row = read_metrics(run.run_folder / "metrics.jsonl")[-1]
+    assert main(["export", str(run.run_folder), str(run.folder / "exported")]) == 0
+    capsys.readouterr()
+    for policy in (run.run_folder, run.folder / "exported"):
+        assert main(["validate", str(run.settings_file), "--policy", str(policy), "--metrics.console=off"]) == 0
+        said = dict(line.split(" ") for line in capsys.readouterr().out.splitlines()[1:])
+        assert float(said["validation_accuracy"]) == pytest.approx(
+            row.metrics["val-core/arithmetic/reward/mean@1"], abs=1e-4
+        )
+        assert float(said["test_accuracy"]) == pytest.approx(row.metrics["test/accuracy"], abs=1e-4)
+
+
+def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(run, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "4 prompts x 4 sessions = 16 trajectories" in said
+    assert "32 to train on, 4 to test at both ends" in said
+    assert not (run.folder / "runs").exists()
