@@ -1,18 +1,19 @@
-"""Make the long_tail workload: prompts, and the arithmetic example's policy taught to count.
+"""Make the long_tail workload: prompts, and a policy of the arithmetic example's shape that is taught to count down.
 
-Everything goes to `prepared/` beside this file, and is kept there until this file, the policy that it starts from,
-or a version of what it is made with changes.
+Everything goes to `prepared/` beside this file, and is kept there until this file, the shape or the tokenizer of
+the policy, or a version of what it is made with changes.
 """
 
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
 import sys
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 PREPARED = FOLDER / "prepared"
-START = FOLDER.parent / "examples" / "arithmetic" / "prepared"
+SHAPE = FOLDER.parent / "examples" / "arithmetic" / "prepared" / "policy"
+SHARED_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MADE_WITH = ("torch", "megatron-core", "transformers", "rl-distill")
 
 NUM_PROBLEMS = 8192
@@ -31,7 +33,7 @@ LARGEST_COUNT = 48
 TOKENS_PER_NUMBER = 4
 """Three digits, and a comma or the end of the sequence."""
 
-WARM_UP_STEPS = 300
+WARM_UP_STEPS = 160
 DEMONSTRATIONS_PER_STEP = 256
 SHORTENED_SHARE = 0.35
 """Share of demonstrations that end one number early. GRPO unlearns this, so that there is a curve to compare."""
@@ -39,25 +41,23 @@ SHORTENED_SHARE = 0.35
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Count from `first` to `last`, both written with three digits.
+    """Count down to the hundred.
 
     Attributes:
-        first: 100 to 999.
-        last: At least one more, at most 999.
+        start: 101 to 947, its last two digits below 48: how many more numbers there are.
     """
 
-    first: int
-    last: int
+    start: int
 
     @property
     def question(self) -> str:
-        """Such as "128:131="."""
-        return f"{self.first}:{self.last}="
+        """Such as "503="."""
+        return f"{self.start}="
 
     @property
     def answer(self) -> str:
-        """Such as "128,129,130,131"."""
-        return ",".join(map(str, range(self.first, self.last + 1)))
+        """Such as "503,502,501,500"."""
+        return ",".join(map(str, range(self.start, self.start // 100 * 100 - 1, -1)))
 
     @property
     def shortened(self) -> str:
@@ -72,17 +72,20 @@ def draw_problems(num_problems: int, *, seed: int) -> list[Problem]:
     while len(problems) < num_problems:
         count = round(draws.lognormvariate(math.log(MEDIAN_COUNT), LOG_DEVIATION))
         if 2 <= count <= LARGEST_COUNT:
-            first = draws.randint(100, 1000 - count)
-            problems.append(Problem(first, first + count - 1))
+            problems.append(Problem(draws.randint(1, 9) * 100 + count - 1))
     return problems
 
 
 def fingerprint() -> str:
     """Hash of everything that the prepared folder depends on."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    digest.update((START / "fingerprint.json").read_bytes())
+    for name in SHARED_FILES:
+        digest.update((SHAPE / name).read_bytes())
     for package in MADE_WITH:
-        digest.update(f"{package}=={version(package)}\n".encode())
+        try:
+            digest.update(f"{package}=={version(package)}\n".encode())
+        except PackageNotFoundError:
+            digest.update(f"{package} not installed\n".encode())
     return digest.hexdigest()
 
 
@@ -98,7 +101,7 @@ def is_prepared() -> bool:
 def prepare() -> None:
     """Make the folder aside and rename it, so that an interrupted run leaves nothing half made."""
     started = time.perf_counter()
-    print(f"long_tail: making prompts and policy in {PREPARED} (once; about 3 minutes on two cores)", flush=True)
+    print(f"long_tail: making prompts and policy in {PREPARED} (once; about 2 minutes on two cores)", flush=True)
     part = PREPARED.with_name(".prepared.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -131,7 +134,7 @@ def warm_up(part: Path, problems: list[Problem]) -> None:
         micro_batch_tokens=8192,
         num_threads=2,
     )
-    learner = MegatronLearner(START / "policy", options)
+    learner = MegatronLearner(json.loads((SHAPE / "config.json").read_text()), options)
     whole = demonstrations(problems, [problem.answer for problem in problems])
     shortened = demonstrations(problems, [problem.shortened for problem in problems])
     draws = np.random.default_rng(0)
@@ -151,6 +154,8 @@ def warm_up(part: Path, problems: list[Problem]) -> None:
     learner.close()
     (checkpoint / "policy").rename(part / "policy")
     shutil.rmtree(checkpoint)
+    for name in SHARED_FILES[1:]:
+        shutil.copy(SHAPE / name, part / "policy" / name)
 
 
 def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
@@ -160,8 +165,8 @@ def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
     from rl_core import Batch, Trajectory
     from rl_rollout.prompts import PromptTokenizer
 
-    tokenizer = PromptTokenizer.load(START / "policy")
-    end = int(json.loads((START / "policy" / "config.json").read_text())["eos_token_id"])
+    tokenizer = PromptTokenizer.load(SHAPE)
+    end = int(json.loads((SHAPE / "config.json").read_text())["eos_token_id"])
     questions = tokenizer.encode([problem.question for problem in problems], add_special_tokens=False)
     responses = tokenizer.encode(answers, add_special_tokens=False)
     trajectories = []
@@ -181,6 +186,7 @@ def demonstrations(problems: list[Problem], answers: list[str]) -> "Batch":
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
     if is_prepared() and "--force" not in sys.argv[1:]:
         print(f"long_tail: {PREPARED} is up to date", flush=True)
     else:
