@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from run_equality import assert_equal_runs, learnt, metrics_without_clock, summary
 from tiny_run import (
     NUM_PROBLEMS,
     REWARDS_BEFORE_STEP_1,
@@ -19,9 +20,6 @@ from train_process import training, wait_until_held
 
 from rl_metrics.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
-
-MEASURED = ("timing_s/", "perf/", "agent_loop/")
-"""Metrics that are measured with a clock, or chosen by one (the slowest)."""
 
 IN_VALIDATION_OF_STEP_2 = REWARDS_BEFORE_STEP_1 + 2 * REWARDS_PER_STEP + NUM_PROBLEMS["validation"] // 2
 IN_STEP_3 = REWARDS_BEFORE_STEP_1 + 2 * REWARDS_PER_STEP + NUM_PROBLEMS["validation"] + REWARDS_PER_STEP // 2
@@ -50,35 +48,8 @@ def resume(run: TinyRun, capsys: pytest.CaptureFixture[str], **settings: int) ->
     return capsys.readouterr().out
 
 
-def learnt(run: TinyRun) -> dict[str, bytes]:
-    """Every file of the last checkpoint but those with wall times."""
-    folder = run.run_folder / "checkpoints" / "step_4"
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    timed = ("trainer.json", "manifest.json")
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.name not in timed}
-
-
-def metrics_without_clock(run: TinyRun) -> list[tuple[int, dict[str, float]]]:
-    rows = read_metrics(run.run_folder / "metrics.jsonl")
-    return [
-        (row.step, {name: value for name, value in row.metrics.items() if not name.startswith(MEASURED)})
-        for row in rows
-    ]
-
-
-def summary(run: TinyRun) -> dict[str, float]:
-    found = json.loads((run.run_folder / "summary.json").read_text())
-    return {name: value for name, value in found.items() if name not in ("wall_s", "samples_per_s", "checkpoint")}
-
-
 def event_names(run: TinyRun) -> list[str]:
     return [event["event"] for event in read_events(run.run_folder / "events.jsonl")]
-
-
-def assert_equal_runs(run: TinyRun, expected: TinyRun) -> None:
-    assert metrics_without_clock(run) == metrics_without_clock(expected)
-    assert learnt(run) == learnt(expected)
-    assert summary(run) == summary(expected)
 
 
 def test_the_run_trains_and_logs_every_step(uninterrupted: TinyRun) -> None:

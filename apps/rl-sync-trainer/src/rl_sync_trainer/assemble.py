@@ -90,8 +90,8 @@ class Parts:
         return ProofTolerances(probe=default.probe, canary=default.canary if canary is None else canary)
 
     def lease(self, task: str, num_groups: int) -> Lease:
-        """Lease groups of this step; fewer when some were dropped."""
-        return self.queue.lease(task, groups=num_groups, deadline_s=self.settings.rollout.deadline_s, allow_fewer=True)
+        """Lease groups of this step."""
+        return self.queue.lease(task, groups=num_groups, deadline_s=self.settings.rollout.deadline_s)
 
     def canary(self) -> Canary:
         """Fixed sequences with the learner's logprobs of the current weights."""

@@ -63,13 +63,15 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     recorder = Recorder(strict=parts.settings.metrics.strict)
     prompts = parts.source.next(parts.settings.rollout.prompts_per_step)
     with recorder.timer("gen"):
-        await parts.stop.run(
+        num_groups = await parts.stop.run(
             collect_rollouts(parts, prompts, recorder),
             what=f"rollouts of step {state.step + 1}",
             deadline_s=parts.settings.rollout.deadline_s,
         )
-    add_late_columns(parts, len(prompts), recorder)
-    batches = [train_minibatch(parts, recorder) for _ in range(parts.settings.trainer.minibatches)]
+    add_late_columns(parts, num_groups, recorder)
+    size = len(prompts) // parts.settings.trainer.minibatches
+    sizes = [min(size, num_groups - start) for start in range(0, num_groups, size)]
+    batches = [train_minibatch(parts, recorder, num_groups=count) for count in sizes]
     version = state.policy_version + 1
     with recorder.timer("update_weights"):
         await publish(parts, version, recorder)
@@ -87,8 +89,12 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     )
 
 
-async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Recorder) -> None:
-    """Run every session of the prompts, and put each into the queue as it settles."""
+async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Recorder) -> int:
+    """Run every session of the prompts, and put each into the queue as it settles.
+
+    Returns:
+        Groups that can train; one whose sessions all failed cannot.
+    """
     settings = parts.settings.rollout
     parts.queue.issue(prompts, num_sessions=settings.group_size)
 
@@ -113,6 +119,7 @@ async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Re
     timings = [trajectory.timings for group in groups for trajectory in group.trajectories]
     batch = Batch.from_trajectories([trajectory for group in groups for trajectory in group.trajectories])
     parts.record(recorder, summarize_timings(batch, timings))
+    return sum(bool(group.trajectories) for group in groups)
 
 
 def add_late_columns(parts: Parts, num_groups: int, recorder: Recorder) -> None:
@@ -128,10 +135,10 @@ def add_late_columns(parts: Parts, num_groups: int, recorder: Recorder) -> None:
                 parts.queue.ack(lease, {column: scorer.logprobs(lease.batch, temperature=temperature)})
 
 
-def train_minibatch(parts: Parts, recorder: Recorder) -> Batch:
+def train_minibatch(parts: Parts, recorder: Recorder, *, num_groups: int) -> Batch:
     """Lease whole groups, take one optimizer step on them, and ack."""
     settings = parts.settings
-    lease = parts.lease(TRAIN, settings.rollout.prompts_per_step // settings.trainer.minibatches)
+    lease = parts.lease(TRAIN, num_groups)
     with recorder.timer("adv"):
         batch = prepare_batch(parts, lease)
     with recorder.timer("update_actor"):
