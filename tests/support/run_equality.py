@@ -1,0 +1,37 @@
+"""When two runs are the same run."""
+
+import json
+
+from tiny_run import TinyRun
+
+from rl_metrics.trackers.jsonl import read_metrics
+
+MEASURED = ("timing_s/", "perf/", "agent_loop/")
+"""Metrics that are measured with a clock, or chosen by one (the slowest)."""
+
+
+def learnt(run: TinyRun) -> dict[str, bytes]:
+    """Every file of the last checkpoint but those with wall times."""
+    folder = run.run_folder / "checkpoints" / "step_4"
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    timed = ("trainer.json", "manifest.json")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.name not in timed}
+
+
+def metrics_without_clock(run: TinyRun) -> list[tuple[int, dict[str, float]]]:
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    return [
+        (row.step, {name: value for name, value in row.metrics.items() if not name.startswith(MEASURED)})
+        for row in rows
+    ]
+
+
+def summary(run: TinyRun) -> dict[str, float]:
+    found = json.loads((run.run_folder / "summary.json").read_text())
+    return {name: value for name, value in found.items() if name not in ("wall_s", "samples_per_s", "checkpoint")}
+
+
+def assert_equal_runs(run: TinyRun, expected: TinyRun) -> None:
+    assert metrics_without_clock(run) == metrics_without_clock(expected)
+    assert learnt(run) == learnt(expected)
+    assert summary(run) == summary(expected)
