@@ -166,21 +166,21 @@ def copy_tiny_run(source: TinyRun, folder: Path) -> TinyRun:
     return TinyRun(folder=folder)
 
 
-def make_tiny_policy(folder: Path, tokenizer: Any) -> None:
+def make_tiny_policy(folder: Path, tokenizer: Any, *, vocab_size: int = 32, max_positions: int = 64) -> None:
     """Write a random Qwen3 with a tied head, in float32, and its tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=32,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -179,3 +179,8 @@ def values_of(lease):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.soak
+class TestQueueMachineForLong(QueueMachine.TestCase):
+    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None)
