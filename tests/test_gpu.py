@@ -13,9 +13,7 @@ from rl_distill.options import LearnerOptions
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build"),
 ]
 
 

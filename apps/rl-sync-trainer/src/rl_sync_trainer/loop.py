@@ -11,7 +11,7 @@ from rl_core.publish import PublishReport, publish_weights
 from rl_distill.objectives.batch_columns import with_advantages, with_correction_weights, with_loss_weights
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
-from rl_metrics.rollout_metrics import summarize_batch, summarize_speed, summarize_timings
+from rl_metrics.rollout_metrics import summarize_batch, summarize_components, summarize_speed, summarize_timings
 from rl_rollout.rollout import GroupResult, require_some_success
 from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, Parts
 from rl_sync_trainer.checkpoints import TrainerState
@@ -116,9 +116,10 @@ async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Re
     )
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", sum(len(group.failures) for group in groups))
-    timings = [trajectory.timings for group in groups for trajectory in group.trajectories]
-    batch = Batch.from_trajectories([trajectory for group in groups for trajectory in group.trajectories])
-    parts.record(recorder, summarize_timings(batch, timings))
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    timings = [trajectory.timings for trajectory in trajectories]
+    parts.record(recorder, summarize_timings(Batch.from_trajectories(trajectories), timings))
+    parts.record(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
     return sum(bool(group.trajectories) for group in groups)
 
 
