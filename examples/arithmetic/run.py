@@ -17,6 +17,10 @@ from typing import Any
 
 import prepare
 
+from rl_core.errors import SettingsError
+from rl_sync_trainer.checks import check_values
+from rl_sync_trainer.sources import load_settings
+
 SETTINGS = Path(__file__).parent / "settings.toml"
 RUNS = Path("runs")
 AVERAGED = (
@@ -35,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     words = list(arguments)
     seeds = take_seeds(words)
     if "--help" not in words and "-h" not in words and not prepare.is_prepared():
+        refuse_mistakes(words)
         prepare.prepare()
     if seeds is None:
         sys.stdout.flush()
@@ -47,6 +52,15 @@ def main(arguments: Sequence[str]) -> int:
             return status
     report(seeds)
     return 0
+
+
+def refuse_mistakes(words: Sequence[str]) -> None:
+    """End with status 2 when a setting is wrong, before the minutes of preparation."""
+    try:
+        check_values(load_settings(SETTINGS, [word for word in words if word not in ("--resume", "--dry-run")]))
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
 
 
 def command(words: Sequence[str]) -> list[str]:

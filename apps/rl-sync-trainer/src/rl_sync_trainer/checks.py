@@ -14,6 +14,9 @@ from rl_rollout.engines.registry import known_engines
 from rl_rollout.loops.registry import LOOPS
 from rl_sync_trainer.settings import Settings
 
+SCRIPTED = "scripted"
+"""An engine for tests, which takes responses instead of a model folder."""
+
 
 def check_settings(settings: Settings) -> None:
     """Refuse settings that cannot work, all at once.
@@ -21,14 +24,24 @@ def check_settings(settings: Settings) -> None:
     Raises:
         SettingsError: Each line names a setting, what it must be, and what it is.
     """
-    problems = [
-        *_ranges(settings),
-        *_optional_ranges(settings),
-        *_arithmetic(settings),
-        *_lengths(settings),
-        *_names(settings),
-        *_files(settings),
-    ]
+    _refuse([*_value_problems(settings), *_lengths(settings), *_files(settings)])
+
+
+def check_values(settings: Settings) -> None:
+    """Refuse values that cannot work, without looking at files.
+
+    Raises:
+        SettingsError: As `check_settings`.
+    """
+    _refuse([*_value_problems(settings)])
+
+
+def _value_problems(settings: Settings) -> Iterator[str]:
+    for find in (_ranges, _optional_ranges, _arithmetic, _names):
+        yield from find(settings)
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise SettingsError("\n".join(problems))
 
@@ -155,7 +168,7 @@ def _names(settings: Settings) -> Iterator[str]:
         ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
         ("algorithm.aggregation", algorithm.aggregation, AGGREGATION.names()),
         ("algorithm.kl_estimator", algorithm.kl_estimator, KL.names()),
-        ("rollout.engine", rollout.engine, known_engines()),
+        ("rollout.engine", rollout.engine, [name for name in known_engines() if name != SCRIPTED]),
         ("rollout.loop", rollout.loop, LOOPS.names()),
     ):
         if found not in known:

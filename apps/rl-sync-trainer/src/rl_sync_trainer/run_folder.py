@@ -95,6 +95,7 @@ class RunFolder:
     def release(self) -> None:
         """Give the lock back. Can be called twice."""
         if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # at once, also while a child that is starting holds a copy
             os.close(self._lock)
             self._lock = None
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from rl_core.batch import Batch, Ragged
 
+from rl_core.batch import Batch, Ragged
 from rl_distill.options import LearnerOptions
 
 __all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "StepResult"]
@@ -109,4 +109,3 @@ class Learner(Protocol):
     def close(self) -> None:
         """Free everything. Can be called twice."""
         ...
-

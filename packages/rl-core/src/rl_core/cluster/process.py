@@ -128,7 +128,9 @@ class ProcessRole:
         if not self._has_ended.wait(CLOSE_DEADLINE_S):
             self._process.kill()
         self._watcher.join()
-        self._connection.close()
+        with self._send_lock:
+            if not self._connection.closed:
+                self._connection.close()
 
     def _read(self) -> None:
         while True:
