@@ -116,3 +116,11 @@ def test_a_dry_run_starts_nothing_and_writes_nothing(run: TinyRun, capsys: pytes
     assert "4 prompts x 4 sessions = 16 trajectories" in said
     assert "32 to train on, 4 to test at both ends" in said
     assert not (run.folder / "runs").exists()
+
+
+def test_an_engine_that_starts_too_slowly_is_given_up(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    slowly = ["--rollout.start_deadline_s=1e-6", "--metrics.console=off", "--rollout.placement=process"]
+    assert main(["validate", str(run.settings_file), *slowly]) == 1
+    assert capsys.readouterr().err.startswith("error: DeadlineError: ")
+    assert train_here(run, rollout__start_deadline_s=1e-6, rollout__placement="process") == 1
+    assert "error: DeadlineError: " in capsys.readouterr().err

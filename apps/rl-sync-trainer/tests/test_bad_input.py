@@ -159,6 +159,10 @@ ARITHMETIC = {
         settings={"algorithm__aggregation": "token_mean"}, says=("'token_mean' is not known", "'token-mean'?")
     ),
     "unknown engine": Mistake(settings={"rollout__engine": "vlm"}, says=("rollout.engine = 'vlm'", "'vllm'?")),
+    "an engine for tests": Mistake(
+        settings={"rollout__engine": "scripted"},
+        says=("rollout.engine = 'scripted' is not known", "known: transformers"),
+    ),
     "unknown loop": Mistake(settings={"rollout__loop": "single"}, says=("rollout.loop = 'single'", "'single_turn'?")),
 }
 

@@ -74,6 +74,21 @@ def test_work_without_a_signal_gives_its_result_or_error() -> None:
     asyncio.run(main())
 
 
+def test_work_that_fails_of_the_signal_counts_as_stopped() -> None:
+    async def die_with_its_process() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("the child was killed by SIGINT")
+
+    async def main() -> None:
+        with StopSignal() as stop:
+            with pytest.raises(StopRequestedError) as raised:
+                await stop.run(die_with_its_process(), what="engine to start", deadline_s=60)
+            assert isinstance(raised.value.__cause__, OSError)
+            assert stop.exit_status == 130
+
+    asyncio.run(main())
+
+
 def test_work_begun_after_a_signal_does_not_go_on() -> None:
     reached = []
 

@@ -111,7 +111,7 @@ def configure_logs() -> None:
     """Warnings and errors of the packages go to the standard error, so that they never cut a progress bar in two."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the one of now, which a caller may redirect
     )
     warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns of every optional package that is not there
 

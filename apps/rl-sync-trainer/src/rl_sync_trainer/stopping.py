@@ -7,9 +7,13 @@ from collections.abc import Coroutine
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import structlog
+
 from rl_core.errors import DeadlineError
 
 Result = TypeVar("Result")
+
+log = structlog.get_logger(__name__)
 
 
 class StopRequestedError(Exception):
@@ -73,6 +77,10 @@ class StopSignal:
         try:
             await asyncio.wait({task, stop}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
+                error = None if task.cancelled() else task.exception()
+                if error is not None and self.number is not None:  # Ctrl-C reaches child processes too
+                    log.warning("failed_while_stopping", waited_for=what, error=f"{type(error).__name__}: {error}")
+                    raise StopRequestedError from error
                 return task.result()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
