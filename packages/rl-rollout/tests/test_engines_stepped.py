@@ -1,6 +1,7 @@
 """The pump between the asynchronous protocol and a stepper: order, failures, cancellation, closing."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -223,3 +224,24 @@ def test_a_start_that_fails_says_why(raised: Exception, expected: type[Exception
     with pytest.raises(NotReadyError, match="has not been started"):
         engine.traits  # noqa: B018 - raises
     asyncio.run(engine.close())
+
+
+def test_a_start_that_nobody_waits_for_is_closed_all_the_same(stepper: CountingStepper) -> None:
+    is_loading, may_end = threading.Event(), threading.Event()
+
+    def load_slowly() -> CountingStepper:
+        is_loading.set()
+        assert may_end.wait(20)
+        return stepper
+
+    async def give_up() -> None:
+        engine = SteppedEngine(load_slowly, in_thread=True)
+        start = asyncio.ensure_future(engine.start())
+        await asyncio.to_thread(is_loading.wait, 20)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        may_end.set()
+        await engine.close()
+
+    asyncio.run(give_up())
+    assert stepper.num_closed == 1

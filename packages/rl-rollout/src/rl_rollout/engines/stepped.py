@@ -150,7 +150,7 @@ class SteppedEngine:
         if self._stepper is not None:
             return
         try:
-            self._stepper = await self._call(self._make_stepper)
+            await self._call(self._make)
         except RLError:
             raise
         except Exception as error:
@@ -208,11 +208,17 @@ class SteppedEngine:
         self._is_closed = True
         self._fail(NotReadyError("the engine was closed."))
         try:
-            if self._stepper is not None:
-                await self._call(self._stepper.close)
+            await self._call(self._unload)  # waits for a start that is still loading, though nobody waits for that
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
+
+    def _make(self) -> None:
+        self._stepper = self._make_stepper()
+
+    def _unload(self) -> None:
+        if self._stepper is not None:
+            self._stepper.close()
 
     def _working(self) -> Stepper:
         stepper = self._loaded
