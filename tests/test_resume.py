@@ -184,3 +184,17 @@ def test_ctrl_c_reaches_the_engine_process_too(
         assert "Traceback" not in process.text
     resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
+
+
+def test_ctrl_c_while_the_engine_process_starts(
+    run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with training(run, rollout__placement="process") as process:
+        process.wait_until(lambda: "starting transformers engine" in process.text, "start of the engine")
+        process.signal_group(signal.SIGINT)
+        assert process.wait() == 130, process.text
+        assert process.leftovers() == []
+        assert "stopped after step 0" in process.text
+        assert "Traceback (most recent call last)" not in process.text
+    resume(run, capsys)
+    assert_equal_runs(run, uninterrupted)
