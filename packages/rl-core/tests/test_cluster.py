@@ -370,3 +370,22 @@ def test_a_role_ends_when_its_parent_is_killed(state, tmp_path):
 )
 def test_ends_are_described(status, text):
     assert describe_exit(status) == text
+
+
+def test_ctrl_c_does_not_end_a_process_that_is_still_starting():
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    role = ProcessRole(spec_of())
+    try:
+        for _ in range(20):  # the interpreter has not even begun to run our code
+            os.kill(role.pid, signal.SIGINT)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+        async def greet():
+            async with asyncio.timeout(START_S):
+                await role.call("", "echo_role:EchoRole", {})
+                os.kill(role.pid, signal.SIGINT)
+                return await role.call("greet", "you")
+
+        assert asyncio.run(greet()) == "hello you!"
+    finally:
+        asyncio.run(role.close())

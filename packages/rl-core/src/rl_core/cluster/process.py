@@ -188,9 +188,13 @@ def start_process(spec: RoleSpec) -> tuple["subprocess.Popen[bytes]", Connection
         environment = {**os.environ, **spec.environment}
         paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            command, pass_fds=[child.fileno()], env=environment, stdin=subprocess.DEVNULL
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the child until it ignores Ctrl-C
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own module
+                command, pass_fds=[child.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return process, Connection(parent.detach())
 
 
