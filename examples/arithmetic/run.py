@@ -40,7 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     seeds = take_seeds(words)
     if "--help" not in words and "-h" not in words and not prepare.is_prepared():
         refuse_mistakes(words)
-        prepare.prepare()
+        try:
+            prepare.prepare()
+        except KeyboardInterrupt:
+            print("arithmetic: stopped while preparing; the next run prepares anew", flush=True)
+            return 130
     if seeds is None:
         sys.stdout.flush()
         os.execv(sys.executable, command(words))

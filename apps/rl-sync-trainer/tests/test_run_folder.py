@@ -213,3 +213,12 @@ def test_a_place_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(SettingsError, match=r"runs/run cannot be made \(.*Not a directory"):
         begin(settings_in(tmp_path))
+
+
+def test_a_run_that_has_done_more_steps_is_not_resumed_for_fewer(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    begin(settings)
+    (settings.run_folder / "checkpoints" / "step_7").mkdir(parents=True)
+    with pytest.raises(SettingsError, match=r"has done 7 steps, more than trainer\.steps = 4"):
+        begin(settings_in(tmp_path, trainer__steps=4), resume=True)
+    assert begin(settings_in(tmp_path, trainer__steps=7), resume=True) == []

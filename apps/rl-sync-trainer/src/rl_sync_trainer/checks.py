@@ -100,6 +100,13 @@ def _ranges(settings: Settings) -> Iterator[str]:
         yield f"algorithm.clip_low must be at least 0 and below 1; found {algorithm.clip_low:g}."
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip must be above 1, or none; found {algorithm.dual_clip:g}."
+    if not all(0 <= beta < 1 for beta in learner.betas):
+        yield f"learner.betas must both be at least 0 and below 1; found {list(learner.betas)}."
+    if learner.decay_steps is not None and learner.decay_steps <= learner.warmup_steps:
+        yield (
+            f"learner.decay_steps = {learner.decay_steps} is the step at which the rate reaches 0; it must come after "
+            f"learner.warmup_steps = {learner.warmup_steps}."
+        )
     if learner.dtype not in ("float32", "bfloat16"):
         yield f'learner.dtype must be "float32" or "bfloat16"; found {learner.dtype!r}.'
 

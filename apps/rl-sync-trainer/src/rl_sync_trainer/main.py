@@ -58,12 +58,14 @@ def train(words: list[str]) -> int:
     from rl_sync_trainer.checks import check_settings, check_trainable
     from rl_sync_trainer.inputs import read_inputs
     from rl_sync_trainer.plan import describe_plan
-    from rl_sync_trainer.run_folder import open_run
+    from rl_sync_trainer.run_folder import RunFolder, open_run, require_resumable
 
     check_settings(settings)
     check_trainable(settings)
     inputs = read_inputs(settings)
     if dry_run:
+        if resume:
+            require_resumable(RunFolder(settings.run_folder), settings)
         say(describe_plan(settings, inputs.counts))
         return 0
     with open_run(settings, resume=resume, say=say) as folder:

@@ -59,7 +59,7 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     samples = rollout.prompts_per_step * rollout.group_size
     longest = settings.prompts.max_tokens + rollout.max_response_tokens
     epochs = trainer.steps * rollout.prompts_per_step / counts.train
-    micro_batches = -(-samples * longest // settings.learner.micro_batch_tokens)
+    micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
     yield "Batches"
     yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
     yield f"             in {trainer.minibatches} optimizer update(s), of at most {micro_batches} micro-batches in all"

@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_sync_trainer.checkpoints import write_durably
+from rl_sync_trainer.checkpoints import CheckpointStore, write_durably
 from rl_sync_trainer.settings import Settings
 
 CHANGEABLE_ON_RESUME = (
@@ -152,6 +152,32 @@ class RunFolder:
         return file
 
 
+def require_run(folder: RunFolder) -> None:
+    """Refuse to resume what was never begun.
+
+    Raises:
+        SettingsError: There is no run.
+    """
+    if not folder.has_run:
+        raise SettingsError(f"--resume: {folder.path} has no run to go on with; leave --resume out to start one.")
+
+
+def require_resumable(folder: RunFolder, settings: Settings) -> None:
+    """Refuse a run that cannot go on with these settings; nothing is written.
+
+    Raises:
+        SettingsError: There is no run, it was begun with other settings, or it has done more steps than are asked for.
+    """
+    require_run(folder)
+    folder.check_resume(settings)
+    done = max(CheckpointStore(folder.checkpoints, keep=1).steps(), default=0)
+    if done > settings.trainer.steps:
+        raise SettingsError(
+            f"--resume: {folder.path} has done {done} steps, more than "
+            f"trainer.steps = {settings.trainer.steps}. Raise it."
+        )
+
+
 @contextmanager
 def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) -> Iterator[RunFolder]:
     """Hold the run's folder, with the run that is to go on or an empty place for a new one.
@@ -165,12 +191,12 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
         SettingsError: The folder is in use, holds a run, or was begun with other settings.
     """
     folder = RunFolder(settings.run_folder)
-    if resume and not folder.has_run:
-        raise SettingsError(f"--resume: {folder.path} has no run to go on with; leave --resume out to start one.")
+    if resume:
+        require_run(folder)
     folder.acquire()
     try:
         if folder.has_run and (resume or settings.run.if_exists == "resume"):
-            folder.check_resume(settings)
+            require_resumable(folder, settings)
         elif folder.has_run and settings.run.if_exists == "archive":
             say(f"the earlier run was moved to {folder.archive()}")
         elif folder.has_run:

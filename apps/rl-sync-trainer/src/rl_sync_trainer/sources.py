@@ -124,13 +124,17 @@ def build_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None 
 
 def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     name = ".".join(str(part) for part in problem["loc"][:2])
-    if problem["type"] == "missing" or "." not in name:
+    is_whole = len(problem["loc"]) <= 2  # deeper is a part of a value, such as the second of two numbers
+    if (problem["type"] == "missing" and is_whole) or "." not in name:
         missing = [s for s in setting_fields().values() if s.name == name or s.name.startswith(f"{name}.")]
         required = [s.name for s in missing if s.default is dataclasses.MISSING]
         return (
             f"{' and '.join(required) or name}: required, and not set. {missing[0].meaning if missing else ''}".rstrip()
         )
     where = f" ({origins[name]})" if name in origins else ""
+    if not is_whole:
+        expected = describe_type(setting_fields()[name].annotation)
+        return f"{name}: must be {expected}; item {problem['loc'][2]}: {problem['msg'].lower()}{where}."
     return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting_fields()[name].meaning}"
 
 

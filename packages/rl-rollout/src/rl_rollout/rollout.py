@@ -129,7 +129,7 @@ class Rollout:
         async with self._slots or nullcontext():
             result = await self._run_loop(prompt, num_sessions, context)
         if result.failures:
-            log.warning("sessions_failed", prompt=prompt.uid, num_failed=len(result.failures), first=result.failures[0])
+            log.info("sessions_failed", prompt=prompt.uid, num_failed=len(result.failures), first=result.failures[0])
         if on_group is not None:
             settled = on_group(result)
             if settled is not None:
