@@ -152,8 +152,9 @@ def print_workload(report: Mapping[str, Any], name: str) -> None:
     results = [row for row in report["results"] if row["workload"] == name]
     found = next(row for row in report["comparisons"] if row["workload"] == name)
     lengths = report["response_lengths"][name]
-    say(f"\n{name}: {lengths['mean']} response tokens on average, {lengths['max']} at most, ")
-    say(f"  {lengths[f'share_below_{TYPICAL_TOKENS}']:.0%} under {TYPICAL_TOKENS}: {bars(lengths['histogram'])}")
+    typical = lengths[f"share_below_{TYPICAL_TOKENS}"]
+    say(f"\n{name}: {lengths['mean']} response tokens on average, {lengths['max']} at most")
+    say(f"  {typical:.0%} under {TYPICAL_TOKENS}; {bars(lengths['histogram'])}")
     say(f"  {'system':8}{'samples/s':>10}{'step_s':>9}{'spread':>8}  medians of a step's parts, in s")
     for row in results:
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["part_s_median"].items())
