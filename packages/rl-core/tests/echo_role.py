@@ -34,6 +34,7 @@ class EchoRole:
         self.greeting = greeting
         self.close_file = close_file
         self.is_open = asyncio.Event()
+        self.num_begun = 0
 
     def greet(self, name, *, mark="!"):
         return f"{self.greeting} {name}{mark}"
@@ -41,6 +42,12 @@ class EchoRole:
     async def greet_async(self, name):
         await asyncio.sleep(0)
         return f"{self.greeting} {name}"
+
+    async def company(self, _value):
+        """Calls that began up to the end of this turn of the event loop."""
+        self.num_begun += 1
+        await asyncio.sleep(0)
+        return self.num_begun
 
     def echo(self, value):
         return value

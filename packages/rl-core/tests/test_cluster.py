@@ -84,6 +84,14 @@ def test_calls_overlap(placement):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+def test_calls_made_together_begin_together(placement):
+    async def use(role):
+        return await asyncio.gather(*(role.call("company", bytes(100_000)) for _ in range(30)))
+
+    assert with_role(placement, use) == [30] * 30
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_roles_live_where_they_were_placed(placement):
     pid = with_role(placement, lambda role: role.call("pid"))
     assert (pid == os.getpid()) == (placement == "inline")
@@ -273,6 +281,20 @@ def test_calls_that_wait_at_close_are_told():
         await role.close()
         with pytest.raises(NotReadyError, match=r"echo\[2\] was closed"):
             await waiting
+
+    with_role("process", use)
+
+
+def test_a_role_that_stands_still_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr("rl_core.cluster.process.CLOSE_DEADLINE_S", 0.2)
+
+    async def use(role):
+        await role.call("greet", "you")
+        os.kill(role.pid, signal.SIGSTOP)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(role.call("echo", bytes(10_000_000)), 0.1)
+        await role.close()
 
     with_role("process", use)
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from rl_core.cluster.messages import CallMessage, RemoteError, ReplyMessage
@@ -45,21 +46,24 @@ class RoleServer:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             try:
-                message = self._connection.recv()
+                frame = self._connection.recv()
+                messages = frame and [ForkingPickler.loads(message) for message in frame]
             except (EOFError, OSError):
                 os._exit(1)  # the parent is gone, and nobody is left to tell
             except Exception:  # a call of a class that this process cannot load; whose call it was is lost
                 traceback.print_exc()
                 os._exit(1)
-            if message is None:
+            if messages is None:
                 loop.call_soon_threadsafe(self._has_ended.set)
                 return
-            loop.call_soon_threadsafe(self._begin, message)
+            loop.call_soon_threadsafe(self._begin, messages)
 
-    def _begin(self, message: CallMessage) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _begin(self, messages: list[CallMessage]) -> None:
+        """Begin calls in one turn of the event loop."""
+        for message in messages:
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, message: CallMessage) -> None:
         try:

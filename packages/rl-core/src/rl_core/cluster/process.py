@@ -2,6 +2,9 @@
 
 Messages go over an inherited socket pair that nobody else can open, between a process and its own child;
 they are pickled by multiprocessing's connections. Nothing is read from disk or network here.
+
+Calls made in one turn of the event loop travel together and begin together there, as they would in this
+process: what the role makes of them does not depend on how fast they travel.
 """
 
 import asyncio
@@ -15,6 +18,8 @@ import sys
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from rl_core.cluster.messages import CallMessage, ReplyMessage
@@ -39,16 +44,20 @@ class ProcessRole:
         """Start the process; `start` also waits until the object is made."""
         self._spec = spec
         self._process, self._connection = start_process(spec)
-        self._send_lock = threading.Lock()
+        self._outgoing: list[bytes] = []
+        self._frames: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._calls: dict[int, _Waiting] = {}
         self._call_ids = itertools.count()
         self._is_closing = False
+        self._close_lock = threading.Lock()
         self._has_ended = threading.Event()
         self._reading_error: Exception | None = None
         self._last_reply = "nothing"
         self._reader = threading.Thread(target=self._read, name=f"read {spec}", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"write {spec}", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name=f"watch {spec}", daemon=True)
         self._reader.start()
+        self._writer.start()
         self._watcher.start()
 
     @classmethod
@@ -104,7 +113,7 @@ class ProcessRole:
         try:
             if self._is_closing or self._has_ended.is_set():
                 raise self._death(method)
-            self._send(message)
+            self._post(ForkingPickler.dumps(message).tobytes())
             return await asyncio.wrap_future(future)
         finally:
             self._calls.pop(message.call_id, None)
@@ -114,21 +123,29 @@ class ProcessRole:
         self._is_closing = True
         await asyncio.to_thread(self._end_process)
 
-    def _send(self, message: CallMessage) -> None:
-        try:
-            with self._send_lock:
-                self._connection.send(message)
-        except OSError:
-            self._has_ended.wait(2 * LAST_REPLIES_S)
-            raise self._death(message.method) from None
+    def _post(self, message: bytes) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        self._frames.put(messages)
+
+    def _write(self) -> None:
+        """Send frame by frame, so that nobody else waits for a process that does not read."""
+        with contextlib.suppress(OSError):  # it is dead; who watches it fails the calls
+            while (frame := self._frames.get()) is not None:
+                self._connection.send(frame)
+            self._connection.send(None)
 
     def _end_process(self) -> None:
-        with contextlib.suppress(OSError), self._send_lock:  # it may be dead already, which is what is wanted
-            self._connection.send(None)
+        self._frames.put(None)
         if not self._has_ended.wait(CLOSE_DEADLINE_S):
             self._process.kill()
         self._watcher.join()
-        with self._send_lock:
+        self._writer.join()
+        with self._close_lock:
             if not self._connection.closed:
                 self._connection.close()
 
