@@ -33,7 +33,7 @@ WORKLOADS = (
         rule="arithmetic",
         steps=20,
         target=0.95,
-        trl_micro_batch=512,
+        trl_micro_batch=128,
         trl_continuous_batching=False,
     ),
     Workload(
@@ -43,7 +43,7 @@ WORKLOADS = (
         rule="counting",
         steps=10,
         target=1.5,
-        trl_micro_batch=512,
+        trl_micro_batch=128,
         trl_continuous_batching=False,
     ),
 )

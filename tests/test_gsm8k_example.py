@@ -142,7 +142,7 @@ def test_validation_must_leave_problems_to_train_on(
 def test_prompts_to_rewards(prepare: ModuleType, raw: tuple[Path, Path], tmp_path: Path) -> None:
     prepare.prepare(*raw, out=tmp_path / "out", num_validation=3)
     tokenizer = PromptTokenizer(CharacterTokenizer())
-    (prompt,) = load_prompts([tmp_path / "out" / "test.parquet"], tokenizer, PromptOptions(max_prompt_tokens=200))
+    (prompt,) = load_prompts([tmp_path / "out" / "test.parquet"], tokenizer, PromptOptions(max_tokens=200))
     assert prompt.ground_truth == "1006"
     texts = [
         r"1000 + 6 = 1006, so \boxed{1006}",

@@ -102,6 +102,23 @@ def test_stopped_here_and_resumed(
     assert_equal_runs(run, uninterrupted)
 
 
+def test_resuming_what_is_done_starts_nothing(
+    run: TinyRun, uninterrupted: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(run) == 0
+    monkeypatch.setattr("rl_sync_trainer.session.make_engine", pytest.fail)
+    monkeypatch.setattr("rl_sync_trainer.session.make_learner", pytest.fail)
+    assert "all 4 steps are done; more need a larger trainer.steps" in resume(run, capsys)
+    assert_equal_runs(run, uninterrupted)
+
+
+def test_other_prompts_are_refused_at_resume(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(run, trainer__steps=1) == 0
+    (run.folder / "train.parquet").write_bytes((run.folder / "validation.parquet").read_bytes())
+    assert train_here(run, "--resume") == 2
+    assert "has fingerprint = " in capsys.readouterr().err
+
+
 def test_checkpoints_stay_whole_when_the_one_resumed_from_is_gone(
     run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

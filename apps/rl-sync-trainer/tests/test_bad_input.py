@@ -101,6 +101,14 @@ NAMES = {
     "wrong type in the file": Mistake(
         spoil=in_file("group_size = 4", 'group_size = "four"'), says=("rollout.group_size", "'four'", "settings.toml)")
     ),
+    "true for a number": Mistake(
+        settings={"trainer__steps": "true"},
+        says=("trainer.steps: must be integer; found true (command line). Steps to train",),
+    ),
+    "true for a number in the file": Mistake(
+        spoil=in_file("max_tokens = 8", "max_tokens = 8\nvalidation_limit = false"),
+        says=("prompts.validation_limit: must be integer | none; found false",),
+    ),
     "wrong choice": Mistake(
         settings={"run__if_exists": "overwrite"},
         says=("run.if_exists: input should be 'refuse', 'resume' or 'archive'; found 'overwrite'",),
@@ -123,6 +131,10 @@ NAMES = {
 }
 
 ARITHMETIC = {
+    "a run's name that leaves the folder of runs": Mistake(
+        settings={"run__name": "../elsewhere"}, says=("run.name must be the name of one folder", "'../elsewhere'")
+    ),
+    "a run without a name": Mistake(settings={"run__name": ""}, says=("run.name must be the name of one folder",)),
     "groups do not divide into minibatches": Mistake(
         settings={"trainer__minibatches": 3},
         says=("rollout.prompts_per_step = 4 groups cannot be divided into trainer.minibatches = 3",),

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, Registry, grpo, ppo_clip
+from rl_distill.objectives import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, function_with_options, grpo, ppo_clip
 
 
 def test_names():
@@ -33,9 +33,9 @@ def test_unknown_option_gives_the_nearest():
     with pytest.raises(
         SettingsError, match=r"unknown option of policy loss 'ppo_clip': 'clip_hi'\. Did you mean 'clip_high'"
     ):
-        POLICY_LOSSES.get_with("ppo_clip", {"clip_hi": 0.3})
-    assert POLICY_LOSSES.get_with("ppo_clip", {}) is ppo_clip
-    assert POLICY_LOSSES.get_with("ppo_clip", {"clip_high": 0.3}).keywords == {"clip_high": 0.3}
+        function_with_options(POLICY_LOSSES, "ppo_clip", {"clip_hi": 0.3})
+    assert function_with_options(POLICY_LOSSES, "ppo_clip", {}) is ppo_clip
+    assert function_with_options(POLICY_LOSSES, "ppo_clip", {"clip_high": 0.3}).keywords == {"clip_high": 0.3}
 
 
 @pytest.fixture
@@ -59,25 +59,7 @@ def test_entry_points_of_other_packages_are_found(installed):
     installed({"mine": "outside_losses:mine"})
     assert "mine" in POLICY_LOSSES.names()
     assert "outside_losses" not in sys.modules, "imported only when asked for"
-    assert POLICY_LOSSES.get_with("mine", {"temper": 2.0})(None) == 2.0
-
-
-def test_entry_point_that_does_not_load(installed):
-    installed({"broken": "outside_losses:absent", "lost": "not_there:x"})
-    for name in ("broken", "lost"):
-        with pytest.raises(SettingsError, match=f"'{name}' cannot be loaded from"):
-            POLICY_LOSSES.get(name)
-
-
-def test_entry_point_may_not_replace_a_builtin(installed):
-    installed({"ppo_clip": "outside_losses:mine"})
-    with pytest.raises(SettingsError, match="offered more than once"):
-        POLICY_LOSSES.get("ppo_clip")
-
-
-def test_empty_registry():
-    with pytest.raises(SettingsError, match="Known: none"):
-        Registry("thing", {}).get("x")
+    assert function_with_options(POLICY_LOSSES, "mine", {"temper": 2.0})(None) == 2.0
 
 
 def test_import_loads_nothing_heavy():

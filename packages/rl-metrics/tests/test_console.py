@@ -75,7 +75,7 @@ def test_a_phase_that_fails_says_so(plain):
 
     with pytest.raises(RuntimeError):
         start()
-    assert plain.lines[-1] == "starting vLLM: failed after 2.0 s"
+    assert plain.lines[-1] == "starting vLLM: broken off after 2.0 s"
 
 
 def test_a_line_of_a_step(plain):

@@ -20,7 +20,7 @@ def test_built_in_engines_are_found_by_name() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"scripted, transformers, vllm.*Did you mean 'vllm'"):
+    with pytest.raises(SettingsError, match=r"Did you mean 'vllm'\? Known: scripted, transformers, vllm"):
         engine_class("vlm")
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rl_core.batch import Batch
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_core.records import Prompt
 from rl_rollout import (
     Generation,
@@ -126,7 +126,7 @@ def test_a_run_in_which_nothing_succeeds_is_refused_with_the_cause():
     mixed, failed = run(SeededEngine(), prompts(1, 0)), run(SeededEngine(), prompts(0, 0))
     require_some_success(mixed)
     require_some_success([])
-    with pytest.raises(EngineError, match="all 4 sessions failed; the first: EngineError: the prompt") as caught:
+    with pytest.raises(RolloutError, match="all 4 sessions failed; the first: EngineError: the prompt") as caught:
         require_some_success(failed)
     assert caught.value.__cause__ is failed[0].error
 

@@ -194,5 +194,5 @@ def test_stable_seed_is_pinned():
 
 def test_loops_by_name():
     assert isinstance(resolve_loop("single_turn"), SingleTurnLoop)
-    with pytest.raises(SettingsError, match=r"no agent loop is named 'single_trun'.*Did you mean 'single_turn'\?"):
+    with pytest.raises(SettingsError, match=r"unknown agent loop 'single_trun'\. Did you mean 'single_turn'\?"):
         resolve_loop("single_trun")

@@ -30,7 +30,7 @@ def write(path, rows):
 
 def load(*files, chat_template="[...]=", **options):
     tokenizer = PromptTokenizer(CharacterTokenizer(chat_template))
-    return load_prompts(files, tokenizer, PromptOptions(**{"max_prompt_tokens": 8, **options}))
+    return load_prompts(files, tokenizer, PromptOptions(**{"max_tokens": 8, **options}))
 
 
 def text_of(prompt):
@@ -77,14 +77,14 @@ def test_uids_are_distinct_stable_and_count_rows_across_files(tmp_path):
 def test_too_long_is_an_error_or_a_counted_drop(tmp_path):
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": "12345678", "answer": "1"}, {"prompt": "2", "answer": "1"}]
     path = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2, field `prompt`: 9 tokens, more than max_prompt_tokens = 8"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2, field `prompt`: 9 tokens, more than max_tokens = 8"):
         load(path)
     kept = load(path, overlong="drop")
     assert (len(kept), kept.num_dropped) == (2, 1)
     assert [prompt.columns["prompt"] for prompt in kept] == ["1", "2"]
     assert kept.uids[1].endswith("-2")
-    with pytest.raises(DataError, match=r"all 3 rows .* longer than max_prompt_tokens = 1"):
-        load(path, overlong="drop", max_prompt_tokens=1)
+    with pytest.raises(DataError, match=r"all 3 rows .* longer than max_tokens = 1"):
+        load(path, overlong="drop", max_tokens=1)
 
 
 def test_a_bad_row_late_in_the_file_is_found_when_loading(tmp_path):
@@ -102,8 +102,8 @@ def test_fingerprint_follows_content(tmp_path):
 
 
 def test_impossible_options_are_refused():
-    with pytest.raises(SettingsError, match="max_prompt_tokens must be at least 1; found 0"):
-        PromptOptions(max_prompt_tokens=0)
+    with pytest.raises(SettingsError, match="max_tokens must be at least 1; found 0"):
+        PromptOptions(max_tokens=0)
     with pytest.raises(SettingsError, match="no prompt file"):
         load()
 

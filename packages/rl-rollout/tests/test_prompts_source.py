@@ -19,7 +19,7 @@ def prompt_set(folder, size=7):
         uids=[f"u{i}" for i in range(size)],
         tokens=Ragged.from_rows([[i] for i in range(size)], dtype=np.int32),
         rows=np.array([[0, i] for i in range(size)]),
-        options=PromptOptions(max_prompt_tokens=4),
+        options=PromptOptions(max_tokens=4),
     )
 
 
@@ -66,21 +66,21 @@ def test_restored_source_continues_exactly(prompts, first, chunks):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "error", "message"),
     [
-        ({"fingerprint": "other"}, "fingerprint = 'other', this run has"),
-        ({"seed": 6}, "seed = 6, this run has 5"),
-        ({"is_shuffled": False}, "is_shuffled = False"),
-        ({"position": 7}, "position 7; expected whole numbers"),
-        ({"epoch": "0"}, "epoch '0'"),
-        ({"extra": 0}, "must have"),
+        ({"fingerprint": "other"}, SettingsError, "fingerprint = 'other', this run has"),
+        ({"seed": 6}, SettingsError, "seed = 6, this run has 5"),
+        ({"is_shuffled": False}, SettingsError, "is_shuffled = False"),
+        ({"position": 7}, CheckpointError, "position 7; expected whole numbers"),
+        ({"epoch": "0"}, CheckpointError, "epoch '0'"),
+        ({"extra": 0}, CheckpointError, "must have"),
     ],
 )
-def test_states_of_other_runs_are_refused(prompts, change, message):
+def test_states_of_other_runs_are_refused(prompts, change, error, message):
     source = PromptSource(prompts, seed=5)
     source.next(3)
     before = source.state()
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(error, match=message):
         source.restore({**before, **change})
     assert source.state() == before
 

@@ -81,7 +81,7 @@ def test_an_import_that_raises_shows_its_traceback(tmp_path, body, message):
 
 def test_names_of_the_registry():
     assert resolve_reward("exact_match") is exact_match
-    with pytest.raises(SettingsError, match=r"no reward function is named 'exact_mach'.*Did you mean 'exact_match'\?"):
+    with pytest.raises(SettingsError, match=r"unknown reward function 'exact_mach'\. Did you mean 'exact_match'\?"):
         resolve_reward("exact_mach")
 
 

@@ -1,12 +1,12 @@
 """What can be refused before anything heavy starts: arithmetic, names and files."""
 
 import contextlib
-import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.errors import EngineError, SettingsError
+from rl_core.registry import nearest_name
 from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_rollout.engines.model_folder import max_positions
@@ -169,7 +169,9 @@ def _arithmetic(settings: Settings) -> Iterator[str]:
 
 
 def _names(settings: Settings) -> Iterator[str]:
-    algorithm, rollout = settings.algorithm, settings.rollout
+    algorithm, rollout, run = settings.algorithm, settings.rollout, settings.run
+    if run.name in ("", ".", "..") or "/" in run.name:
+        yield f"run.name must be the name of one folder below run.directory; found {run.name!r}."
     for name, found, known in (
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
         ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
@@ -179,9 +181,7 @@ def _names(settings: Settings) -> Iterator[str]:
         ("rollout.loop", rollout.loop, LOOPS.names()),
     ):
         if found not in known:
-            nearest = difflib.get_close_matches(found, known, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{hint}"
+            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{nearest_name(found, known)}"
 
 
 def _files(settings: Settings) -> Iterator[str]:

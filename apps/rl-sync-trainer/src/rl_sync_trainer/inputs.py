@@ -50,7 +50,7 @@ def read_inputs(settings: Settings) -> Inputs:
     """
     tokenizer = PromptTokenizer.load(settings.policy.path, template_options=settings.prompts.template_options)
     options = PromptOptions(
-        max_prompt_tokens=settings.prompts.max_tokens,
+        max_tokens=settings.prompts.max_tokens,
         overlong=settings.prompts.overlong,
         plain_prompts=settings.prompts.plain_prompts,
     )

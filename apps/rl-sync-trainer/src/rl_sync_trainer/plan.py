@@ -64,6 +64,9 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
     yield f"             in {trainer.minibatches} optimizer update(s), of at most {micro_batches} micro-batches in all"
     yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
+    if longest > settings.learner.micro_batch_tokens:
+        yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
+        yield "             makes a micro-batch of its own, of its length"
     yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
     yield f"  problems   {counts.train} to train on, {counts.test} to test at both ends,"
     yield f"             {counts.validation} for validation every {trainer.validate_every} steps"

@@ -85,6 +85,9 @@ class Session:
             self._state = read_trainer_state(checkpoint)
             self._earlier_wall_s = self._state.wall_s
             source.restore(self._state.prompt_source)
+            if self._state.step == settings.trainer.steps and self._state.unlogged is None:
+                console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
+                return
         else:
             self._state = replace(self._state, prompt_source=source.state())
         learner, reference = self._start_learner(stack, checkpoint)

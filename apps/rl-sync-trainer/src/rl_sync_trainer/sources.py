@@ -115,11 +115,25 @@ def build_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None 
     Raises:
         SettingsError: Something is missing or has the wrong type; all of it is listed.
     """
+    _refuse_booleans_for_numbers(values, origins or {})
     try:
         return Settings(**values)
     except ValidationError as error:
         lines = [_explain(problem, origins or {}) for problem in error.errors()]
         raise SettingsError("\n".join(lines)) from None
+
+
+def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Python counts true as 1, and pydantic with it; who wrote it meant something else."""
+    for name, setting in setting_fields().items():
+        section, _, key = name.partition(".")
+        fields = values.get(section)
+        found = fields.get(key) if isinstance(fields, Mapping) else None
+        kinds = {setting.annotation, *typing.get_args(setting.annotation)}
+        if isinstance(found, bool) and kinds & {int, float} and bool not in kinds:
+            where = f" ({origins[name]})" if name in origins else ""
+            expected = describe_type(setting.annotation)
+            raise SettingsError(f"{name}: must be {expected}; found {str(found).lower()}{where}. {setting.meaning}")
 
 
 def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -54,6 +54,10 @@ class EngineError(RLError, RuntimeError):
     """An engine cannot serve a request."""
 
 
+class RolloutError(RLError, RuntimeError):
+    """Rollouts gave nothing to go on with."""
+
+
 class CheckpointError(RLError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another model."""
 

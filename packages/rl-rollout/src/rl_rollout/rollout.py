@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import RolloutError, SettingsError
 from rl_core.records import Group, IntArray, Prompt, Trajectory
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.protocol import AgentLoop, LoopContext, SessionResult, describe_error, stable_seed
@@ -158,10 +158,10 @@ def require_some_success(results: Sequence[GroupResult]) -> None:
     """Refuse to go on when not one session succeeded: that is a fault of the run, not of a session.
 
     Raises:
-        EngineError: Every session failed; the message has the first reason, its cause what was raised.
+        RolloutError: Every session failed; the message has the first reason, its cause what was raised.
     """
     failures = [failure for result in results for failure in result.failures]
     if failures and len(failures) == sum(len(result.sessions) for result in results):
-        raise EngineError(f"all {len(failures)} sessions failed; the first: {failures[0]}") from next(
+        raise RolloutError(f"all {len(failures)} sessions failed; the first: {failures[0]}") from next(
             (result.error for result in results if result.error is not None), None
         )

@@ -16,7 +16,7 @@ from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.logits import entropy_from_logits, logprobs_from_logits
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses, ppo_clip
 from rl_distill.objectives.policy_objective import PolicyObjective, PolicyObjectiveOptions, policy_objective
-from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, Registry
+from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, function_with_options
 
 __all__ = [
     "ADVANTAGES",
@@ -31,12 +31,12 @@ __all__ = [
     "PolicyObjective",
     "PolicyObjectiveOptions",
     "PolicyTokens",
-    "Registry",
     "RewardedRows",
     "TokenLosses",
     "dr_grpo",
     "dr_grpo_advantages",
     "entropy_from_logits",
+    "function_with_options",
     "grpo",
     "grpo_advantages",
     "logprobs_from_logits",

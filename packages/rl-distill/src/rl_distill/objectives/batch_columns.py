@@ -11,7 +11,7 @@ from rl_core.columns import COLUMNS
 from rl_distill.objectives.advantages import RewardedRows
 from rl_distill.objectives.aggregation import token_weights
 from rl_distill.objectives.correction import CorrectionLevel, truncated_weights
-from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION
+from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, function_with_options
 
 
 def with_advantages(batch: Batch, *, advantage: str = "grpo", options: Mapping[str, Any] | None = None) -> Batch:
@@ -36,7 +36,7 @@ def with_advantages(batch: Batch, *, advantage: str = "grpo", options: Mapping[s
         offsets=torch.from_numpy(mask.offsets),
         columns={name: batch.tensor(name) for name in sorted(batch.names) if COLUMNS[name].is_ragged},
     )
-    columns = ADVANTAGES.get_with(advantage, options or {})(rows)
+    columns = function_with_options(ADVANTAGES, advantage, options or {})(rows)
     return batch.with_columns({name: _ragged_like(mask, values) for name, values in columns.items()})
 
 

@@ -15,7 +15,7 @@ from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.correction import mismatch_sums, truncated_weights
 from rl_distill.objectives.kl import KLEstimator
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
-from rl_distill.objectives.registry import KL, POLICY_LOSSES
+from rl_distill.objectives.registry import KL, POLICY_LOSSES, function_with_options
 from rl_distill.objectives.shapes import check_tokens
 
 Term = tuple[float, Tensor]
@@ -164,7 +164,7 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
         raise SettingsError(f"{twice[0]} is set twice, the second time in policy_loss_options; keep one.")
     objective = PolicyObjective(
         options=options,
-        policy_loss=POLICY_LOSSES.get_with(options.policy_loss, {**clips, **options.policy_loss_options}),
+        policy_loss=function_with_options(POLICY_LOSSES, options.policy_loss, {**clips, **options.policy_loss_options}),
         kl=KL.get(options.kl_estimator),
     )
     if options.correction not in ("none", "token", "sequence") or not options.correction_cap > 0:

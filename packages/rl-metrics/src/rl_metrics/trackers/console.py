@@ -85,14 +85,14 @@ class ConsoleTracker:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show that something slow runs, at once, and how long it took, also when it fails.
+        """Show that something slow runs, at once, and how long it took, also when it fails or is stopped.
 
         Args:
             text: What runs, such as "starting vLLM".
         """
         self._draw(lambda view: view.phase_began(text))
         began_s = self._clock()
-        outcome = "failed after "
+        outcome = "broken off after "
         try:
             yield
             outcome = ""

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from rl_rollout.registry import Registry
+from rl_core.registry import Registry
 
-_ENGINES = Registry(
+_ENGINES: Registry[Any] = Registry(
     "engine",
-    group="rl_rollout.engines",
-    builtin={
+    {
         "vllm": "rl_rollout.engines.vllm:VLLMEngine",
         "transformers": "rl_rollout.engines.transformers:TransformersEngine",
         "scripted": "rl_rollout.engines.scripted:ScriptedEngine",
     },
+    group="rl_rollout.engines",
 )
 
 
@@ -26,4 +26,4 @@ def engine_class(name: str) -> Any:
     Raises:
         SettingsError: Nothing has this name; the message lists what has.
     """
-    return _ENGINES.load(name)
+    return _ENGINES.get(name)

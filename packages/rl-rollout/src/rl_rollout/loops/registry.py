@@ -1,13 +1,13 @@
 """Agent loops by name."""
 
 from rl_core.errors import SettingsError
+from rl_core.registry import Registry
 from rl_rollout.loops.protocol import AgentLoop
-from rl_rollout.registry import Registry
 
-LOOPS = Registry(
+LOOPS: Registry[type[AgentLoop]] = Registry(
     "agent loop",
+    {"single_turn": "rl_rollout.loops.single_turn:SingleTurnLoop"},
     group="rl_rollout.loops",
-    builtin={"single_turn": "rl_rollout.loops.single_turn:SingleTurnLoop"},
 )
 
 
@@ -17,7 +17,7 @@ def resolve_loop(name: str) -> AgentLoop:
     Raises:
         SettingsError: There is no such loop, or it is not a class with `run_group`.
     """
-    loop_class = LOOPS.load(name)
+    loop_class = LOOPS.get(name)
     if not isinstance(loop_class, type) or not callable(getattr(loop_class, "run_group", None)):
         raise SettingsError(f"agent loop {name!r} must be a class with an async `run_group`; found {loop_class!r}.")
     loop: AgentLoop = loop_class()

@@ -28,21 +28,21 @@ class PromptOptions:
     """How rows become prompts.
 
     Attributes:
-        max_prompt_tokens: Longest prompt, template included.
+        max_tokens: Longest prompt, template included.
         overlong: A longer one is an "error", or a "drop" that is counted.
         plain_prompts: A string prompt is tokenized as it stands ("raw"), or as a user's message ("chat").
         requires_ground_truth: Refuse rows without ground truth.
     """
 
-    max_prompt_tokens: int
+    max_tokens: int
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
 
     def __post_init__(self) -> None:
         """Refuse a limit that no prompt can meet."""
-        if self.max_prompt_tokens < 1:
-            raise SettingsError(f"max_prompt_tokens must be at least 1; found {self.max_prompt_tokens}.")
+        if self.max_tokens < 1:
+            raise SettingsError(f"max_tokens must be at least 1; found {self.max_tokens}.")
 
 
 class PromptSet:
@@ -130,7 +130,7 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
     if not reader.uids:
         raise DataError(
             f"all {reader.num_rows} rows of {', '.join(str(rows.path) for rows in opened)} are longer than "
-            f"max_prompt_tokens = {options.max_prompt_tokens}. Raise it."
+            f"max_tokens = {options.max_tokens}. Raise it."
         )
     prompts = PromptSet(
         opened,
@@ -200,12 +200,12 @@ class _Reader:
     def _fits(self, ids: Sequence[int], *, where: str) -> bool:
         if not ids:
             raise DataError(f"{where}, field `prompt`: it gives no tokens; expected at least one.")
-        limit = self._options.max_prompt_tokens
+        limit = self._options.max_tokens
         if len(ids) <= limit:
             return True
         if self._options.overlong == "drop":
             return False
         raise DataError(
-            f"{where}, field `prompt`: {len(ids)} tokens, more than max_prompt_tokens = {limit}. "
+            f"{where}, field `prompt`: {len(ids)} tokens, more than max_tokens = {limit}. "
             'Raise the limit, shorten the prompt, or set overlong = "drop".'
         )

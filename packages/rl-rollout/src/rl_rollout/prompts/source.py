@@ -56,14 +56,15 @@ class PromptSource:
         """Go on where a `state` was taken.
 
         Raises:
-            CheckpointError: The state is not one, or is of other prompts or another order.
+            CheckpointError: The state is not one.
+            SettingsError: It is of other prompts or another order.
         """
         mine = self.state()
         if set(state) != set(mine):
             raise CheckpointError(f"a prompt source's state must have {sorted(mine)}; found {sorted(state)}.")
         for name in ("fingerprint", "seed", "is_shuffled"):
             if state[name] != mine[name]:
-                raise CheckpointError(
+                raise SettingsError(
                     f"the saved prompt order has {name} = {state[name]!r}, this run has {mine[name]!r}. "
                     "Resume with the same prompt files, tokenizer, limits and seed, or start a new run."
                 )

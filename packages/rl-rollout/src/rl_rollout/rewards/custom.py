@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_rollout.registry import nearest_name
+from rl_core.registry import nearest_name
 from rl_rollout.rewards.protocol import RewardFunction
 
 TRACEBACK_LINES = 6

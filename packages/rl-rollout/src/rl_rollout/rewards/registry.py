@@ -1,19 +1,20 @@
 """Reward functions by name, or from a file."""
 
 import inspect
+from typing import Any
 
-from rl_rollout.registry import Registry
+from rl_core.registry import Registry
 from rl_rollout.rewards.custom import check_callable, load_function
 from rl_rollout.rewards.protocol import RewardFunction
 
-REWARDS = Registry(
+REWARDS: Registry[Any] = Registry(
     "reward function",
-    group="rl_rollout.rewards",
-    builtin={
+    {
         "exact_match": "rl_rollout.rewards.rules:exact_match",
         "number_match": "rl_rollout.rewards.rules:number_match",
         "math_verify": "rl_rollout.rewards.math_verify:MathVerify",
     },
+    group="rl_rollout.rewards",
 )
 
 
@@ -26,5 +27,5 @@ def resolve_reward(reference: str) -> RewardFunction:
     """
     if ":" in reference or reference.endswith(".py"):
         return load_function(reference)
-    found = REWARDS.load(reference)
+    found = REWARDS.get(reference)
     return check_callable(found() if inspect.isclass(found) else found, name=reference)

@@ -1,0 +1,79 @@
+"""Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics of the batch."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rl_core import Batch, Prompt
+from rl_core.errors import DeadlineError
+from rl_core.publish import PublishReport, publish_weights
+from rl_metrics.mismatch_metrics import summarize_mismatch
+from rl_metrics.reduction import Recorder
+from rl_metrics.rollout_metrics import summarize_batch, summarize_components, summarize_speed, summarize_timings
+from rl_rollout.rollout import GroupResult, require_some_success
+from rl_sync_trainer.assemble import Parts
+
+
+async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Recorder) -> int:
+    """Run every session of the prompts, and put each into the queue as it settles.
+
+    Returns:
+        Groups that can train; one whose sessions all failed cannot.
+    """
+    settings = parts.settings.rollout
+    parts.queue.issue(prompts, num_sessions=settings.group_size)
+
+    def settle(group: GroupResult) -> None:
+        for index, session in enumerate(group.sessions):
+            if session.failure is None:
+                parts.queue.put(group.prompt.uid, index, session.trajectories)
+            else:
+                parts.queue.fail(group.prompt.uid, index, reason=session.failure)
+        for trajectory in group.trajectories:
+            recorder.record("timing_s/reward", trajectory.timings.reward_s)
+
+    groups = await parts.rollout.run(
+        prompts,
+        num_sessions=settings.group_size,
+        sampling=parts.sampling,
+        seed=parts.settings.run.seed,
+        on_group=settle,
+    )
+    require_some_success(groups)
+    recorder.record("rollout/failed_sessions", sum(len(group.failures) for group in groups))
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    timings = [trajectory.timings for trajectory in trajectories]
+    parts.record(recorder, summarize_timings(Batch.from_trajectories(trajectories), timings))
+    parts.record(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
+    return sum(bool(group.trajectories) for group in groups)
+
+
+async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
+    """Give the learner's weights to the engine, and prove that it serves them."""
+    update = parts.transport.pack(parts.learner.export_weights(), version=version, tied=parts.learner.tied)
+    deadline_s = parts.settings.rollout.deadline_s
+    try:
+        async with asyncio.timeout(deadline_s):
+            report = await publish_weights(update, [parts.engine], canary=parts.canary(), tolerances=parts.tolerances)
+    except TimeoutError as error:
+        raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
+    if recorder is not None:
+        recorder.record("weights/num_tensors", report.num_tensors)
+        recorder.record("weights/probe_max_diff", report.probe_max_diff)
+        recorder.record("weights/canary_max_diff", report.canary_max_diff)
+    return report
+
+
+def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int, step_s: float) -> None:
+    """Record what the batch says of rewards, lengths, staleness, mismatch and speed."""
+    num_tokens = len(batch.ragged("input_ids").values)
+    values = {
+        **summarize_batch(batch, policy_version=version, max_prompt_tokens=parts.settings.prompts.max_tokens),
+        **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
+        "training/policy_version": version + 1,
+        "training/epoch": parts.source.epoch,
+    }
+    if parts.recomputes_old_logprobs:
+        values |= summarize_mismatch(batch)
+    for name, value in values.items():
+        recorder.record(name, value)
+    recorder.record("timing_s/step", step_s)
