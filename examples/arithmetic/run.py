@@ -94,6 +94,8 @@ def take_seeds(words: list[str]) -> list[int] | None:
             count = 1 if equals else 2
             text = value if equals else "".join(words[index + 1 : index + 2])
             del words[index : index + count]
+            if any(other.startswith(("--run.directory", "--run.name", "--run.seed")) for other in words):
+                sys.exit("error: --seeds chooses folder, name and seed of its runs; leave --run.* out.")
             try:
                 return [int(seed) for seed in text.split(",")]
             except ValueError:
