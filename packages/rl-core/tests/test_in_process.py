@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rl_core import InProcessQueue, TaskSpec
+from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, DeadlineError, SettingsError
 from rl_core.testing import FakeClock, QueueConformance, make_prompts, make_trajectory
 
@@ -13,8 +13,8 @@ TRAIN = TaskSpec(name="train", needs=frozenset({"reward"}))
 
 
 class TestInProcessQueue(QueueConformance):
-    def make_queue(self, tasks, *, clock, capacity_rows=None):
-        return InProcessQueue(tasks, clock=clock, capacity_rows=capacity_rows)
+    def make_queue(self, tasks, *, options, clock):
+        return InProcessQueue(tasks, options=options, clock=clock)
 
 
 def test_waiting_on_a_clock_that_stands_still_does_not_spin():
@@ -42,7 +42,7 @@ def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
 @pytest.mark.parametrize("capacity_rows", [0, -1])
 def test_a_queue_needs_room_for_a_row(capacity_rows):
     with pytest.raises(SettingsError, match=rf"at least 1; found {capacity_rows}"):
-        InProcessQueue([TRAIN], capacity_rows=capacity_rows)
+        InProcessQueue([TRAIN], options=QueueOptions(capacity_rows=capacity_rows))
 
 
 def test_tasks_need_names_of_their_own():
@@ -72,7 +72,7 @@ def test_thousands_of_groups_cost_each_put_the_same():
 
 
 def _time_puts(num_groups):
-    queue = InProcessQueue([TRAIN], capacity_rows=8 * num_groups)
+    queue = InProcessQueue([TRAIN], options=QueueOptions(capacity_rows=8 * num_groups))
     queue.issue(make_prompts(num_groups), num_sessions=8)
     rows = [(f"p{i}", s, [make_trajectory(f"p{i}", s)]) for i in range(num_groups) for s in range(8)]
     leases = []

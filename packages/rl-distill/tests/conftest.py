@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.batch import Batch, Ragged, RowKey, offsets_of
+from rl_core.batch import Batch, Ragged, RowKey
+from rl_core.ragged import offsets_of
 
 VOCAB_SIZE = 40
 

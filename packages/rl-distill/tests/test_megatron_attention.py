@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import rl_distill.megatron.attention as attention
 import rl_distill.megatron.layout as layout_module
-from rl_core.batch import offsets_of
+from rl_core.ragged import offsets_of
 from rl_core.errors import ShapeError
 from rl_distill.megatron.layout import packed_layout, plan_buckets
 

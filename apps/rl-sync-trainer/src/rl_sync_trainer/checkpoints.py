@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-
+from rl_core.checksums import checksum
 from rl_core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -172,11 +171,11 @@ def sync_folder(folder: Path) -> None:
 
 def file_crc32c(file: Path) -> int:
     """crc32c of a file's bytes."""
-    checksum = google_crc32c.Checksum()
+    total = 0
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
-            checksum.update(chunk)
-    return int.from_bytes(checksum.digest(), "big")
+            total = checksum(chunk, total)
+    return total
 
 
 def _record(file: Path) -> dict[str, int]:

@@ -4,7 +4,7 @@ from rl_core.batch import Batch, Ragged, RowKey
 from rl_core.cluster import LocalCluster, RoleSpec
 from rl_core.columns import COLUMNS, ColumnSpec
 from rl_core.errors import RLError
-from rl_core.queue import InProcessQueue, Lease, TaskSpec, TransferQueue
+from rl_core.queue import Claim, InProcessQueue, Lease, QueueOptions, TaskSpec, TransferQueue
 from rl_core.records import Group, Prompt, Timings, Trajectory
 from rl_core.weights import Canary, WeightReceipt, WeightUpdate
 
@@ -12,12 +12,14 @@ __all__ = [
     "COLUMNS",
     "Batch",
     "Canary",
+    "Claim",
     "ColumnSpec",
     "Group",
     "InProcessQueue",
     "Lease",
     "LocalCluster",
     "Prompt",
+    "QueueOptions",
     "RLError",
     "Ragged",
     "RoleSpec",

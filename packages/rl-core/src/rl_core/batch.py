@@ -1,20 +1,19 @@
 """Batches of rows in columns: dense arrays, or ragged ones as flat values with offsets."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rl_core.columns import column_dtype, column_spec
 from rl_core.errors import DataError, ShapeError
+from rl_core.ragged import Array, Ragged, offsets_of, row_indices
 from rl_core.records import Json, Trajectory
 
 if TYPE_CHECKING:
     import torch
-
-Array = NDArray[Any]
 
 
 class RowKey(NamedTuple):
@@ -25,111 +24,7 @@ class RowKey(NamedTuple):
     output_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Rows of different lengths, stored end to end.
-
-    Attributes:
-        values: [sum of lengths] the rows, one after the other.
-        offsets: [N + 1] int64; row i is values[offsets[i]:offsets[i + 1]].
-    """
-
-    values: Array
-    offsets: NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        """Check that the offsets start at 0, never fall, and end at len(values)."""
-        offsets = self.offsets
-        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(self.values):
-            raise ShapeError(
-                f"offsets must run from 0 to len(values) = {len(self.values)}; found shape {list(offsets.shape)}"
-                + (f", {offsets[0]} to {offsets[-1]}." if offsets.ndim == 1 and len(offsets) else ".")
-            )
-        if len(offsets) > 1 and bool((np.diff(offsets) < 0).any()):
-            raise ShapeError("offsets must never fall; found a negative row length.")
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[ArrayLike], *, dtype: Any) -> "Ragged":
-        """Join rows, copying them once."""
-        arrays = [np.asarray(row, dtype=dtype) for row in rows]
-        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
-        return cls(values, offsets_of([len(row) for row in arrays]))
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[N] length of each row."""
-        return self.offsets[1:] - self.offsets[:-1]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, row: int) -> Array:
-        """View of one row; negative ones count from the end.
-
-        Raises:
-            IndexError: There is no such row.
-        """
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row must be below {len(self)}, the number of rows; found {row}.")
-        row %= len(self)
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-    def __iter__(self) -> Iterator[Array]:
-        return (self[row] for row in range(len(self)))
-
-    def select(self, rows: ArrayLike) -> "Ragged":
-        """The rows at these indices, in this order; a view when they are contiguous.
-
-        Raises:
-            ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
-            IndexError: There is no such row.
-        """
-        indices = row_indices(rows, num_rows=len(self))
-        lengths = self.lengths[indices]
-        offsets = offsets_of(lengths)
-        if len(indices) and bool((np.diff(indices) == 1).all()):
-            return Ragged(self.values[self.offsets[indices[0]] : self.offsets[indices[-1] + 1]], offsets)
-        return Ragged(self.values[token_positions(self.offsets[indices], lengths)], offsets)
-
-
 Column = Array | Ragged
-
-
-def row_indices(rows: ArrayLike, *, num_rows: int) -> NDArray[np.int64]:
-    """Indices from 0 of rows, with negative ones counted from the end.
-
-    Raises:
-        ShapeError: They are not a 1-D sequence of integers.
-        IndexError: One is out of range.
-    """
-    found = np.asarray(rows)
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
-        raise ShapeError(
-            f"rows must be [M] integers; found {found.dtype} of shape {list(found.shape)}. "
-            "Turn a mask into indices with np.flatnonzero."
-        )
-    indices: NDArray[np.int64] = found.astype(np.int64)
-    is_outside = (indices < -num_rows) | (indices >= num_rows)
-    if is_outside.any():
-        raise IndexError(f"rows must be below {num_rows}, the number of rows; found {indices[is_outside][0]}.")
-    indices[indices < 0] += num_rows
-    return indices
-
-
-def offsets_of(lengths: ArrayLike) -> NDArray[np.int64]:
-    """[N + 1] offsets of rows with these lengths."""
-    array = np.asarray(lengths, dtype=np.int64)
-    offsets: NDArray[np.int64] = np.zeros(len(array) + 1, dtype=np.int64)
-    np.cumsum(array, out=offsets[1:])
-    return offsets
-
-
-def token_positions(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Flat positions of rows that begin at `starts` and have `lengths`."""
-    total = int(lengths.sum())
-    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    positions: NDArray[np.int64] = np.arange(total, dtype=np.int64) + shift
-    return positions
 
 
 class Batch:
@@ -173,10 +68,9 @@ class Batch:
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Batch":
         """Columns of trajectories, in their order; a missing reward becomes NaN."""
         token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
-        columns: dict[str, Column] = {
-            name: Ragged.from_rows([getattr(t, name) for t in trajectories], dtype=column_dtype(name))
-            for name in token_columns
-        }
+        values = {name: _join([getattr(t, name) for t in trajectories], name) for name in token_columns}
+        offsets = offsets_of([len(t.input_ids) for t in trajectories])
+        columns: dict[str, Column] = {**Ragged.aligned(values, offsets)}
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
         columns["reward"] = np.asarray(rewards, dtype=np.float32)
         columns["is_truncated"] = np.asarray([t.finish_reason == "length" for t in trajectories], dtype=np.bool_)
@@ -208,10 +102,7 @@ class Batch:
     @property
     def size_bytes(self) -> int:
         """Bytes of all columns."""
-        return sum(
-            column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
-            for column in self._columns.values()
-        )
+        return sum(column.nbytes for column in self._columns.values())
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -245,12 +136,14 @@ class Batch:
         return column
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """Values of a column as a torch tensor on the same memory."""
+        """Values of a column as a torch tensor on the same memory; rows from a queue may be shared: do not write."""
         import torch
 
         column = self[name]
-        values = column.values if isinstance(column, Ragged) else column
-        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        values = np.ascontiguousarray(column.values if isinstance(column, Ragged) else column)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(values)
 
     def with_columns(self, columns: Mapping[str, Column]) -> "Batch":
         """A batch with these columns added or replaced, sharing the others."""
@@ -281,10 +174,26 @@ class Batch:
         }
         return Batch([self.keys[i] for i in indices], columns, extras=[self.extras[i] for i in indices])
 
+    def split(self, sizes: Sequence[int]) -> list["Batch"]:
+        """The rows in runs of these sizes, from the first on; ragged values are shared.
+
+        Raises:
+            ShapeError: The sizes do not add up to the number of rows.
+        """
+        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
+            raise ShapeError(f"sizes must add up to {len(self)} rows; found {list(sizes)}.")
+        ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+        return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
     def group_index(self) -> NDArray[np.int64]:
         """[N] index of each row's prompt, numbered by first appearance."""
         order: dict[str, int] = {}
         return np.asarray([order.setdefault(key.prompt_uid, len(order)) for key in self.keys], dtype=np.int64)
+
+
+def _join(rows: Sequence[Array], name: str) -> Array:
+    dtype = column_dtype(name)
+    return np.concatenate(rows, dtype=dtype, casting="same_kind") if rows else np.empty(0, dtype=dtype)
 
 
 def check_column(name: str, column: Column, *, num_rows: int) -> None:
@@ -297,9 +206,8 @@ def check_column(name: str, column: Column, *, num_rows: int) -> None:
     spec = column_spec(name)
     if spec.is_ragged != isinstance(column, Ragged):
         raise ShapeError(f"column {name!r} must be {'ragged' if spec.is_ragged else 'dense'}; it is not.")
-    values = column.values if isinstance(column, Ragged) else column
-    if values.dtype != np.dtype(spec.dtype):
-        raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {values.dtype}.")
+    if column.dtype != np.dtype(spec.dtype):
+        raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {column.dtype}.")
     if len(column) != num_rows:
         raise ShapeError(f"column {name!r} must have {num_rows} rows; found {len(column)}.")
 
@@ -313,6 +221,8 @@ def check_alignment(columns: Mapping[str, Column]) -> None:
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
     first = "input_ids" if "input_ids" in ragged else next(iter(ragged), "")
     for name, column in ragged.items():
+        if column.lengths is ragged[first].lengths:
+            continue
         differs = column.lengths != ragged[first].lengths
         if differs.any():
             row = int(np.argmax(differs))
@@ -323,9 +233,7 @@ def check_alignment(columns: Mapping[str, Column]) -> None:
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """Join columns of one kind, row after row."""
+    """Join columns of one kind, row after row; ragged values are not copied."""
     if isinstance(columns[0], Ragged):
-        ragged = [column for column in columns if isinstance(column, Ragged)]
-        lengths = np.concatenate([column.lengths for column in ragged])
-        return Ragged(np.concatenate([column.values for column in ragged]), offsets_of(lengths))
+        return Ragged.concat([column for column in columns if isinstance(column, Ragged)])
     return np.concatenate([column for column in columns if not isinstance(column, Ragged)])

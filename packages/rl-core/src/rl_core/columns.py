@@ -1,4 +1,4 @@
-"""The one table of column names that travel between rollouts and learners.
+"""The one table of column names that travel between rollouts and learners; `declare_column` adds one's own.
 
 Ragged columns are aligned with `input_ids`: position t belongs to token t. `loss_mask[t]` is True when
 token t was sampled by the policy and trains; `*_logprobs[t]` is the natural-log probability of token t
@@ -54,6 +54,19 @@ COLUMNS: dict[str, ColumnSpec] = {
 }
 
 
+def declare_column(name: str, spec: ColumnSpec) -> None:
+    """Add a column of one's own to the table; every process that makes or reads it declares it.
+
+    Raises:
+        DataError: The name is taken by another specification, or the dtype is not a plain number's or bool.
+    """
+    if np.dtype(spec.dtype).kind not in "biuf":
+        raise DataError(f"column {name!r} must hold numbers or bools; found dtype {spec.dtype}.")
+    known = COLUMNS.setdefault(name, spec)
+    if (known.dtype, known.is_ragged) != (spec.dtype, spec.is_ragged):
+        raise DataError(f"column {name!r} is declared already, as {known}; found {spec}. Choose another name.")
+
+
 def column_spec(name: str) -> ColumnSpec:
     """Look a column up by name.
 
@@ -65,7 +78,7 @@ def column_spec(name: str) -> ColumnSpec:
     except KeyError:
         known = ", ".join(sorted(COLUMNS))
         raise DataError(
-            f"unknown column {name!r}; known columns: {known}. Add new ones to rl_core/columns.py."
+            f"unknown column {name!r}; known columns: {known}. Declare one of your own with `declare_column`."
         ) from None
 
 

@@ -33,6 +33,22 @@ class OutdatedLeaseError(RLError, RuntimeError):
     """A lease was acked or extended after it had expired, been released or been acked."""
 
 
+class StaleLeaseError(OutdatedLeaseError):
+    """An ack came when rows of its lease had become older than the task allows; nothing of it counts."""
+
+
+class AlreadySettledError(DataError):
+    """A session was put or failed a second time; what was there first stays."""
+
+
+class SegmentError(RLError, ValueError):
+    """A stored or received segment is torn, has a wrong checksum, or asks for what cannot be."""
+
+
+class JournalError(RLError, OSError):
+    """A queue's directory cannot be written or read; the message says what the file system or SQLite said."""
+
+
 class WeightProofError(RLError, RuntimeError):
     """An engine's weights are not the learner's; `tensor` is the first that differs.
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import google_crc32c
-
+from rl_core.checksums import checksum
 from rl_core.errors import ShapeError
 from rl_core.records import FloatArray, IntArray
 
@@ -152,7 +151,7 @@ def tensor_crc32c(tensor: "torch.Tensor") -> int:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int(google_crc32c.value(flat.numpy()))
+    return checksum(flat.numpy())
 
 
 def digest_tensor(tensor: "torch.Tensor") -> TensorDigest:

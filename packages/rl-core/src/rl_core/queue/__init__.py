@@ -1,6 +1,15 @@
 """The transfer queue: one interface, several backends."""
 
 from rl_core.queue.in_process import InProcessQueue
-from rl_core.queue.interface import Lease, LedgerEntry, TaskSpec, TransferQueue
+from rl_core.queue.interface import Claim, Lease, LedgerEntry, QueueOptions, TaskSpec, TransferQueue, Unsettled
 
-__all__ = ["InProcessQueue", "Lease", "LedgerEntry", "TaskSpec", "TransferQueue"]
+__all__ = [
+    "Claim",
+    "InProcessQueue",
+    "Lease",
+    "LedgerEntry",
+    "QueueOptions",
+    "TaskSpec",
+    "TransferQueue",
+    "Unsettled",
+]

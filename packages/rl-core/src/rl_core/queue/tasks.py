@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rl_core.columns import column_spec
 from rl_core.errors import SettingsError
-from rl_core.queue.interface import TaskSpec
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.messages import GENERATE
 
 ROLLOUT_COLUMNS = frozenset(
     {
@@ -30,6 +31,10 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
     names = [task.name for task in tasks]
     if len(set(names)) != len(names):
         raise SettingsError(f"each task needs a name of its own; found {names}.")
+    if GENERATE in names:
+        raise SettingsError(f"{GENERATE!r} is the name of producers' claims; choose another one for the task.")
+    for task in tasks:
+        _check_numbers(task)
     for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
         column_spec(name)
     available, waiting = ROLLOUT_COLUMNS, list(tasks)
@@ -40,3 +45,24 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
             raise SettingsError(f"no rollout and no task before it gives what {lacking}. Declare a task that gives it.")
         available = available.union(*(task.gives for task in runnable))
         waiting = [task for task in waiting if task not in runnable]
+
+
+def check_options(options: QueueOptions) -> None:
+    """Refuse bounds below 1.
+
+    Raises:
+        SettingsError: One is.
+    """
+    for name in ("capacity_rows", "capacity_bytes"):
+        found = getattr(options, name)
+        if found is not None and found < 1:
+            raise SettingsError(f"{name} must be at least 1; found {found}.")
+
+
+def _check_numbers(task: TaskSpec) -> None:
+    if task.order not in ("arrival", "issue"):
+        raise SettingsError(f"order of task {task.name!r} must be 'arrival' or 'issue'; found {task.order!r}.")
+    for name in ("max_staleness", "partial_after_s"):
+        found = getattr(task, name)
+        if found is not None and found < 0:
+            raise SettingsError(f"{name} of task {task.name!r} must be at least 0; found {found}.")

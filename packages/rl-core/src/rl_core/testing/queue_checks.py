@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rl_core.queue.interface import TaskSpec, TransferQueue
+from rl_core.queue.interface import QueueOptions, TaskSpec, TransferQueue
 from rl_core.testing.clock import FakeClock, wait_until
 from rl_core.testing.rows import make_prompts, make_trajectory
 
@@ -16,6 +16,7 @@ DEADLINE_S = 20.0
 """For what must happen: long, so that a busy machine fails no check."""
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}))
+TRAIN_IN_ORDER = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}), order="issue")
 REFERENCE = TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"}))
 TEACHER = TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"}))
 TRAIN_LATE = TaskSpec(name="train", needs=frozenset({"input_ids", "reference_logprobs"}))
@@ -25,7 +26,7 @@ class QueueChecks:
     """A queue for each check, closed after it, with a clock that stands still and threads that end."""
 
     def make_queue(
-        self, tasks: Sequence[TaskSpec], *, clock: Callable[[], float], capacity_rows: int | None = None
+        self, tasks: Sequence[TaskSpec], *, options: QueueOptions, clock: Callable[[], float]
     ) -> TransferQueue:
         """The queue under test; the one method that a backend's test class writes."""
         raise NotImplementedError
@@ -42,9 +43,9 @@ class QueueChecks:
             queue.close()
         self._threads.shutdown()
 
-    def queue(self, *tasks: TaskSpec, capacity_rows: int | None = None) -> TransferQueue:
+    def queue(self, *tasks: TaskSpec, **options: Any) -> TransferQueue:
         """A new queue with these tasks, or with TRAIN."""
-        queue = self.make_queue(tasks or (TRAIN,), clock=self.clock, capacity_rows=capacity_rows)
+        queue = self.make_queue(tasks or (TRAIN,), options=QueueOptions(**options), clock=self.clock)
         self._queues.append(queue)
         return queue
 

@@ -69,7 +69,7 @@ class ColumnChecks(QueueChecks):
             queue.ack(lease)
         with refuses(DataError, "found ['teacher_logprobs']"):
             queue.ack(lease, {"teacher_logprobs": good})
-        with refuses(DataError, "reference_logprobs", "not finite"):
+        with refuses(DataError, "reference_logprobs", "'p0'", "token 0", "finite"):
             queue.ack(lease, {"reference_logprobs": Ragged(np.full_like(good.values, np.nan), good.offsets)})
         with refuses(ShapeError, "float32", "float64"):
             queue.ack(lease, {"reference_logprobs": Ragged(good.values.astype(np.float64), good.offsets)})

@@ -13,6 +13,6 @@ class QueueConformance(RowChecks, ColumnChecks, LeaseChecks, WaitChecks, LedgerC
     The backend must read the time of its leases from the `clock` that it is given, and look at it in `stats`.
 
         class TestInProcessQueue(QueueConformance):
-            def make_queue(self, tasks, *, clock, capacity_rows=None):
-                return InProcessQueue(tasks, clock=clock, capacity_rows=capacity_rows)
+            def make_queue(self, tasks, *, options, clock):
+                return InProcessQueue(tasks, options=options, clock=clock)
     """

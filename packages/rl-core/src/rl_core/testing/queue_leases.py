@@ -2,21 +2,56 @@
 """Checks of leases: who has which groups, and until when."""
 
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
-from rl_core.testing.queue_checks import REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import REFERENCE, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, ragged_like
 
 
 class LeaseChecks(QueueChecks):
     """Groups are delivered in issue order, to one consumer of a task at a time, until one has acked."""
 
-    def test_groups_come_in_issue_order_however_they_were_settled(self) -> None:
+    def test_groups_come_as_they_arrive(self) -> None:
         queue = self.queue()
         queue.issue(make_prompts(4), num_sessions=1)
         for uid in ("p3", "p1", "p2"):
             put_all(queue, uid)
-        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p1", "p2"]
+        lease = queue.lease("train", groups=2, deadline_s=0)
+        assert uids_of(lease) == ["p3", "p1"]
         put_all(queue, "p0")
-        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p3"]
+        queue.release(lease)
+        assert uids_of(queue.lease("train", groups=3, deadline_s=0)) == ["p3", "p1", "p2"]
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p0"]
+
+    def test_groups_come_strictly_in_the_order_of_issue_when_asked(self) -> None:
+        queue = self.queue(TRAIN_IN_ORDER)
+        queue.issue(make_prompts(5), num_sessions=1)
+        for uid in ("p3", "p1", "p2"):
+            put_all(queue, uid)
+        with refuses(DeadlineError, "3 ready", "'p0' lacks sessions [0]"):
+            queue.lease("train", groups=1, deadline_s=0)
+        put_all(queue, "p0")
+        lease = queue.lease("train", groups=2, deadline_s=0)
+        assert uids_of(lease) == ["p0", "p1"]
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p2"]
+        queue.release(lease)
+        assert uids_of(queue.lease("train", groups=3, deadline_s=0)) == ["p0", "p1", "p3"]
+        queue.drop("p4", reason="too easy")
+        with refuses(DeadlineError, "0 ready"):
+            queue.lease("train", groups=1, deadline_s=0)
+
+    def test_a_lease_may_ask_for_rows_or_tokens(self) -> None:
+        for unit, amounts in (("rows", (4, 5, 3, 2)), ("tokens", (20, 27, 15, 10))):
+            for amount, expected in zip(amounts, (2, 2, 1, 1), strict=True):
+                queue = self.filled(num_prompts=4, num_sessions=2)  # groups of two rows of five tokens
+                assert len(queue.lease("train", deadline_s=0, **{unit: amount}).prompts) == expected
+        queue = self.filled(num_prompts=2, num_sessions=2)
+        assert uids_of(queue.lease("train", rows=1, deadline_s=0)) == ["p0"]
+        with refuses(DeadlineError, "lease of 3 rows"):
+            queue.lease("train", rows=3, deadline_s=0)
+        with refuses(DeadlineError, "lease of 11 tokens", "1 leased"):
+            queue.lease("train", tokens=11, deadline_s=0, allow_fewer=True)
+        for wrong in ({}, {"rows": 1, "groups": 1}):
+            with refuses(DataError, "groups, rows or tokens"):
+                queue.lease("train", deadline_s=0, **wrong)
 
     def test_a_leased_group_is_not_delivered_twice(self) -> None:
         queue = self.filled(num_prompts=3)

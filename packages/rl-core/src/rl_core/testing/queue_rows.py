@@ -4,7 +4,7 @@
 import numpy as np
 
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError
-from rl_core.testing.queue_checks import QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory
 
 
@@ -12,7 +12,7 @@ class RowChecks(QueueChecks):
     """Prompts are issued, sessions are settled once, groups are delivered whole."""
 
     def test_rows_come_out_as_they_went_in(self) -> None:
-        queue = self.queue()
+        queue = self.queue(TRAIN_IN_ORDER)
         queue.issue(make_prompts(2), num_sessions=2)
         for uid, session in [("p1", 1), ("p0", 1), ("p1", 0), ("p0", 0)]:
             queue.put(uid, session, [make_trajectory(uid, session, reward=10.0 * session, extras={"from": uid})])

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, NotReadyError
 from rl_core.queue.interface import TransferQueue
-from rl_core.testing.queue_checks import DEADLINE_S, TRAIN, QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import DEADLINE_S, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory
 
 
@@ -16,7 +16,7 @@ class WaitChecks(QueueChecks):
     """Consumers wait for groups, producers for room, and nobody for ever."""
 
     def test_a_consumer_is_woken_by_the_last_session(self) -> None:
-        queue = self.queue()
+        queue = self.queue(TRAIN_IN_ORDER)
         queue.issue(make_prompts(2), num_sessions=2)
         waiter = self.spawn(queue.lease, "train", groups=2, deadline_s=DEADLINE_S)
         self.wait_for_stat(queue, "waiting/lease", 1)

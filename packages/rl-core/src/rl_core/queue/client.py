@@ -1,0 +1,287 @@
+"""A queue as its users see it: one implementation over whatever carries requests and keeps rows."""
+
+import contextlib
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from rl_core import errors
+from rl_core.batch import Batch, Column
+from rl_core.errors import DataError, SegmentError
+from rl_core.queue.interface import (
+    DEFAULT_DEADLINE_S,
+    DEFAULT_LEASE_S,
+    Claim,
+    Lease,
+    LedgerEntry,
+    SessionKey,
+    TaskSpec,
+    Unsettled,
+)
+from rl_core.queue.messages import (
+    GENERATE,
+    Ack,
+    Ask,
+    Done,
+    Drop,
+    Extend,
+    Fail,
+    Issue,
+    Leased,
+    LeaseRequest,
+    Lost,
+    Put,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    SetPolicyVersion,
+)
+from rl_core.queue.prompts import decode_prompt, encode_prompt
+from rl_core.queue.rows import (
+    batch_of_session,
+    check_finite,
+    check_given,
+    check_trajectories,
+    describe_parts,
+    in_group_order,
+    join,
+)
+from rl_core.records import Prompt, Trajectory
+from rl_core.segment import plan_segment
+
+AnyLease = TypeVar("AnyLease", Lease, Claim)
+
+
+class QueueClient(ABC):
+    """A `TransferQueue` whose state is kept elsewhere; backends say how requests travel and where rows lie."""
+
+    _tasks: Mapping[str, TaskSpec]
+
+    @abstractmethod
+    def _send(self, request: Request, *, deadline_s: float) -> Reply:
+        """Carry a request to the queue's keeper and its answer back, waiting that long and a little longer."""
+
+    @abstractmethod
+    def _place_now(self, batch: Batch) -> Any:
+        """Where a batch travels with its request, or None when room is needed first."""
+
+    @abstractmethod
+    def _write(self, batch: Batch, place: Any) -> Any:
+        """Write a batch into the room at `place`; gives what the keeper is told."""
+
+    @abstractmethod
+    def _read(self, number: int, place: Any) -> Batch:
+        """The batch at a place.
+
+        Raises:
+            SegmentError: It cannot be read; its rows are generated again.
+        """
+
+    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
+        """See `TransferQueue.issue`."""
+        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], num_sessions))
+
+    def claim(
+        self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S
+    ) -> Claim:
+        """See `TransferQueue.claim`."""
+        request = LeaseRequest(GENERATE, "groups", prompts, claim_s, deadline_s, True)
+        reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
+        return Claim(
+            lease_id=reply.lease_id,
+            prompts=tuple(self._unpack(group.prompt) for group in reply.groups),
+            sessions=tuple(tuple(group.sessions) for group in reply.groups),
+            expires_at=reply.expires_at,
+        )
+
+    def put(
+        self,
+        prompt_uid: str,
+        session_index: int,
+        trajectories: Sequence[Trajectory],
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
+        """See `TransferQueue.put`."""
+        check_trajectories(prompt_uid, session_index, trajectories)
+        sessions = [(prompt_uid, session_index)]
+        batch = batch_of_session(trajectories) if trajectories else Batch((), {})
+        self.put_batch(batch, empty_sessions=() if trajectories else sessions, deadline_s=deadline_s)
+
+    def put_batch(
+        self,
+        batch: Batch,
+        *,
+        empty_sessions: Sequence[SessionKey] = (),
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
+        """See `TransferQueue.put_batch`."""
+        check_finite(batch)
+        batch = in_group_order(batch)
+        sessions = [*dict.fromkeys((key.prompt_uid, key.session_index) for key in batch.keys), *empty_sessions]
+        if not sessions:
+            return
+        put = Put(sessions, describe_parts(batch), sorted(batch.names), None, uuid.uuid4().hex, 0, deadline_s)
+        ends_at = time.monotonic() + deadline_s
+        while True:
+            with contextlib.suppress(_ReservationLostError):
+                self._put(batch, put, deadline_s=max(ends_at - time.monotonic(), 0.0))
+                return
+
+    def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
+        """See `TransferQueue.fail`."""
+        self._call(Fail(prompt_uid, session_index, reason))
+
+    def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
+        """See `TransferQueue.drop`."""
+        self._call(Drop(prompt_uid, reason, reissue))
+
+    def lease(
+        self,
+        task: str,
+        *,
+        groups: int | None = None,
+        rows: int | None = None,
+        tokens: int | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        lease_s: float = DEFAULT_LEASE_S,
+        allow_fewer: bool = False,
+    ) -> Lease:
+        """See `TransferQueue.lease`."""
+        asked = {unit: n for unit, n in (("groups", groups), ("rows", rows), ("tokens", tokens)) if n is not None}
+        if len(asked) != 1 or task == GENERATE:
+            raise DataError(f"a lease asks for groups, rows or tokens of a task; found {asked or 'none'} of {task!r}.")
+        ((unit, amount),) = asked.items()
+        ends_at = time.monotonic() + deadline_s
+        while True:
+            remaining_s = max(ends_at - time.monotonic(), 0.0)
+            request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer)
+            reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
+            batch = self._fetch(reply)
+            if batch is not None:
+                prompts = tuple(self._unpack(group.prompt) for group in reply.groups)
+                return Lease(
+                    lease_id=reply.lease_id, task=task, prompts=prompts, batch=batch, expires_at=reply.expires_at
+                )
+
+    def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
+        """See `TransferQueue.extend`."""
+        task = lease.task if isinstance(lease, Lease) else GENERATE
+        done = self._expect(self._call(Extend(lease.lease_id, task, lease_s)), Done)
+        return replace(lease, expires_at=done.value)
+
+    def ack(self, lease: Lease, given: Mapping[str, Column] | None = None) -> None:
+        """See `TransferQueue.ack`."""
+        task = self._tasks.get(lease.task)
+        if task is None:
+            raise DataError(f"unknown task {lease.task!r}; declared tasks: {sorted(self._tasks)}.")
+        given = given or {}
+        if given.keys() != task.gives:
+            raise DataError(f"task {task.name!r} gives {sorted(task.gives)}; found {sorted(given)}.")
+        if not given:
+            self._call(Ack(lease.lease_id, lease.task, [], 0, None))
+            return
+        late = check_given(lease.batch, given)
+        place = self._place_now(late)
+        if place is None:
+            segment_bytes = plan_segment(late).size_bytes
+            reserve = Reserve([], 0, late.size_bytes, segment_bytes, "", DEFAULT_DEADLINE_S)
+            reserved = self._expect(self._call(reserve), Reserved)
+            written = self._write(late, reserved.place)
+            place = reserved.reservation if written is None else written
+        self._call(Ack(lease.lease_id, lease.task, sorted(given), late.size_bytes, place))
+
+    def release(self, lease: Lease | Claim) -> None:
+        """See `TransferQueue.release`."""
+        with contextlib.suppress(errors.NotReadyError):  # closed: nobody holds anything
+            self._call(Release(lease.lease_id))
+
+    def set_policy_version(self, version: int) -> None:
+        """See `TransferQueue.set_policy_version`."""
+        self._call(SetPolicyVersion(version))
+
+    def unsettled(self) -> list[Unsettled]:
+        """See `TransferQueue.unsettled`."""
+        return [
+            Unsettled(
+                prompt=self._unpack(prompt), sessions=tuple(sessions), age_s=age_s, attempt=attempt, is_claimed=claimed
+            )
+            for prompt, sessions, age_s, attempt, claimed in self._ask("unsettled")
+        ]
+
+    def ledger(self) -> list[LedgerEntry]:
+        """See `TransferQueue.ledger`."""
+        return msgspec.convert(self._ask("ledger"), list[LedgerEntry])
+
+    def forget_finished(self) -> int:
+        """See `TransferQueue.forget_finished`."""
+        return int(self._ask("forget_finished"))
+
+    def stats(self) -> dict[str, float]:
+        """See `TransferQueue.stats`."""
+        return dict(self._ask("stats"))
+
+    # -- inside
+
+    def _pack(self, prompt: Prompt) -> Any:
+        return encode_prompt(prompt)
+
+    def _unpack(self, prompt: Any) -> Prompt:
+        return prompt if isinstance(prompt, Prompt) else decode_prompt(prompt)
+
+    def _ask(self, what: str) -> Any:
+        return self._expect(self._call(Ask(what)), Done).value
+
+    def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
+        place = self._place_now(batch)
+        reservation = 0
+        if place is None:
+            reserve = Reserve(
+                put.sessions, len(batch), batch.size_bytes, self._segment_bytes(batch), put.put_id, deadline_s
+            )
+            reserved = self._expect(self._call(reserve, deadline_s=deadline_s), Reserved)
+            reservation = reserved.reservation
+            place = self._write(batch, reserved.place)
+        request = msgspec.structs.replace(put, place=place, reservation=reservation, deadline_s=deadline_s)
+        self._call(request, deadline_s=deadline_s)
+
+    def _segment_bytes(self, batch: Batch) -> int:
+        return plan_segment(batch).size_bytes
+
+    def _fetch(self, leased: Leased) -> Batch | None:
+        """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""
+        segments: dict[int, Batch] = {}
+        for number, place in leased.places.items():
+            try:
+                segments[number] = self._read(number, place)
+            except SegmentError as error:
+                self._call(Lost(number, str(error)))
+                self._call(Release(leased.lease_id))
+                return None
+        return join(leased, segments.__getitem__)
+
+    def _call(self, request: Request, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Reply:
+        reply = self._send(request, deadline_s=deadline_s)
+        if isinstance(reply, Refused):
+            if reply.kind == "NotReadyError" and reply.text.startswith("reservation"):
+                raise _ReservationLostError(reply.text)
+            kind = getattr(errors, reply.kind, errors.RLError)
+            raise kind(reply.text)
+        return reply
+
+    def _expect(self, reply: Reply, kind: type[Any]) -> Any:
+        if not isinstance(reply, kind):
+            raise errors.RoleError(f"the queue's keeper answered {type(reply).__name__} instead of {kind.__name__}.")
+        return reply
+
+
+class _ReservationLostError(errors.RLError):
+    """The keeper of the queue was started anew while this process wrote."""

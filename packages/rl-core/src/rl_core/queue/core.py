@@ -1,0 +1,387 @@
+"""What a queue knows, and how it changes: no waiting, no input or output, no payload; time comes as an argument."""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, StaleLeaseError
+from rl_core.queue.group import LatePart, Part, QueuedGroup
+from rl_core.queue.index import GroupIndex
+from rl_core.queue.interface import QueueOptions, SessionKey, TaskSpec
+from rl_core.queue.messages import GENERATE, Ack, LeaseRequest, PartInfo, Put
+from rl_core.queue.segment_table import SegmentTable
+
+CLAIMS = TaskSpec(name=GENERATE, needs=frozenset(), order="issue")
+
+
+@dataclass(slots=True, eq=False)
+class RunningLease:
+    """A lease or claim that has not ended."""
+
+    lease_id: int
+    task: TaskSpec
+    groups: list[QueuedGroup]
+    leased_at: float
+    expires_at: float
+    client: str
+
+
+class QueueCore:
+    """Groups, leases and segments of one queue.
+
+    `dirty` has the groups whose record has changed since a journal last wrote it, `forgotten` those to take out of it.
+    """
+
+    def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
+        """Start empty."""
+        self.options = options
+        self.specs = {task.name: task for task in tasks}
+        self.groups = GroupIndex([*tasks, CLAIMS])
+        self.leases: dict[int, RunningLease] = {}
+        self.segments = SegmentTable()
+        self.policy_version = 0
+        self.drops: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.ended: dict[int, str] = {}
+        self.dirty: dict[str, QueuedGroup] = {}
+        self.forgotten: list[int] = []
+        self.last_event = "nothing yet"
+        self.lease_ids = itertools.count(1)
+        self._arrivals = itertools.count()
+        self._expiries: list[tuple[float, int]] = []
+
+    # -- prompts and sessions
+
+    def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, now: float) -> None:
+        """Enter prompts, all or none."""
+        if num_sessions < 1:
+            raise DataError(f"num_sessions must be at least 1; found {num_sessions}.")
+        counts = Counter(uid for uid, _ in prompts)
+        doubled = [uid for uid in counts if counts[uid] > 1 or uid in self.groups]
+        if doubled:
+            raise DataError(f"prompt uids must be unique; {doubled[0]!r} was issued before.")
+        for uid, prompt in prompts:
+            order = self.groups.next_order()
+            group = QueuedGroup(uid=uid, order=order, num_sessions=num_sessions, prompt=prompt, issued_at=now)
+            self.groups.add(group)
+            self.dirty[uid] = group
+
+    def check_sessions(self, sessions: Sequence[SessionKey]) -> None:
+        """Refuse sessions that were not asked for, or that are settled."""
+        if len(set(sessions)) != len(sessions):
+            raise DataError("a put settles each session once; one is named twice.")
+        for uid, index in sessions:
+            group = self.open_group(uid)
+            if not 0 <= index < group.num_sessions:
+                raise DataError(f"prompt {uid!r} has sessions 0 to {group.num_sessions - 1}; found session {index}.")
+            if index in group.settled or index in group.failures:
+                why = f" ({group.failures[index]})" if index in group.failures else ""
+                raise AlreadySettledError(f"session {index} of prompt {uid!r} is already settled{why}; put it once.")
+
+    def was_put(self, put_id: str, sessions: Sequence[SessionKey]) -> bool:
+        """True when this very put is there already: its answer was lost on the way."""
+        groups = [(self.groups.get(uid), index) for uid, index in sessions]
+        return all(group is not None and group.settled.get(index) == put_id for group, index in groups)
+
+    def put(self, put: Put) -> None:
+        """Enter rows that are written; everything is checked before anything changes."""
+        self.check_sessions(put.sessions)
+        self._check_parts(put)
+        segment = self.segments.add(put.place) if put.parts else 0
+        columns = frozenset(put.columns)
+        groups = {uid: self.open_group(uid) for uid, _ in put.sessions}
+        for uid, index in put.sessions:
+            groups[uid].settled[index] = put.put_id
+        for part in put.parts:
+            groups[part.prompt_uid].parts.append(_part_of(part, segment, columns))
+            self.segments.need(segment)
+        for group in groups.values():
+            self._settle(group)
+
+    def fail(self, uid: str, index: int, reason: str) -> None:
+        """Settle a session without rows."""
+        self.check_sessions([(uid, index)])
+        group = self.open_group(uid)
+        group.failures[index] = reason
+        self._settle(group)
+
+    def drop(self, group: QueuedGroup, reason: str, *, reissue: bool, now: float) -> None:
+        """Take a group out, or issue it again; running leases on it end."""
+        for lease_id in set(group.leased.values()):
+            self.end_lease(lease_id, f"prompt {group.uid!r} was dropped: {reason}")
+        self.drops[reason.partition(": ")[0]] += 1
+        self._free_rows(group)
+        group.reason = reason
+        if reissue:
+            self.counts["reissued"] += 1
+            group.state, group.attempt, group.issued_at = "issued", group.attempt + 1, now
+            group.settled, group.failures = {}, {}
+            group.acked = {name: lease for name, lease in group.acked.items() if not self.specs[name].gives}
+        else:
+            group.state = "dropped"
+        self._changed(group)
+
+    def settle_overdue(self, task: TaskSpec, *, now: float) -> None:
+        """Close groups whose missing sessions this task does not wait for any longer."""
+        after_s = task.partial_after_s
+        if after_s is None:
+            return
+        for group in [group for group in self.groups.partly.values() if group.issued_at + after_s <= now]:
+            missing = group.missing_sessions
+            self.counts["sessions_left_out"] += len(missing)
+            group.failures |= dict.fromkeys(missing, f"not there {after_s:g} s after its prompt was issued")
+            self._settle(group)
+
+    def open_group(self, uid: str) -> QueuedGroup:
+        """A group that is not finished."""
+        group = self.groups.get(uid)
+        if group is None:
+            raise DataError(f"prompt {uid!r} was never issued, or is forgotten; issue it first.")
+        if not group.is_open:
+            why = f" ({group.reason})" if group.reason else ""
+            raise DataError(f"prompt {uid!r} is {group.state}{why}; nothing more can be done with it.")
+        return group
+
+    def forget_finished(self) -> int:
+        """Take done and dropped prompts out."""
+        finished = self.groups.remove_finished()
+        for group in finished:
+            self.dirty.pop(group.uid, None)
+        self.forgotten += [group.order for group in finished]
+        return len(finished)
+
+    # -- leases
+
+    def try_lease(self, request: LeaseRequest, *, now: float, client: str) -> RunningLease | None:
+        """Lease what is asked for, or nothing while it is not there."""
+        task = self.groups.tasks[request.task]
+        self.settle_overdue(task.spec, now=now)
+        picked: list[QueuedGroup] = []
+        total = 0
+        if self._may_suffice(request):
+            while not self._is_full(request, total):
+                group = task.peek()
+                if group is None or not group.is_ready_for(task.spec):
+                    break
+                if self._is_stale(group, task.spec):
+                    self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
+                    continue
+                task.pop()
+                picked.append(group)
+                total += _size(group, request.unit)
+        is_all = request.task == GENERATE or (request.allow_fewer and len(picked) == task.num_possible)
+        if not (picked and (is_all or self._is_full(request, total))):
+            for group in picked:
+                task.offer(group)
+            return None
+        lease = RunningLease(next(self.lease_ids), task.spec, picked, now, now + request.lease_s, client)
+        self.leases[lease.lease_id] = lease
+        heapq.heappush(self._expiries, (lease.expires_at, lease.lease_id))
+        for group in picked:
+            group.leased[request.task] = lease.lease_id
+            self.groups.refresh(group)
+        return lease
+
+    def current(self, lease_id: int, task: str) -> RunningLease:
+        """A lease that has not ended."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            how = self.ended.get(lease_id, "ran out, was released or was acked")
+            raise OutdatedLeaseError(
+                f"lease {lease_id} of task {task!r} is outdated: it {how}. Its groups are delivered again, or are done "
+                "with, so drop this result. Ask for a longer lease_s, or extend it in time."
+            )
+        return lease
+
+    def extend(self, lease: RunningLease, *, expires_at: float) -> None:
+        """Move the end of a lease."""
+        lease.expires_at = expires_at
+        heapq.heappush(self._expiries, (expires_at, lease.lease_id))
+
+    def ack(self, ack: Ack, *, now: float) -> None:
+        """Finish a lease, with the columns that it gives."""
+        lease = self.current(ack.lease_id, ack.task)
+        if frozenset(ack.columns) != lease.task.gives:
+            raise DataError(f"task {ack.task!r} gives {sorted(lease.task.gives)}; found {sorted(ack.columns)}.")
+        self._refuse_stale(lease, now=now)
+        self.end_lease(lease.lease_id, "was acked")
+        num_rows = sum(group.num_rows for group in lease.groups)
+        segment = self.segments.add(ack.place) if ack.columns else 0
+        first = 0
+        for group in lease.groups:
+            rows = group.num_rows
+            if ack.columns:
+                size = ack.size_bytes * rows // max(num_rows, 1)
+                group.late.append(LatePart(segment, first, rows, size, ack.task, lease.task.gives))
+                self.segments.need(segment)
+                group.find_columns()
+            first += rows
+            group.acked[ack.task] = lease.lease_id
+            if group.acked.keys() >= self.specs.keys():
+                group.state = "done"
+                self._free_rows(group)
+            self._changed(group)
+
+    def was_acked(self, lease_id: int) -> bool:
+        """True when the ack of this lease counts already: its answer was lost on the way."""
+        return self.ended.get(lease_id) == "was acked" or any(lease_id in g.acked.values() for g in self.groups)
+
+    def end_lease(self, lease_id: int, how: str) -> None:
+        """Give the groups of a lease back."""
+        lease = self.leases.pop(lease_id)
+        self._note_end(lease_id, how)
+        for group in lease.groups:
+            group.leased.pop(lease.task.name, None)
+            self.groups.refresh(group)
+
+    def expire(self, *, now: float) -> list[int]:
+        """End the leases that ran out, and say which."""
+        ended = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, lease_id = heapq.heappop(self._expiries)
+            lease = self.leases.get(lease_id)
+            if lease is not None and lease.expires_at <= now:
+                self.end_lease(lease_id, "ran out")
+                self.counts["leases_expired"] += 1
+                ended.append(lease_id)
+        return ended
+
+    def next_expiry(self) -> float:
+        """When the next lease may run out, infinity without any."""
+        return self._expiries[0][0] if self._expiries else float("inf")
+
+    # -- segments
+
+    def lost(self, segment_id: int, reason: str, *, now: float) -> int:
+        """Issue again the prompts whose rows cannot be read, and say how many prompts it concerns."""
+        groups = [group for group in self.groups if segment_id in group.segments()]
+        for group in groups:
+            if any(part.segment == segment_id for part in group.parts):
+                self.drop(group, f"lost: {reason}", reissue=True, now=now)
+            else:
+                self._lose_late(group, segment_id)
+        return len(groups)
+
+    def drop_client(self, client: str) -> None:
+        """Give back what a client holds that is gone."""
+        for lease_id in [i for i, lease in self.leases.items() if lease.client == client]:
+            self.end_lease(lease_id, "was released, because the process that held it went away")
+        self.segments.unpin_all(client)
+
+    def restore(self, groups: Iterable[QueuedGroup], places: Mapping[int, Any]) -> None:
+        """Enter what a journal has."""
+        self.segments.restore(places)
+        last = -1
+        for group in groups:
+            for number in group.segments():
+                self.segments.need(number)
+            group.find_columns()
+            if group.state == "settled":
+                group.arrival = next(self._arrivals)
+            self.groups.add(group)
+            last = max(last, group.order)
+        self.groups.start_after(last)
+        self.segments.free_unneeded()
+
+    # -- inside
+
+    def _settle(self, group: QueuedGroup) -> None:
+        """Join the rows once every session is settled, or drop a prompt without any."""
+        if len(group.settled) + len(group.failures) == group.num_sessions:
+            for lease_id in {i for name, i in group.leased.items() if name == GENERATE}:
+                self._leave_claim(group, lease_id)
+            if group.parts:
+                group.state, group.arrival = "settled", next(self._arrivals)
+                group.find_columns()
+            else:
+                reasons = "; ".join(sorted(set(group.failures.values()))) or "its sessions gave no trajectory"
+                group.state, group.reason = "dropped", f"no rows: {reasons}"
+                self.drops["no rows"] += 1
+        self._changed(group)
+
+    def _leave_claim(self, group: QueuedGroup, lease_id: int) -> None:
+        claim = self.leases[lease_id]
+        claim.groups.remove(group)
+        group.leased.pop(GENERATE)
+        if not claim.groups:
+            del self.leases[lease_id]
+            self._note_end(lease_id, "is fulfilled")
+
+    def _check_parts(self, put: Put) -> None:
+        sessions = {uid for uid, _ in put.sessions}
+        for part in put.parts:
+            if part.prompt_uid not in sessions or part.num_rows < 1 or part.first < 0:
+                raise DataError(f"a put has rows of prompt {part.prompt_uid!r} and settles no session of it.")
+
+    def _refuse_stale(self, lease: RunningLease, *, now: float) -> None:
+        stale = [group for group in lease.groups if self._is_stale(group, lease.task)]
+        if stale:
+            oldest = min(group.oldest for group in stale)
+            for group in stale:
+                self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
+            raise StaleLeaseError(
+                f"{len(stale)} of {len(lease.groups)} groups of lease {lease.lease_id} became too stale for task "
+                f"{lease.task.name!r}: version {oldest} against {self.policy_version}, max_staleness "
+                f"{lease.task.max_staleness}. They are dropped, the others delivered again; drop this result."
+            )
+
+    def _is_stale(self, group: QueuedGroup, task: TaskSpec) -> bool:
+        return (
+            task.max_staleness is not None
+            and group.oldest >= 0
+            and self.policy_version - group.oldest > task.max_staleness
+        )
+
+    def _may_suffice(self, request: LeaseRequest) -> bool:
+        """False when counts alone say that there is not enough."""
+        task = self.groups.tasks[request.task]
+        ready = {"groups": task.num_ready, "rows": task.ready_rows, "tokens": task.ready_tokens}[request.unit]
+        if request.task == GENERATE:
+            return task.num_ready > 0
+        return ready >= request.amount or (request.allow_fewer and 0 < task.num_ready == task.num_possible)
+
+    def _is_full(self, request: LeaseRequest, total: int) -> bool:
+        """True when what is picked is enough: the amount is there, or the next group does not fit into it."""
+        if total >= request.amount:
+            return True
+        task = self.groups.tasks[request.task]
+        following = task.peek() if total else None
+        if following is None or not following.is_ready_for(task.spec):
+            return False
+        return total + _size(following, request.unit) > request.amount
+
+    def _lose_late(self, group: QueuedGroup, segment_id: int) -> None:
+        for part in [part for part in group.late if part.segment == segment_id]:
+            group.late.remove(part)
+            group.acked.pop(part.task, None)
+            self.segments.release(segment_id)
+        group.find_columns()
+        self._changed(group)
+
+    def _free_rows(self, group: QueuedGroup) -> None:
+        for number in group.segments():
+            self.segments.release(number)
+        group.clear()
+
+    def _note_end(self, lease_id: int, how: str) -> None:
+        self.ended[lease_id] = how
+        if len(self.ended) > 10_000:
+            del self.ended[next(iter(self.ended))]
+
+    def _changed(self, group: QueuedGroup) -> None:
+        self.dirty[group.uid] = group
+        self.groups.refresh(group)
+
+
+def _part_of(part: PartInfo, segment: int, columns: frozenset[str]) -> Part:
+    return Part(
+        segment, part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest, columns
+    )
+
+
+def _size(group: QueuedGroup, unit: str) -> int:
+    """What a group counts for a lease in groups, rows or tokens."""
+    return 1 if unit == "groups" else group.num_rows if unit == "rows" else group.num_tokens

@@ -1,0 +1,213 @@
+"""What clients and the keeper of a queue say to each other; checked against these types as it is decoded."""
+
+from typing import Any
+
+import msgspec
+
+GENERATE = "generate"
+"""Task name of claims."""
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class PartInfo(msgspec.Struct, array_like=True, frozen=True):
+    """Rows of one prompt that lie together in a segment.
+
+    Attributes:
+        prompt_uid: Which prompt.
+        first: Index of its first row in the segment.
+        num_rows: How many.
+        num_tokens: Tokens of these rows.
+        size_bytes: Bytes of their columns.
+        oldest: Oldest policy version of their sampled tokens, -1 without any.
+        newest: Newest one.
+    """
+
+    prompt_uid: str
+    first: int
+    num_rows: int
+    num_tokens: int
+    size_bytes: int
+    oldest: int = -1
+    newest: int = -1
+
+
+class Issue(Message):
+    """Prompts as (uid, encoded prompt)."""
+
+    prompts: list[tuple[str, Any]]
+    num_sessions: int
+    is_retry: bool = False
+
+
+class Reserve(Message):
+    """Room for rows, before they are written; answered by `Reserved`."""
+
+    sessions: list[tuple[str, int]]
+    num_rows: int
+    size_bytes: int
+    segment_bytes: int
+    put_id: str
+    deadline_s: float
+
+
+class Put(Message):
+    """Rows that are written; `place` is where, in the backend's terms.
+
+    `reservation` is that of `Reserve`, 0 where room is waited for now.
+    """
+
+    sessions: list[tuple[str, int]]
+    parts: list[PartInfo]
+    columns: list[str]
+    place: Any
+    put_id: str
+    reservation: int
+    deadline_s: float
+
+
+class Fail(Message):
+    """A session that failed."""
+
+    prompt_uid: str
+    session_index: int
+    reason: str
+    is_retry: bool = False
+
+
+class Drop(Message):
+    """A prompt to take out."""
+
+    prompt_uid: str
+    reason: str
+    reissue: bool
+    is_retry: bool = False
+
+
+class LeaseRequest(Message):
+    """Groups for a task; `unit` says what `amount` counts: groups, rows or tokens."""
+
+    task: str
+    unit: str
+    amount: int
+    lease_s: float
+    deadline_s: float
+    allow_fewer: bool
+
+
+class Extend(Message):
+    """More time for a lease."""
+
+    lease_id: int
+    task: str
+    lease_s: float
+
+
+class Ack(Message):
+    """A lease is done; the columns given are in a segment whose rows are the lease's."""
+
+    lease_id: int
+    task: str
+    columns: list[str]
+    size_bytes: int
+    place: Any
+    is_retry: bool = False
+
+
+class Release(Message):
+    """A lease is given back."""
+
+    lease_id: int
+
+
+class Lost(Message):
+    """A segment cannot be read."""
+
+    segment_id: int
+    reason: str
+
+
+class Unpin(Message):
+    """Segments that the client no longer looks at."""
+
+    segment_ids: list[int]
+
+
+class SetPolicyVersion(Message):
+    """The published version."""
+
+    version: int
+
+
+class Ask(Message):
+    """For "stats", "ledger", "unsettled", "forget_finished", "tasks"."""
+
+    what: str
+
+
+Request = (
+    Issue
+    | Reserve
+    | Put
+    | Fail
+    | Drop
+    | LeaseRequest
+    | Extend
+    | Ack
+    | Release
+    | Lost
+    | Unpin
+    | SetPolicyVersion
+    | Ask
+)
+
+
+class LeasedGroup(msgspec.Struct, array_like=True, frozen=True):
+    """One group of a lease.
+
+    Attributes:
+        prompt: Encoded prompt.
+        sessions: Missing sessions, for a claim.
+        parts: Segment, first row and number of rows, of the rows as they were put.
+        late: The same of columns that tasks gave, with their names; later ones hold.
+    """
+
+    prompt: Any
+    sessions: list[int]
+    parts: list[tuple[int, int, int]]
+    late: list[tuple[int, int, int, list[str]]]
+
+
+class Leased(Message):
+    """Groups, and where the segments are that hold them; `columns` are those that the task may see."""
+
+    lease_id: int
+    expires_at: float
+    groups: list[LeasedGroup]
+    columns: list[str]
+    places: dict[int, Any]
+
+
+class Reserved(Message):
+    """Where to write."""
+
+    reservation: int
+    place: Any
+
+
+class Done(Message):
+    """It is done; `value` is the answer of an `Ask`, or the new end of a lease."""
+
+    value: Any = None
+
+
+class Refused(Message):
+    """It is not; `kind` is the error's class in `rl_core.errors`."""
+
+    kind: str
+    text: str
+
+
+Reply = Leased | Reserved | Done | Refused

@@ -1,0 +1,60 @@
+"""Prompts as JSON."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_core.records import Prompt
+
+
+class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
+    uid: str
+    input_ids: list[int]
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    columns: dict[str, Any]
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    """A prompt as JSON.
+
+    Raises:
+        DataError: Its messages, ground truth or columns are not JSON.
+    """
+    try:
+        return msgspec.json.encode(
+            _Encoded(
+                prompt.uid,
+                prompt.input_ids.tolist(),
+                [dict(message) for message in prompt.messages],
+                prompt.data_source,
+                prompt.ground_truth,
+                dict(prompt.columns),
+            )
+        )
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise DataError(f"prompt {prompt.uid!r} must be JSON besides its tokens: {error}.") from error
+
+
+def decode_prompt(encoded: bytes) -> Prompt:
+    """The prompt in its JSON.
+
+    Raises:
+        DataError: It is not one.
+    """
+    try:
+        found = msgspec.json.decode(encoded, type=_Encoded)
+        input_ids = np.asarray(found.input_ids, dtype=np.int32)
+    except (msgspec.MsgspecError, OverflowError) as error:
+        raise DataError(f"a prompt cannot be read: {error}.") from error
+    return Prompt(
+        uid=found.uid,
+        input_ids=input_ids,
+        messages=tuple(found.messages),
+        data_source=found.data_source,
+        ground_truth=found.ground_truth,
+        columns=found.columns,
+    )

@@ -1,0 +1,184 @@
+"""Rows on their way into a queue and out of it: checks, order, and joining what lies in several segments."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rl_core.batch import Batch, Column
+from rl_core.errors import DataError
+from rl_core.queue.messages import Leased, PartInfo
+from rl_core.ragged import Array, Ragged
+from rl_core.records import Trajectory
+
+
+def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequence[Trajectory]) -> None:
+    """Refuse rows of another session, doubled output indices, and rewards that are not finite."""
+    for row, trajectory in enumerate(trajectories):
+        if (trajectory.prompt_uid, trajectory.session_index) != (prompt_uid, session_index):
+            raise DataError(
+                f"trajectory {row} put for session {session_index} of prompt {prompt_uid!r} says that it belongs to "
+                f"session {trajectory.session_index} of prompt {trajectory.prompt_uid!r}."
+            )
+        if trajectory.reward is not None and not math.isfinite(trajectory.reward):
+            raise DataError(
+                f"the reward of prompt {prompt_uid!r}, session {session_index}, output {trajectory.output_index} must "
+                f"be a finite number, or None while it is not yet scored; found {trajectory.reward}. Fail the session "
+                "where its reward could not be computed."
+            )
+    indices = [trajectory.output_index for trajectory in trajectories]
+    if len(set(indices)) != len(indices):
+        raise DataError(f"session {session_index} of prompt {prompt_uid!r} gives an output index twice: {indices}.")
+
+
+def batch_of_session(trajectories: Sequence[Trajectory]) -> Batch:
+    """Rows of trajectories in the order of outputs; without a reward unless all have one."""
+    batch = Batch.from_trajectories(sorted(trajectories, key=lambda trajectory: trajectory.output_index))
+    is_scored = all(trajectory.reward is not None for trajectory in trajectories)
+    return batch if is_scored else batch.only(batch.names - {"reward"})
+
+
+def check_finite(batch: Batch, names: Sequence[str] | None = None) -> None:
+    """Refuse columns with NaN or infinity.
+
+    Raises:
+        DataError: There is one; the message names column, row and token.
+    """
+    for name in batch.names if names is None else names:
+        column = batch[name]
+        if column.dtype.kind != "f":
+            continue
+        pieces = column.runs() if isinstance(column, Ragged) else (column,)
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum is finite when all are; much faster than a mask
+            is_finite = all(math.isfinite(piece.sum()) for piece in pieces)
+        if not is_finite:
+            _refuse_values(batch, name)
+
+
+def _refuse_values(batch: Batch, name: str) -> None:
+    column = batch[name]
+    for key, row in zip(batch.keys, column, strict=True):
+        bad = np.flatnonzero(~np.isfinite(np.atleast_1d(row)))
+        if len(bad):
+            where = f" at token {int(bad[0])}" if isinstance(column, Ragged) else ""
+            raise DataError(
+                f"{name} of prompt {key.prompt_uid!r}, session {key.session_index}, output {key.output_index} must be "
+                f"finite; found {np.atleast_1d(row).reshape(-1)[bad[0]]}{where}. Nothing of this put is kept."
+            )
+
+
+def in_group_order(batch: Batch) -> Batch:
+    """Rows of each prompt together, by session and output; prompts in the order of their first rows."""
+    if len(batch) < 2:
+        return batch
+    prompts = batch.group_index().tolist()
+    order = sorted(range(len(batch)), key=lambda i: (prompts[i], batch.keys[i].session_index, batch.keys[i][2]))
+    return batch if order == list(range(len(batch))) else batch.select(order)
+
+
+def describe_parts(batch: Batch) -> list[PartInfo]:
+    """Each prompt's rows in a batch that is in group order."""
+    if not len(batch):
+        return []
+    if batch.keys[0].prompt_uid == batch.keys[-1].prompt_uid:
+        firsts = np.zeros(1, dtype=np.int64)
+    else:
+        firsts = np.flatnonzero(np.diff(batch.group_index(), prepend=-1))
+    ends = np.append(firsts[1:], len(batch))
+    lengths = _lengths(batch)
+    tokens = np.add.reduceat(lengths, firsts).tolist()
+    token_bytes, row_bytes = _widths(batch)
+    versions = _versions(batch, firsts)
+    return [
+        PartInfo(batch.keys[first].prompt_uid, first, end - first, num, num * token_bytes + (end - first) * row_bytes, *v)
+        for first, end, num, v in zip(firsts.tolist(), ends.tolist(), tokens, versions, strict=True)
+    ]
+
+
+def check_given(batch: Batch, given: Mapping[str, Column]) -> Batch:
+    """The columns that a task gives, as a batch of their own.
+
+    Raises:
+        ShapeError: They do not fit the rows of the lease.
+        DataError: One is unknown, or has values that are not finite.
+    """
+    late = batch.with_columns(given).only(given.keys())
+    check_finite(late)
+    return Batch(late.keys, {name: late[name] for name in given})
+
+
+def join(leased: Leased, read: Callable[[int], Batch]) -> Batch:
+    """The rows of a lease, from the segments that hold them.
+
+    Args:
+        leased: Which rows of which segments.
+        read: Gives a segment by number.
+    """
+    names = set(leased.columns)
+    late_names = {name for group in leased.groups for part in group.late for name in part[3]} & names
+    parts = [group.parts for group in leased.groups]
+    batch = _gather(parts, names - late_names, read, is_sorted=False)
+    given: dict[str, Column] = {}
+    for name in late_names:
+        lasts = [[part[:3] for part in group.late if name in part[3]][-1:] or None for group in leased.groups]
+        if all(lasts):
+            given[name] = _gather([last for last in lasts if last], {name}, read, is_sorted=True)[name]
+        else:  # some groups have it from the producer
+            mixed = [(last or group.parts, last is None) for last, group in zip(lasts, leased.groups, strict=True)]
+            pieces = [_gather([part], {name}, read, is_sorted=not is_put)[name] for part, is_put in mixed]
+            given[name] = _join_columns(pieces)
+    return batch.with_columns(given) if given else batch
+
+
+def _gather(
+    groups: Sequence[Sequence[tuple[int, int, int]]], names: set[str], read: Callable[[int], Batch], *, is_sorted: bool
+) -> Batch:
+    """Rows of groups that lie in parts of segments; each group by session and output."""
+    numbers = list(dict.fromkeys(part[0] for parts in groups for part in parts))
+    segments = [read(number) for number in numbers]
+    joined = Batch.concat([segment.only(names & segment.names) for segment in segments])
+    starts = dict(zip(numbers, np.cumsum([0, *map(len, segments)]).tolist(), strict=False))
+    rows: list[int] = []
+    for parts in groups:
+        own = [starts[number] + row for number, first, count in parts for row in range(first, first + count)]
+        if len(parts) > 1 and not is_sorted:
+            own.sort(key=lambda row: joined.keys[row][1:])
+        rows += own
+    return joined if rows == list(range(len(joined))) else joined.select(rows)
+
+
+def _join_columns(pieces: Sequence[Column]) -> Column:
+    if isinstance(pieces[0], Ragged):
+        return Ragged.concat([piece for piece in pieces if isinstance(piece, Ragged)])
+    return np.concatenate([piece for piece in pieces if not isinstance(piece, Ragged)])
+
+
+def _lengths(batch: Batch) -> Array:
+    ragged = next((column for column in map(batch.__getitem__, sorted(batch.names)) if isinstance(column, Ragged)), None)
+    return np.zeros(len(batch), dtype=np.int64) if ragged is None else ragged.lengths
+
+
+def _widths(batch: Batch) -> tuple[int, int]:
+    """Bytes of a token and of a row, in all columns."""
+    token_bytes, row_bytes = 0, 8
+    for name in batch.names:
+        column = batch[name]
+        if isinstance(column, Ragged):
+            token_bytes += column.width
+        else:
+            row_bytes += column.nbytes // max(len(column), 1)
+    return token_bytes, row_bytes
+
+
+def _versions(batch: Batch, firsts: Array) -> list[tuple[int, int]]:
+    """Oldest and newest policy version in each run of rows, -1 where no token has one."""
+    if "policy_versions" not in batch:
+        return [(-1, -1)] * len(firsts)
+    versions = batch.ragged("policy_versions")
+    values, offsets = versions.values, versions.offsets
+    bounds = offsets[[*firsts.tolist(), len(batch)]]
+    found = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        sampled = values[start:end][values[start:end] >= 0]
+        found.append((int(sampled.min()), int(sampled.max())) if len(sampled) else (-1, -1))
+    return found

@@ -1,0 +1,542 @@
+"""Requests to a queue: who may go on, who waits and until when, and what is written before anybody is answered."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from rl_core.errors import DataError, DeadlineError, JournalError, NothingToLeaseError, NotReadyError, RLError
+from rl_core.queue.core import QueueCore, RunningLease
+from rl_core.queue.messages import (
+    GENERATE,
+    Ack,
+    Ask,
+    Done,
+    Drop,
+    Extend,
+    Fail,
+    Issue,
+    Leased,
+    LeasedGroup,
+    LeaseRequest,
+    Lost,
+    Put,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    SetPolicyVersion,
+    Unpin,
+)
+from rl_core.queue.tasks import ROLLOUT_COLUMNS
+
+SHORTEST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 1.0
+
+Answer = Callable[[Reply], None]
+
+
+class Journal(Protocol):
+    """Where a queue's state is kept."""
+
+    def write(self, core: QueueCore) -> None:
+        """Write what has changed, all or nothing.
+
+        Raises:
+            JournalError: The disk is full, or broken.
+        """
+        ...
+
+    def load(self) -> QueueCore:
+        """The state as it was last written."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
+
+
+class SegmentStore(Protocol):
+    """Where segments of a certain size can be written."""
+
+    def allocate(self, size_bytes: int, client: str) -> Any:
+        """Room for a segment, such as a file's name; None where the client brings its own.
+
+        Raises:
+            JournalError: There is no space left.
+        """
+        ...
+
+    def free(self, place: Any) -> None:
+        """The segment there is needed no longer."""
+        ...
+
+
+class OwnPlaces:
+    """The store of backends whose clients say where rows are."""
+
+    def allocate(self, size_bytes: int, client: str) -> Any:
+        """Nothing to allocate."""
+
+    def free(self, place: Any) -> None:
+        """Nothing to free: the place is let go of."""
+
+
+class _Waiting(NamedTuple):
+    """A request that cannot be answered yet."""
+
+    request: LeaseRequest | Reserve | Put
+    client: str
+    answer: Answer
+    since: float
+    ends_at: float
+    turn: int
+
+
+class _Reservation(NamedTuple):
+    """Room that a client writes into."""
+
+    client: str
+    request: Reserve
+    place: Any
+
+
+class QueueService:
+    """One queue's state behind requests; not safe for several threads, and never blocks but for the journal.
+
+    Callers `submit` any number of requests, then `run`: who waited is tried again, changes are written, and only then
+    everybody is answered.
+    """
+
+    def __init__(
+        self,
+        core: QueueCore,
+        *,
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+        store: SegmentStore | None = None,
+        is_pinning: bool = False,
+    ) -> None:
+        """Serve a state.
+
+        Args:
+            core: The state.
+            clock: Seconds, for leases.
+            journal: Where changes are written.
+            store: Where segments are, when not where the clients say.
+            is_pinning: Clients look at segments in memory that is reused, and say when they no longer do.
+        """
+        self.core = core
+        self._clock = clock
+        self._journal = journal
+        self._store = store or OwnPlaces()
+        self._is_pinning = is_pinning
+        self._leases: list[_Waiting] = []
+        self._puts: list[_Waiting] = []
+        self._reservations: dict[int, _Reservation] = {}
+        self._num_reservations = 0
+        self._held = [0, 0]
+        self._answers: list[tuple[Answer, Reply]] = []
+        self._waited_s = {"put": 0.0, "lease": 0.0}
+        self._event: tuple[str, float] = ("nothing yet", time.time())
+        self._pause_s = SHORTEST_PAUSE_S
+        self._is_changed = False
+        self._turn = 0
+        self.num_waited = 0
+        self.is_closed = False
+
+    def submit(self, request: Request, client: str, answer: Answer) -> None:
+        """Take a request in; it is answered by this `run`, or by one that comes later."""
+        if self.is_closed:
+            answer(Refused("NotReadyError", "the transfer queue is closed."))
+            return
+        try:
+            self._expire()
+            if isinstance(request, LeaseRequest | Reserve | Put) and not self._is_settled_put(request):
+                self._check(request)
+                self._wait(request, client, answer)
+                return
+            reply = self._handle(request, client)
+        except RLError as error:
+            reply = refusal(error)
+        self._answers.append((answer, reply))
+
+    def run(self) -> None:
+        """Go on with who waited, write what has changed, and answer."""
+        if self.core.next_expiry() - self._clock() > LONGEST_PAUSE_S:
+            self._pause_s = SHORTEST_PAUSE_S
+        elif not self._is_changed:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._expire()
+        if self._is_changed or self._leases or self._puts:
+            self._is_changed = False
+            while self._retry_leases() or self._retry_puts():
+                pass
+        self._refuse_late()
+        self._write()
+        self._turn += 1
+        answers, self._answers = self._answers, []
+        for answer, reply in answers:
+            answer(reply)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._leases) + len(self._puts)
+
+    def next_wake_s(self) -> float:
+        """Seconds until `run` must be called though nothing comes in.
+
+        A clock that tests give stands still, so each wake that finds the first lease still running makes the next
+        pause twice as long.
+        """
+        until_expiry_s = max(self.core.next_expiry() - self._clock(), self._pause_s)
+        ends = [waiting.ends_at for waiting in (*self._leases, *self._puts)]
+        overdue_s = self._next_overdue_s()
+        return min(until_expiry_s, overdue_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
+
+    def disconnect(self, client: str) -> None:
+        """A client is gone: what it held is given back, and nobody waits for it."""
+        self._leases = [waiting for waiting in self._leases if waiting.client != client]
+        self._puts = [waiting for waiting in self._puts if waiting.client != client]
+        for number in [number for number, held in self._reservations.items() if held.client == client]:
+            held = self._end_reservation(number)
+            self._store.free(held.place)
+        self.core.drop_client(client)
+        self._note(f"the process {client} went away")
+
+    def close(self) -> None:
+        """Refuse who waits, and let the state go."""
+        self.is_closed = True
+        for waiting in (*self._leases, *self._puts):
+            self._answers.append((waiting.answer, Refused("NotReadyError", "the transfer queue is closed.")))
+        self._leases, self._puts = [], []
+        answers, self._answers = self._answers, []
+        for answer, reply in answers:
+            answer(reply)
+        self.core = QueueCore(tuple(self.core.specs.values()), self.core.options)
+        if self._journal is not None:
+            self._journal.close()
+
+    # -- requests that need no waiting
+
+    def _handle(self, request: Request, client: str) -> Reply:
+        core, now = self.core, self._clock()
+        value: Any = None
+        match request:
+            case Issue():
+                if not (request.is_retry and all(uid in core.groups for uid, _ in request.prompts)):
+                    core.issue(request.prompts, num_sessions=request.num_sessions, now=now)
+                self._note(f"issue of {len(request.prompts)} prompts")
+            case Put():
+                pass  # it is there already: its first answer was lost
+            case Fail():
+                self._fail(request)
+            case Drop():
+                group = core.groups.get(request.prompt_uid)
+                if not (request.is_retry and group is not None and group.reason == request.reason):
+                    core.drop(core.open_group(request.prompt_uid), request.reason, reissue=request.reissue, now=now)
+                self._note(f"drop of prompt {request.prompt_uid!r}")
+            case Extend():
+                value = now + request.lease_s
+                core.extend(core.current(request.lease_id, request.task), expires_at=value)
+                self._note(f"lease {request.lease_id} extended")
+            case Ack():
+                self._ack(request)
+            case Release():
+                if request.lease_id in core.leases:
+                    core.end_lease(request.lease_id, "was released")
+                    self._note(f"release of lease {request.lease_id}")
+            case Lost():
+                count = core.lost(request.segment_id, request.reason, now=now)
+                self._note(f"segment {request.segment_id} of {count} prompts is lost: {request.reason}")
+            case Unpin():
+                for number in request.segment_ids:
+                    core.segments.unpin(number, client)
+            case SetPolicyVersion():
+                core.policy_version = max(core.policy_version, request.version)
+                self._note(f"policy version {request.version}")
+            case Ask():
+                value = self._answer(request.what)
+        return Done(value)
+
+    def _fail(self, request: Fail) -> None:
+        group = self.core.groups.get(request.prompt_uid)
+        if request.is_retry and group and group.failures.get(request.session_index) == request.reason:
+            return
+        self.core.fail(request.prompt_uid, request.session_index, request.reason)
+        self._note(f"failed session {request.session_index} of prompt {request.prompt_uid!r}")
+
+    def _ack(self, request: Ack) -> None:
+        if request.is_retry and request.lease_id not in self.core.leases and self.core.was_acked(request.lease_id):
+            return
+        place = request.place
+        if isinstance(place, int):  # a reservation
+            place = self._reservation(place).place
+        self.core.ack(msgspec.structs.replace(request, place=place), now=self._clock())
+        if isinstance(request.place, int):
+            self._end_reservation(request.place)
+        self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
+
+    def _answer(self, what: str) -> Any:
+        core = self.core
+        if what == "stats":
+            return self._stats()
+        if what == "ledger":
+            return msgspec.to_builtins([group.entry() for group in core.groups])
+        if what == "unsettled":
+            now = self._clock()
+            return [
+                (g.prompt, g.missing_sessions, now - g.issued_at, g.attempt, GENERATE in g.leased)
+                for g in sorted(core.groups.issued.values(), key=lambda group: group.order)
+            ]
+        if what == "forget_finished":
+            self._is_changed = True
+            return core.forget_finished()
+        if what == "tasks":
+            return msgspec.to_builtins(list(core.specs.values()))
+        raise DataError(f"unknown question {what!r}.")
+
+    def _stats(self) -> dict[str, float]:
+        core, now = self.core, self._clock()
+        stats: dict[str, float] = dict(core.groups.counts())
+        leases = [lease for lease in core.leases.values() if lease.task.name != GENERATE]
+        stats["rows"], stats["size_bytes"] = core.groups.num_rows, core.groups.size_bytes
+        leased = {group.order: group for lease in leases for group in lease.groups}.values()
+        stats["rows/leased"] = sum(group.num_rows for group in leased)
+        stats["size_bytes/leased"] = sum(group.size_bytes for group in leased)
+        stats["rows/reserved"], stats["size_bytes/reserved"] = self._held
+        stats["leases"], stats["claims"] = len(leases), len(core.leases) - len(leases)
+        stats["oldest_lease_s"] = now - min((lease.leased_at for lease in leases), default=now)
+        stats["oldest_issued_s"] = now - min((group.issued_at for group in core.groups.issued.values()), default=now)
+        stats["waiting/put"], stats["waiting/lease"] = len(self._puts), len(self._leases)
+        stats |= {f"waited_s/{name}": waited for name, waited in self._waited_s.items()}
+        stats |= {name: core.counts[name] for name in ("leases_expired", "reissued", "sessions_left_out")}
+        stats |= {f"drops/{reason}": count for reason, count in sorted(core.drops.items())}
+        return {name: float(value) for name, value in stats.items()}
+
+    # -- requests that may wait
+
+    def _check(self, request: LeaseRequest | Reserve | Put) -> None:
+        core = self.core
+        if isinstance(request, LeaseRequest):
+            if request.task not in core.groups.tasks:
+                raise DataError(f"unknown task {request.task!r}; declared tasks: {sorted(core.specs)}.")
+            if request.amount < 1 or request.unit not in ("groups", "rows", "tokens"):
+                raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
+        elif isinstance(request, Put) and request.reservation:
+            self._reservation(request.reservation)
+        else:
+            core.check_sessions(request.sessions)
+
+    def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer) -> None:
+        now = time.monotonic()
+        waiting = _Waiting(request, client, answer, now, now + request.deadline_s, self._turn)
+        (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
+
+    def _retry_leases(self) -> bool:
+        return self._retry(self._leases, self._try_lease, "lease")
+
+    def _retry_puts(self) -> bool:
+        return self._retry(self._puts, self._try_put, "put")
+
+    def _retry(self, queue: list[_Waiting], attempt: Callable[[Any, str], Reply | None], kind: str) -> bool:
+        """Answer those that can go on, first come first served; True when somebody could."""
+        done = []
+        for waiting in queue:
+            try:
+                reply = attempt(waiting.request, waiting.client)
+            except RLError as error:
+                reply = refusal(error)
+            if reply is not None:
+                done.append(waiting)
+                self._waited(kind, waiting)
+                self._answers.append((waiting.answer, reply))
+        queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
+        return bool(done)
+
+    def _try_lease(self, request: LeaseRequest, client: str) -> Reply | None:
+        lease = self.core.try_lease(request, now=self._clock(), client=client)
+        if lease is not None:
+            self._note(f"lease {lease.lease_id} of {len(lease.groups)} groups for task {request.task!r}")
+            return self._leased(lease, client)
+        if self.core.groups.tasks[request.task].num_possible == 0 and request.task != GENERATE:
+            raise NothingToLeaseError(
+                f"task {request.task!r} asked for {request.amount} {request.unit}, but nothing that was issued can "
+                f"become ready for it: {self.core.groups.describe_states()}."
+            )
+        return None
+
+    def _leased(self, lease: RunningLease, client: str) -> Leased:
+        groups = [
+            LeasedGroup(
+                group.prompt,
+                group.missing_sessions if lease.task.name == GENERATE else [],
+                [part[:3] for part in group.parts] if lease.task.name != GENERATE else [],
+                [(*part[:3], list(part.columns)) for part in group.late] if lease.task.name != GENERATE else [],
+            )
+            for group in lease.groups
+        ]
+        names = self._visible(lease) if lease.task.name != GENERATE else frozenset()
+        numbers = {part[0] for group in groups for part in (*group.parts, *group.late)}
+        if self._is_pinning:
+            for number in numbers:
+                self.core.segments.pin(number, client)
+        places = {number: self.core.segments.place(number) for number in numbers}
+        return Leased(lease.lease_id, lease.expires_at, groups, sorted(names), places)
+
+    def _visible(self, lease: RunningLease) -> frozenset[str]:
+        """Columns from rollouts and those that the task needs.
+
+        Groups may differ in the late columns that other tasks have given so far, which this task did not ask for.
+        """
+        late = frozenset().union(*(task.gives for task in self.core.specs.values()))
+        common = frozenset.intersection(*(group.columns for group in lease.groups))
+        return frozenset(name for name in common if name in lease.task.needs or name not in late - ROLLOUT_COLUMNS)
+
+    def _try_put(self, request: Reserve | Put, client: str) -> Reply | None:
+        if isinstance(request, Put) and request.reservation:
+            held = self._reservation(request.reservation)
+            self.core.put(msgspec.structs.replace(request, place=held.place or request.place))
+            self._end_reservation(request.reservation)
+            return self._has_put(request)
+        self.core.check_sessions(request.sessions)
+        if isinstance(request, Put):
+            rows = sum(part.num_rows for part in request.parts)
+            if not self._has_room(rows, sum(part.size_bytes for part in request.parts)):
+                return None
+            self.core.put(request)
+            return self._has_put(request)
+        if not self._has_room(request.num_rows, request.size_bytes):
+            return None
+        place = self._store.allocate(request.segment_bytes, client)
+        self._num_reservations += 1
+        self._reservations[self._num_reservations] = _Reservation(client, request, place)
+        self._hold(request, 1)
+        return Reserved(self._num_reservations, place)
+
+    def _has_put(self, request: Put) -> Done:
+        uid, index = request.sessions[0]
+        more = f" and {len(request.sessions) - 1} more" if len(request.sessions) > 1 else ""
+        self._note(f"put of session {index} of prompt {uid!r}{more}")
+        return Done()
+
+    def _is_settled_put(self, request: Any) -> bool:
+        return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
+
+    def _has_room(self, num_rows: int, size_bytes: int) -> bool:
+        """True when rows fit, or when waiting for room could last for ever.
+
+        That is so while nothing is settled, and while consumers wait for more than there is and none is at work.
+        """
+        groups, options = self.core.groups, self.core.options
+        held_rows, held_bytes = self._held
+        fits_rows = options.capacity_rows is None or groups.num_rows + held_rows + num_rows <= options.capacity_rows
+        fits_bytes = (
+            options.capacity_bytes is None or groups.size_bytes + held_bytes + size_bytes <= options.capacity_bytes
+        )
+        if (fits_rows and fits_bytes) or num_rows == 0 or groups.num_in("settled") == 0:
+            return True
+        is_worked_on = any(lease.task.name != GENERATE for lease in self.core.leases.values())
+        is_waited_for = any(waiting.request.task != GENERATE for waiting in self._leases)  # type: ignore[union-attr]
+        return is_waited_for and not is_worked_on
+
+    def _reservation(self, number: int) -> _Reservation:
+        held = self._reservations.get(number)
+        if held is None:
+            raise NotReadyError(f"reservation {number} is not known; reserve again.")
+        return held
+
+    def _end_reservation(self, number: int) -> _Reservation:
+        held = self._reservations.pop(number)
+        self._hold(held.request, -1)
+        return held
+
+    def _hold(self, request: Reserve, sign: int) -> None:
+        self._held[0] += sign * request.num_rows
+        self._held[1] += sign * request.size_bytes
+
+    # -- time
+
+    def _refuse_late(self) -> None:
+        now = time.monotonic()
+        for queue in (self._leases, self._puts):
+            for waiting in [waiting for waiting in queue if waiting.ends_at <= now]:
+                queue.remove(waiting)
+                self._waited("lease" if queue is self._leases else "put", waiting)
+                text = (
+                    f"{self._describe(waiting.request)}, for {waiting.request.deadline_s:g} s; "
+                    f"the queue's last event: {self.last_event}."
+                )
+                self._answers.append((waiting.answer, refusal(DeadlineError(text))))
+
+    def _waited(self, kind: str, waiting: _Waiting) -> None:
+        if waiting.turn < self._turn:
+            self.num_waited += 1
+            self._waited_s[kind] += time.monotonic() - waiting.since
+
+    def _describe(self, request: LeaseRequest | Reserve | Put) -> str:
+        groups, options = self.core.groups, self.core.options
+        if isinstance(request, LeaseRequest):
+            found = groups.describe_wait(request.task, now=self._clock())
+            return f"lease of {request.amount} {request.unit} for task {request.task!r} waited: {found}"
+        rows = request.num_rows if isinstance(request, Reserve) else sum(part.num_rows for part in request.parts)
+        held = f"{groups.num_rows} of {options.capacity_rows} held"
+        if options.capacity_bytes is not None:
+            held += f", {groups.size_bytes} of {options.capacity_bytes} bytes"
+        if self._held[0]:
+            held += f", {self._held[0]} rows being written by {sorted({r.client for r in self._reservations.values()})}"
+        return f"put of {rows} rows waited for room: {held}, {groups.describe_states()}"
+
+    @property
+    def last_event(self) -> str:
+        """What happened last, and when."""
+        return f"{self._event[0]}, at {time.strftime('%H:%M:%S', time.localtime(self._event[1]))}"
+
+    def _note(self, event: str) -> None:
+        self._event = (event, time.time())
+        self._is_changed = True
+
+    def _expire(self) -> None:
+        for lease_id in self.core.expire(now=self._clock()):
+            self._pause_s = SHORTEST_PAUSE_S
+            self._note(f"lease {lease_id} ran out")
+
+    def _next_overdue_s(self) -> float:
+        waits = [t.partial_after_s for t in self.core.specs.values() if t.partial_after_s is not None]
+        if not waits or not self.core.groups.partly or not self._leases:
+            return LONGEST_PAUSE_S * 60
+        first = min(group.issued_at for group in self.core.groups.partly.values())
+        return max(first + min(waits) - self._clock(), self._pause_s)
+
+    # -- the journal
+
+    def _write(self) -> None:
+        core = self.core
+        if self._journal is not None and (core.dirty or core.segments.freed or core.forgotten):
+            try:
+                self._journal.write(core)
+            except JournalError as error:
+                self._fall_back(error)
+        for _, place in core.segments.freed:
+            self._store.free(place)
+        core.dirty.clear()
+        core.forgotten.clear()
+        core.segments.added.clear()
+        core.segments.freed.clear()
+
+    def _fall_back(self, error: JournalError) -> None:
+        """Go on from what the journal has: nothing of what could not be written counts."""
+        if self._journal is not None:
+            self.core = self._journal.load()
+        self._answers = [(answer, refusal(error)) for answer, _ in self._answers]
+        self._note(f"the journal could not be written: {error}")
+
+
+def refusal(error: RLError) -> Refused:
+    """An error as an answer."""
+    return Refused(type(error).__name__, str(error))
+

@@ -1,0 +1,228 @@
+"""Rows of different lengths, over pieces of memory that need not lie together."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rl_core.errors import ShapeError
+
+Array = NDArray[Any]
+Index = NDArray[np.int64]
+
+
+class _Layout(NamedTuple):
+    """Where rows lie: piece number (None with a single piece) and start of each; offsets when they lie end to end."""
+
+    pieces: tuple[Array, ...]
+    piece: Index | None
+    starts: Index
+    offsets: Index | None
+
+
+class Ragged:
+    """Rows of different lengths; immutable.
+
+    `select` and `concat` copy no values: they note which row lies where. Reading a row gives a view of it, and
+    `values` puts all rows end to end, once, where they do not lie so already. Until then a selection keeps the memory
+    alive that it was selected from.
+    """
+
+    __slots__ = ("_layout", "_lengths")
+
+    def __init__(self, values: Array, offsets: Index) -> None:
+        """Hold rows that lie end to end.
+
+        Args:
+            values: [sum of lengths, ...] the rows, one after the other.
+            offsets: [N + 1] int64; row i is values[offsets[i]:offsets[i + 1]].
+
+        Raises:
+            ShapeError: The offsets do not start at 0, fall somewhere, or do not end at len(values).
+        """
+        if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(values):
+            raise ShapeError(
+                f"offsets must run from 0 to len(values) = {len(values)}; found shape {list(offsets.shape)}"
+                + (f", {offsets[0]} to {offsets[-1]}." if offsets.ndim == 1 and len(offsets) else ".")
+            )
+        lengths = offsets[1:] - offsets[:-1]
+        if len(lengths) and int(lengths.min()) < 0:
+            raise ShapeError("offsets must never fall; found a negative row length.")
+        self._layout = _Layout((values,), None, offsets[:-1], offsets)
+        self._lengths: Index = lengths
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[ArrayLike], *, dtype: Any) -> "Ragged":
+        """Join rows, copying them once."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+        return cls(values, offsets_of([len(row) for row in arrays]))
+
+    @classmethod
+    def concat(cls, parts: Sequence["Ragged"]) -> "Ragged":
+        """All rows of one or more parts, none of them copied.
+
+        Raises:
+            ShapeError: The parts differ in dtype, or in the shape of an element.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        layouts = [part._layout for part in parts]  # read once: another thread may put rows end to end
+        kinds = {(str(layout.pieces[0].dtype), layout.pieces[0].shape[1:]) for layout in layouts}
+        if len(kinds) > 1:
+            raise ShapeError(f"ragged columns to join must have one dtype and shape; found {sorted(kinds)}.")
+        known: dict[int, int] = {}
+        pieces: list[Array] = []
+        numbers: list[Index] = []
+        for part, layout in zip(parts, layouts, strict=True):
+            for array in layout.pieces:
+                if known.setdefault(id(array), len(pieces)) == len(pieces):
+                    pieces.append(array)
+            own = np.asarray([known[id(array)] for array in layout.pieces], dtype=np.int64)
+            numbers.append(np.broadcast_to(own, len(part)) if layout.piece is None else own[layout.piece])
+        starts = np.concatenate([layout.starts for layout in layouts])
+        lengths = np.concatenate([part._lengths for part in parts])
+        return cls._over(_Layout(tuple(pieces), np.concatenate(numbers), starts, None), lengths)
+
+    @classmethod
+    def aligned(cls, values: Mapping[str, Array], offsets: Index) -> dict[str, "Ragged"]:
+        """Columns whose rows are equally long, by name; checked once."""
+        columns: dict[str, Ragged] = {}
+        for name, array in values.items():
+            if columns and len(array) == offsets[-1]:
+                first = next(iter(columns.values()))
+                columns[name] = cls._over(_Layout((array,), None, offsets[:-1], offsets), first.lengths)
+            else:
+                columns[name] = cls(array, offsets)
+        return columns
+
+    @classmethod
+    def _over(cls, layout: _Layout, lengths: Index) -> "Ragged":
+        """Rows that lie anywhere."""
+        self = cls.__new__(cls)
+        self._layout = layout if len(layout.pieces) > 1 else layout._replace(piece=None)
+        self._lengths = lengths
+        return self
+
+    @property
+    def values(self) -> Array:
+        """[sum of lengths, ...] the rows end to end; a view where they lie so in one piece."""
+        return self._joined().pieces[0]
+
+    @property
+    def offsets(self) -> Index:
+        """[N + 1] int64; row i is values[offsets[i]:offsets[i + 1]]."""
+        offsets = self._layout.offsets
+        return offsets_of(self._lengths) if offsets is None else offsets
+
+    @property
+    def lengths(self) -> Index:
+        """[N] length of each row."""
+        return self._lengths
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the values."""
+        return self._layout.pieces[0].dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element, such as one token's."""
+        piece = self._layout.pieces[0]
+        return math.prod(piece.shape[1:]) * piece.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, and of their offsets."""
+        return int(self._lengths.sum()) * self.width + 8 * (len(self) + 1)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, row: int) -> Array:
+        """View of one row; negative ones count from the end.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row must be below {len(self)}, the number of rows; found {row}.")
+        pieces, piece, starts, _ = self._layout
+        start = int(starts[row])
+        return pieces[0 if piece is None else int(piece[row])][start : start + int(self._lengths[row])]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[row] for row in range(len(self)))
+
+    def runs(self) -> Iterator[Array]:
+        """The values in the fewest views: one for each stretch of rows that lie end to end in memory."""
+        if not len(self):
+            return
+        pieces, piece, starts, _ = self._layout
+        follows = starts[1:] == starts[:-1] + self._lengths[:-1]
+        if piece is not None:
+            follows &= piece[1:] == piece[:-1]
+        bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(self)]
+        for first, end in zip(bounds, bounds[1:], strict=False):
+            array = pieces[0 if piece is None else int(piece[first])]
+            yield array[int(starts[first]) : int(starts[end - 1] + self._lengths[end - 1])]
+
+    def select(self, rows: ArrayLike) -> "Ragged":
+        """The rows at these indices, in this order, none of them copied.
+
+        Raises:
+            ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
+            IndexError: There is no such row.
+        """
+        indices = row_indices(rows, num_rows=len(self))
+        pieces, piece, starts, _ = self._layout
+        piece = None if piece is None else piece[indices]
+        return Ragged._over(_Layout(pieces, piece, starts[indices], None), self._lengths[indices])
+
+    def _joined(self) -> _Layout:
+        """Put the rows end to end, where they do not lie so yet; later reads find them so."""
+        if self._layout.offsets is None:
+            runs = list(self.runs())
+            values = runs[0] if len(runs) == 1 else np.concatenate(runs or [self._layout.pieces[0][:0]])
+            offsets = offsets_of(self._lengths)
+            self._layout = _Layout((values,), None, offsets[:-1], offsets)  # at once: other threads may read
+        return self._layout
+
+
+def row_indices(rows: ArrayLike, *, num_rows: int) -> Index:
+    """Indices from 0 of rows, with negative ones counted from the end.
+
+    Raises:
+        ShapeError: They are not a 1-D sequence of integers.
+        IndexError: One is out of range.
+    """
+    found = np.asarray(rows)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise ShapeError(
+            f"rows must be [M] integers; found {found.dtype} of shape {list(found.shape)}. "
+            "Turn a mask into indices with np.flatnonzero."
+        )
+    indices: Index = found.astype(np.int64)
+    is_outside = (indices < -num_rows) | (indices >= num_rows)
+    if is_outside.any():
+        raise IndexError(f"rows must be below {num_rows}, the number of rows; found {indices[is_outside][0]}.")
+    indices[indices < 0] += num_rows
+    return indices
+
+
+def offsets_of(lengths: ArrayLike) -> Index:
+    """[N + 1] offsets of rows with these lengths."""
+    array = np.asarray(lengths, dtype=np.int64)
+    offsets: Index = np.zeros(len(array) + 1, dtype=np.int64)
+    np.cumsum(array, out=offsets[1:])
+    return offsets
+
+
+def token_positions(starts: Index, lengths: Index) -> Index:
+    """Flat positions of rows that begin at `starts` and have `lengths`."""
+    total = int(lengths.sum())
+    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    positions: Index = np.arange(total, dtype=np.int64) + shift
+    return positions
