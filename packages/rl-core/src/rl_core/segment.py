@@ -139,15 +139,14 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
         raise SegmentError(f"a segment of {_rows_of(schema)} contradicts itself: {error}") from error
 
 
-def check_segment(source: bytes | memoryview | Bytes, *, size_bytes: int) -> None:
-    """Compare a segment's header and schema with its size, without reading its arrays.
+def segment_size(source: bytes | memoryview | Bytes) -> int:
+    """Bytes of a segment, after a look at its header and schema, without reading its arrays.
 
     Raises:
-        SegmentError: It is torn, or not as long as it says.
+        SegmentError: It is torn or altered there, or longer than what is there.
     """
-    _, _, size = _read_schema(np.frombuffer(source, dtype=np.uint8))
-    if size != size_bytes:
-        raise SegmentError(f"the segment must have {size_bytes} bytes; its header says {size}.")
+    memory = np.frombuffer(source, dtype=np.uint8) if not isinstance(source, np.ndarray) else source
+    return _read_schema(memory)[2]
 
 
 def _read_schema(memory: Bytes) -> tuple[Schema, list[int], int]:

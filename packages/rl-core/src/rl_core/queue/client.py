@@ -44,6 +44,7 @@ from rl_core.queue.messages import (
     Reserved,
     SetPolicyVersion,
 )
+from rl_core.queue.payload import Payload
 from rl_core.queue.prompts import decode_prompt, encode_prompt
 from rl_core.queue.rows import (
     batch_of_session,
@@ -55,7 +56,6 @@ from rl_core.queue.rows import (
     join,
 )
 from rl_core.records import Prompt, Trajectory
-from rl_core.segment import plan_segment
 
 AnyLease = TypeVar("AnyLease", Lease, Claim)
 
@@ -63,27 +63,14 @@ AnyLease = TypeVar("AnyLease", Lease, Claim)
 class QueueClient(ABC):
     """A `TransferQueue` whose state is kept elsewhere; backends say how requests travel and where rows lie."""
 
-    _tasks: Mapping[str, TaskSpec]
+    def __init__(self, tasks: Sequence[TaskSpec], payload: Payload) -> None:
+        """Declare the tasks, and where rows lie."""
+        self._tasks: Mapping[str, TaskSpec] = {task.name: task for task in tasks}
+        self._payload = payload
 
     @abstractmethod
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         """Carry a request to the queue's keeper and its answer back, waiting that long and a little longer."""
-
-    @abstractmethod
-    def _place_now(self, batch: Batch) -> Any:
-        """Where a batch travels with its request, or None when room is needed first."""
-
-    @abstractmethod
-    def _write(self, batch: Batch, place: Any) -> Any:
-        """Write a batch into the room at `place`; gives what the keeper is told."""
-
-    @abstractmethod
-    def _read(self, number: int, place: Any) -> Batch:
-        """The batch at a place.
-
-        Raises:
-            SegmentError: It cannot be read; its rows are generated again.
-        """
 
     def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """See `TransferQueue.issue`."""
@@ -190,12 +177,12 @@ class QueueClient(ABC):
             self._call(Ack(lease.lease_id, lease.task, [], 0, None))
             return
         late = check_given(lease.batch, given)
-        place = self._place_now(late)
+        place = self._payload.place_now(late)
         if place is None:
-            segment_bytes = plan_segment(late).size_bytes
+            segment_bytes = self._payload.segment_bytes(late)
             reserve = Reserve([], 0, late.size_bytes, segment_bytes, "", DEFAULT_DEADLINE_S)
             reserved = self._expect(self._call(reserve), Reserved)
-            written = self._write(late, reserved.place)
+            written = self._payload.write(late, reserved.place)
             place = reserved.reservation if written is None else written
         self._call(Ack(lease.lease_id, lease.task, sorted(given), late.size_bytes, place))
 
@@ -241,27 +228,24 @@ class QueueClient(ABC):
         return self._expect(self._call(Ask(what)), Done).value
 
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
-        place = self._place_now(batch)
+        place = self._payload.place_now(batch)
         reservation = 0
         if place is None:
             reserve = Reserve(
-                put.sessions, len(batch), batch.size_bytes, self._segment_bytes(batch), put.put_id, deadline_s
+                put.sessions, len(batch), batch.size_bytes, self._payload.segment_bytes(batch), put.put_id, deadline_s
             )
             reserved = self._expect(self._call(reserve, deadline_s=deadline_s), Reserved)
             reservation = reserved.reservation
-            place = self._write(batch, reserved.place)
+            place = self._payload.write(batch, reserved.place)
         request = msgspec.structs.replace(put, place=place, reservation=reservation, deadline_s=deadline_s)
         self._call(request, deadline_s=deadline_s)
-
-    def _segment_bytes(self, batch: Batch) -> int:
-        return plan_segment(batch).size_bytes
 
     def _fetch(self, leased: Leased) -> Batch | None:
         """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""
         segments: dict[int, Batch] = {}
         for number, place in leased.places.items():
             try:
-                segments[number] = self._read(number, place)
+                segments[number] = self._payload.read(number, place)
             except SegmentError as error:
                 self._call(Lost(number, str(error)))
                 self._call(Release(leased.lease_id))

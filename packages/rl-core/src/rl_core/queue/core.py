@@ -271,9 +271,11 @@ class QueueCore:
             self.end_lease(lease_id, "was released, because the process that held it went away")
         self.segments.unpin_all(client)
 
-    def restore(self, groups: Iterable[QueuedGroup], places: Mapping[int, Any]) -> None:
+    def restore(
+        self, groups: Iterable[QueuedGroup], places: Mapping[int, Any], pins: Mapping[int, Counter[str]]
+    ) -> None:
         """Enter what a journal has."""
-        self.segments.restore(places)
+        self.segments.restore(places, pins)
         last = -1
         for group in groups:
             for number in group.segments():

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_core.batch import Batch
 from rl_core.queue.client import QueueClient
 from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import Reply, Request
+from rl_core.queue.payload import HeldRows
 from rl_core.queue.service import QueueService
 from rl_core.queue.tasks import check_options, check_tasks
 from rl_core.records import Prompt
@@ -40,7 +40,7 @@ class InProcessQueue(QueueClient):
         options = options or QueueOptions()
         check_tasks(tasks)
         check_options(options)
-        self._tasks = {task.name: task for task in tasks}
+        super().__init__(tasks, HeldRows())
         self._condition = threading.Condition()
         self._service = QueueService(QueueCore(tasks, options), clock=clock)
         self._num_waited = 0
@@ -81,13 +81,3 @@ class InProcessQueue(QueueClient):
 
     def _pack(self, prompt: Prompt) -> Any:
         return prompt
-
-    def _place_now(self, batch: Batch) -> Any:
-        return batch
-
-    def _write(self, batch: Batch, place: Any) -> Any:
-        raise NotImplementedError  # rows travel with their request
-
-    def _read(self, number: int, place: Any) -> Batch:
-        batch: Batch = place
-        return batch

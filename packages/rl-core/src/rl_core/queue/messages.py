@@ -1,5 +1,6 @@
 """What clients and the keeper of a queue say to each other; checked against these types as it is decoded."""
 
+import struct
 from typing import Any
 
 import msgspec
@@ -211,3 +212,24 @@ class Refused(Message):
 
 
 Reply = Leased | Reserved | Done | Refused
+
+
+class Hello(Message):
+    """The first words of a connection: who speaks, the same for all connections of a process."""
+
+    client: str
+
+
+MAX_FRAME_BYTES = 1 << 30
+FRAME = struct.Struct("<I")
+
+
+def encode_frame(message: Any) -> bytes:
+    """A message with its length before it."""
+    body = _ENCODER.encode(message)
+    return FRAME.pack(len(body)) + body
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+decode_request = msgspec.msgpack.Decoder(Request | Hello).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -32,15 +32,19 @@ class SegmentTable:
     def __contains__(self, number: int) -> bool:
         return number in self._segments
 
-    def restore(self, places: Mapping[int, Any]) -> None:
+    def restore(self, places: Mapping[int, Any], pins: Mapping[int, Counter[str]]) -> None:
         """Enter what a journal has; `free_unneeded` follows, once all groups have said what they need."""
-        self._segments = {number: Segment(place) for number, place in places.items()}
+        self._segments = {n: Segment(place, pins=Counter(pins.get(n, {}))) for n, place in places.items()}
         self._numbers = itertools.count(max(places, default=0) + 1)
 
     def free_unneeded(self) -> None:
         """Free every segment that nobody needs."""
         for number in list(self._segments):
             self._free(number)
+
+    def pins(self) -> dict[int, Counter[str]]:
+        """Who looks at which segment, and how often."""
+        return {number: segment.pins for number, segment in self._segments.items() if segment.pins}
 
     def add(self, place: Any) -> int:
         """Enter a segment."""

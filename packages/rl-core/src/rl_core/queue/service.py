@@ -1,7 +1,8 @@
 """Requests to a queue: who may go on, who waits and until when, and what is written before anybody is answered."""
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -50,8 +51,8 @@ class Journal(Protocol):
         """
         ...
 
-    def load(self) -> QueueCore:
-        """The state as it was last written."""
+    def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
+        """The state as it was last written; clients still look at the segments in `pins`."""
         ...
 
     def close(self) -> None:
@@ -521,6 +522,7 @@ class QueueService:
                 self._journal.write(core)
             except JournalError as error:
                 self._fall_back(error)
+                return
         for _, place in core.segments.freed:
             self._store.free(place)
         core.dirty.clear()
@@ -530,8 +532,11 @@ class QueueService:
 
     def _fall_back(self, error: JournalError) -> None:
         """Go on from what the journal has: nothing of what could not be written counts."""
+        old = self.core.segments
+        for place in [old.place(number) for number in old.added if number in old]:
+            self._store.free(place)
         if self._journal is not None:
-            self.core = self._journal.load()
+            self.core = self._journal.load(old.pins())
         self._answers = [(answer, refusal(error)) for answer, _ in self._answers]
         self._note(f"the journal could not be written: {error}")
 

@@ -1,0 +1,294 @@
+"""A queue on disk: groups, places of segments and counts in SQLite, written before anybody is answered.
+
+A `kill -9` loses nothing that was answered: what SQLite has committed is in the page cache. After a power failure the
+last transactions may be missing, and the segments of groups that are there may be torn; both is found and reported.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core.errors import JournalError, SegmentError
+from rl_core.queue.core import QueueCore
+from rl_core.queue.group import LatePart, Part, QueuedGroup
+from rl_core.queue.interface import PromptState, QueueOptions, TaskSpec
+from rl_core.queue.prompts import encode_prompt
+from rl_core.queue.wal import read_wal
+from rl_core.records import Prompt
+
+DATABASE = "queue.sqlite3"
+SEGMENTS = "segments"
+FORMAT_VERSION = 1
+EPOCH_LEASES = 1 << 40
+"""Lease numbers of one life of a queue; those of the next follow."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL, prompt BLOB NOT NULL, record BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, place BLOB NOT NULL);
+"""
+WRITE_GROUP = """
+INSERT INTO groups VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.record
+"""
+
+
+class GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock."""
+
+    num_sessions: int
+    issued_at: float
+    attempt: int
+    reason: str | None
+    settled: dict[int, str]
+    failures: dict[int, str]
+    parts: list[tuple[int, int, int, int, int, int, int, list[str]]]
+    late: list[tuple[int, int, int, int, str, list[str]]]
+    acked: dict[str, int]
+
+
+class Counts(msgspec.Struct, forbid_unknown_fields=True):
+    """Numbers of the whole queue."""
+
+    policy_version: int
+    drops: dict[str, int]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What was found when a queue was opened again.
+
+    Attributes:
+        prompts: How many are in each state.
+        num_acks: Acks that still count, of all tasks.
+        num_unsettled: Prompts listed to be generated, or finished being generated.
+        torn_journal_bytes: Bytes of a transaction that was being written, which do not count.
+        lost_segments: What is wrong with each segment that cannot be read; its prompts are issued again.
+        removed_slots: Slots that nothing refers to.
+    """
+
+    prompts: Mapping[str, int]
+    num_acks: int
+    num_unsettled: int
+    torn_journal_bytes: int
+    lost_segments: tuple[str, ...]
+    removed_slots: int
+
+
+class SqliteJournal:
+    """The journal of one queue, held by one keeper at a time."""
+
+    def __init__(self, directory: Path, tasks: Sequence[TaskSpec], options: QueueOptions, *, clock: Callable[[], float]) -> None:
+        """Open or make the journal in a directory.
+
+        Raises:
+            JournalError: Another process has it open, it is damaged or of another version, or its tasks differ.
+        """
+        self._directory, self._tasks, self._options, self._clock = directory, tasks, options, clock
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = lock_directory(directory)
+        self.torn_bytes = read_wal(directory / f"{DATABASE}-wal").torn_bytes
+        try:
+            with _translated(directory):
+                self._connection = connect(directory / DATABASE)
+                self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
+            self._epoch = self._begin_epoch()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def write(self, core: QueueCore) -> None:
+        """See `Journal.write`."""
+        counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
+        with _translated(self._directory), self._transaction() as cursor:
+            cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
+            cursor.executemany(
+                "INSERT INTO segments VALUES (?, ?)",
+                [(n, msgspec.msgpack.encode(core.segments.place(n))) for n in core.segments.added if n in core.segments],
+            )
+            cursor.executemany("DELETE FROM segments WHERE number = ?", [(n,) for n, _ in core.segments.freed])
+            cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
+            cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
+
+    def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
+        """See `Journal.load`."""
+        core = QueueCore(self._tasks, self._options)
+        core.lease_ids = itertools.count(self._epoch * EPOCH_LEASES + 1)
+        with _translated(self._directory):
+            groups, places, counts = read_journal(self._connection)
+        core.policy_version, core.drops, core.counts = counts.policy_version, Counter(counts.drops), Counter(counts.counts)
+        shift = self._clock() - time.time()
+        for group in groups:
+            group.issued_at += shift
+        core.restore(groups, places, pins)
+        return core
+
+    def recover(self, check: Callable[[Any], None], remove_others: Callable[[list[Any]], int]) -> tuple[QueueCore, Recovery]:
+        """The state after a crash or a stop, with what cannot be read issued again, and a report.
+
+        Args:
+            check: Raises SegmentError for a place whose segment is torn.
+            remove_others: Removes room that is not among these places, and says how much of it.
+        """
+        core = self.load({})
+        lost = []
+        for number in list(core.segments):
+            try:
+                check(core.segments.place(number))
+            except SegmentError as error:
+                uids = sorted(group.uid for group in core.groups if number in group.segments())
+                lost.append(f"segment {number} of prompts {', '.join(uids)}: {error}")
+                core.lost(number, str(error), now=self._clock())
+        self.write(core)
+        core.dirty.clear()
+        core.segments.freed.clear()
+        report = Recovery(
+            prompts=Counter(group.state for group in core.groups),
+            num_acks=sum(len(group.acked) for group in core.groups),
+            num_unsettled=len(core.groups.issued),
+            torn_journal_bytes=self.torn_bytes,
+            lost_segments=tuple(lost),
+            removed_slots=remove_others([core.segments.place(number) for number in core.segments]),
+        )
+        with _translated(self._directory), self._transaction() as cursor:
+            cursor.execute("INSERT OR REPLACE INTO meta VALUES ('recovery', ?)", (msgspec.json.encode(report),))
+        return core, report
+
+    def close(self) -> None:
+        """See `Journal.close`."""
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+    def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
+        prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
+        record = GroupRecord(
+            num_sessions=group.num_sessions,
+            issued_at=group.issued_at + time.time() - self._clock(),
+            attempt=group.attempt,
+            reason=group.reason,
+            settled=group.settled,
+            failures=group.failures,
+            parts=[(*part[:7], sorted(part.columns)) for part in group.parts],
+            late=[(*part[:5], sorted(part.columns)) for part in group.late],
+            acked=group.acked,
+        )
+        return group.order, group.uid, group.state, prompt, msgspec.json.encode(record)
+
+    def _begin_epoch(self) -> int:
+        meta = read_meta(self._connection)
+        if meta and int(meta["format"]) != FORMAT_VERSION:
+            raise JournalError(f"{self._directory} has format {meta['format'].decode()}; expected {FORMAT_VERSION}.")
+        tasks = msgspec.json.encode([msgspec.to_builtins(task, order="sorted") for task in self._tasks], order="sorted")
+        if meta and _task_names(meta["tasks"]) != _task_names(tasks):
+            raise JournalError(
+                f"{self._directory} is the queue of tasks {_task_names(meta['tasks'])}; found {_task_names(tasks)}. "
+                "Open it with the tasks that it was made with, or choose another directory."
+            )
+        epoch = int(meta.get("epoch", b"0")) + 1
+        with _translated(self._directory), self._transaction() as cursor:
+            rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
+            cursor.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+        return epoch
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        cursor = self._connection.cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        try:
+            yield cursor
+            cursor.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                cursor.execute("ROLLBACK")
+            raise
+
+
+def connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
+    """A connection without transactions of its own, usable from several threads one after the other."""
+    uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
+
+
+def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
+    """What the queue as a whole notes."""
+    return dict(connection.execute("SELECT key, value FROM meta").fetchall())
+
+
+def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
+    """Groups in the order of issue, places of segments, and counts.
+
+    Raises:
+        JournalError: Something in it cannot be read.
+    """
+    try:
+        groups = [_group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
+        places = {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT * FROM segments")}
+        meta = read_meta(connection)
+        counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+    except msgspec.MsgspecError as error:
+        raise JournalError(f"the journal has a record that cannot be read: {error}.") from error
+    missing = {number for group in groups for number in group.segments()} - places.keys()
+    if missing:
+        raise JournalError(f"the journal's groups name segments {sorted(missing)[:5]} that it does not have.")
+    return groups, places, counts
+
+
+def lock_directory(directory: Path) -> int:
+    """Take a directory's lock, which ends with the process; gives the descriptor.
+
+    Raises:
+        JournalError: Another process has it.
+    """
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise JournalError(f"{directory} is open in another process; connect to that queue, or end it first.") from error
+    return descriptor
+
+
+@contextlib.contextmanager
+def _translated(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise JournalError(f"the journal in {directory} cannot be used: {error}.") from error
+
+
+def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+    found = msgspec.json.decode(record, type=GroupRecord)
+    return QueuedGroup(
+        uid=uid,
+        order=number,
+        num_sessions=found.num_sessions,
+        prompt=prompt,
+        issued_at=found.issued_at,
+        attempt=found.attempt,
+        state=msgspec.convert(state, PromptState),
+        reason=found.reason,
+        settled=found.settled,
+        failures=found.failures,
+        parts=[Part(*part[:7], frozenset(part[7])) for part in found.parts],
+        late=[LatePart(*part[:5], frozenset(part[5])) for part in found.late],
+        acked=found.acked,
+    )
+
+
+def _task_names(encoded: bytes) -> list[str]:
+    return sorted(task["name"] for task in msgspec.json.decode(encoded))

@@ -1,0 +1,262 @@
+"""The keeper of a shared-memory queue: one process, one thread, one socket, which never waits for a client.
+
+Started by `SharedMemoryQueue`; ends when told, or when the process that started it ends.
+"""
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core.errors import JournalError, RLError
+from rl_core.queue.core import QueueCore
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.journal import SEGMENTS, SqliteJournal, lock_directory
+from rl_core.queue.messages import (
+    FRAME,
+    MAX_FRAME_BYTES,
+    Ask,
+    Done,
+    Hello,
+    Refused,
+    Reply,
+    Unpin,
+    decode_request,
+    encode_frame,
+)
+from rl_core.queue.service import QueueService
+from rl_core.queue.slots import SlotPool
+
+SOCKET = "socket"
+READ_BYTES = 1 << 18
+CREDENTIALS = struct.Struct("3i")
+
+
+class KeeperConfig(msgspec.Struct, frozen=True):
+    """What a keeper is started with: its folder for socket and slots, the tasks, and the options."""
+
+    folder: str
+    tasks: list[TaskSpec]
+    options: QueueOptions
+
+
+class _Connection:
+    """One client's connection: bytes that came, bytes that could not be sent yet."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self.client: str | None = None
+        self.received = bytearray()
+        self.unsent: list[bytes] = []
+        self.is_open = True
+
+    def reply(self, reply: Reply) -> None:
+        """Send an answer once the loop comes round."""
+        self.unsent.append(encode_frame(reply))
+
+
+class QueueServer:
+    """Serves one queue on a socket in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tasks: Sequence[TaskSpec],
+        options: QueueOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the queue and listen.
+
+        Raises:
+            JournalError: The journal cannot be opened, or there is no space.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._lock = lock_directory(folder)
+        directory = options.directory
+        self.slots = folder / SEGMENTS if directory is None else Path(directory) / SEGMENTS
+        journal, self.recovery = None, None
+        if directory is None:
+            store, core = SlotPool(self.slots), QueueCore(tasks, options)
+        else:
+            journal = SqliteJournal(Path(directory), tasks, options, clock=clock)
+            store = SlotPool(self.slots)
+            core, self.recovery = journal.recover(store.check, store.remove_others)
+        self._tasks, self._has_journal = tasks, journal is not None
+        self.service = QueueService(core, clock=clock, journal=journal, store=store, is_pinning=True)
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._clients: dict[str, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = folder / SOCKET
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._waker, self._alarm = socket.socketpair()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._is_ending = False
+
+    def serve(self, *, owner: socket.socket | None = None) -> None:
+        """Answer clients until `stop`, or until the owner's end of this socket is closed."""
+        if owner is not None:
+            self._selector.register(owner, selectors.EVENT_READ)
+        try:
+            while not self._is_ending:
+                for key, events in self._selector.select(max(self.service.next_wake_s(), 0.0)):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is owner or key.fileobj is self._waker:
+                        self._is_ending = True
+                    elif events & selectors.EVENT_READ:
+                        self._receive(self._connections[key.fileobj])  # type: ignore[index]
+                self.service.run()
+                for connection in list(self._connections.values()):
+                    self._flush(connection)
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """End `serve`; from any thread or signal handler."""
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"\0")
+
+    def _accept(self) -> None:
+        stream, _ = self._listener.accept()
+        if hasattr(socket, "SO_PEERCRED"):
+            _, user, _ = CREDENTIALS.unpack(
+                stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            )
+            if user not in (os.getuid(), 0):
+                stream.close()
+                return
+        stream.setblocking(False)
+        self._connections[stream] = _Connection(stream)
+        self._selector.register(stream, selectors.EVENT_READ)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            while True:
+                chunk = connection.stream.recv(READ_BYTES)
+                if not chunk:
+                    self._drop(connection)
+                    return
+                connection.received += chunk
+                if len(chunk) < READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        self._take_frames(connection)
+
+    def _take_frames(self, connection: _Connection) -> None:
+        received, place = connection.received, 0
+        while len(received) - place >= FRAME.size:
+            (size,) = FRAME.unpack_from(received, place)
+            end = place + FRAME.size + size
+            if size > MAX_FRAME_BYTES:
+                self._drop(connection)
+                return
+            if len(received) < end:
+                break
+            try:
+                message = decode_request(memoryview(received)[place + FRAME.size : end])
+            except msgspec.MsgspecError as error:
+                connection.reply(Refused("DataError", f"a request cannot be read: {error}."))
+            else:
+                self._take(connection, message)
+            place = end
+        del received[:place]
+
+    def _take(self, connection: _Connection, message: Any) -> None:
+        if isinstance(message, Hello):
+            connection.client = message.client
+            self._clients[message.client] = self._clients.get(message.client, 0) + 1
+            connection.reply(Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()]))
+        elif connection.client is None:
+            connection.reply(Refused("NotReadyError", "say hello first."))
+        elif isinstance(message, Unpin):
+            self.service.submit(message, connection.client, lambda _: None)
+        elif isinstance(message, Ask) and message.what == "recovery":
+            connection.reply(Done(msgspec.to_builtins(self.recovery)))
+        else:
+            self.service.submit(message, connection.client, connection.reply)
+
+    def _flush(self, connection: _Connection) -> None:
+        if not connection.unsent or not connection.is_open:
+            return
+        data = b"".join(connection.unsent) if len(connection.unsent) > 1 else connection.unsent[0]
+        connection.unsent.clear()
+        try:
+            sent = connection.stream.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._drop(connection)
+            return
+        if sent < len(data):
+            connection.unsent.append(data[sent:])
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if sent < len(data) else 0)
+        if self._selector.get_key(connection.stream).events != events:
+            self._selector.modify(connection.stream, events)
+
+    def _drop(self, connection: _Connection) -> None:
+        connection.is_open = False
+        self._selector.unregister(connection.stream)
+        del self._connections[connection.stream]
+        connection.stream.close()
+        client = connection.client
+        if client is not None:
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
+                self.service.disconnect(client)
+
+    def _end(self) -> None:
+        self.service.close()
+        for connection in list(self._connections.values()):
+            connection.stream.setblocking(True)
+            with contextlib.suppress(OSError):
+                connection.stream.settimeout(1.0)
+                connection.stream.sendall(b"".join(connection.unsent))
+            connection.stream.close()
+        for stream in (self._listener, self._waker, self._alarm):
+            stream.close()
+        self._selector.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def main() -> None:
+    """Run one keeper: `python -m rl_core.queue.server FD`, with its configuration coming from that socket."""
+    with socket.socket(fileno=int(sys.argv[1])) as owner:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
+        with owner.makefile("rb") as stream:
+            config = msgspec.json.decode(stream.readline(), type=KeeperConfig)
+        try:
+            server = QueueServer(Path(config.folder), config.tasks, config.options)
+        except (RLError, OSError) as error:
+            kind = type(error).__name__ if isinstance(error, RLError) else JournalError.__name__
+            owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, lambda *_: server.stop())
+        owner.sendall(msgspec.json.encode(["ready", os.getpid()]) + b"\n")
+        server.serve(owner=owner)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What the write-ahead log of an SQLite database holds after a crash: whole transactions, and a torn tail."""
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+WAL_HEADER = struct.Struct(">8I")
+FRAME_HEADER = struct.Struct(">6I")
+MAGICS = (0x377F0682, 0x377F0683)
+"""The last bit says in which byte order checksums are taken."""
+
+
+class WalReport(NamedTuple):
+    """What a log holds.
+
+    Attributes:
+        num_transactions: Whole ones.
+        torn_bytes: Bytes after the last whole one that belong to one that was being written; SQLite leaves them out.
+    """
+
+    num_transactions: int
+    torn_bytes: int
+
+
+def read_wal(path: Path) -> WalReport:
+    """Look through a log; a missing one is empty.
+
+    Source: the SQLite file format, section 4, the write-ahead log.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return WalReport(0, 0)
+    if len(content) < WAL_HEADER.size:
+        return WalReport(0, len(content))
+    magic, _, page_bytes, _, salt_1, salt_2, *expected = WAL_HEADER.unpack_from(content)
+    order = ">" if magic & 1 else "<"
+    sums = _sums((0, 0), content[:24], order)
+    if magic not in MAGICS or sums != tuple(expected):
+        return WalReport(0, len(content))
+    place, num_transactions, last_whole = WAL_HEADER.size, 0, WAL_HEADER.size
+    frame_bytes = FRAME_HEADER.size + page_bytes
+    while place + FRAME_HEADER.size <= len(content):
+        _, pages_after, found_1, found_2, *expected = FRAME_HEADER.unpack_from(content, place)
+        if (found_1, found_2) != (salt_1, salt_2):
+            break  # of an earlier turn of the log
+        frame = content[place : place + frame_bytes]
+        sums = _sums(_sums(sums, frame[:8], order), frame[FRAME_HEADER.size :], order)
+        if len(frame) < frame_bytes or sums != tuple(expected):
+            return WalReport(num_transactions, _end_of_turn(content, place, (salt_1, salt_2), frame_bytes) - last_whole)
+        place += frame_bytes
+        if pages_after:
+            num_transactions, last_whole = num_transactions + 1, place
+    is_torn = place > last_whole or len(content) - place < FRAME_HEADER.size
+    return WalReport(num_transactions, (min(place, len(content)) if place > last_whole else len(content)) - last_whole if is_torn else 0)
+
+
+def _end_of_turn(content: bytes, place: int, salts: tuple[int, int], frame_bytes: int) -> int:
+    """Where frames with these salts end."""
+    while place + FRAME_HEADER.size <= len(content):
+        if FRAME_HEADER.unpack_from(content, place)[2:4] != salts:
+            return place
+        place += frame_bytes
+    return len(content)
+
+
+def _sums(start: tuple[int, int], content: bytes, order: str) -> tuple[int, int]:
+    """SQLite's checksum: two sums modulo 2**32, each of which takes in the other."""
+    first, second = start
+    whole = content[: len(content) // 8 * 8]
+    for one, two in np.frombuffer(whole, dtype=f"{order}u4").reshape(-1, 2).tolist():
+        first = (first + one + second) & 0xFFFFFFFF
+        second = (second + two + first) & 0xFFFFFFFF
+    return first, second
