@@ -1,7 +1,9 @@
 """The queue in the process: the conformance suite, and what is its own."""
 
+import itertools
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -85,3 +87,12 @@ def _time_puts(num_groups):
     spent = time.process_time() - started
     assert len(leases[0].batch) == 8 * num_groups
     return spent
+
+
+class TestInProcessQueueWithAJournal(QueueConformance):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path):
+        self.folders = (tmp_path / str(number) for number in itertools.count())
+
+    def make_queue(self, tasks, *, options, clock):
+        return InProcessQueue(tasks, options=replace(options, directory=next(self.folders)), clock=clock)

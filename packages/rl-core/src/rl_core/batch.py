@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,17 +11,10 @@ from rl_core.columns import column_dtype, column_spec
 from rl_core.errors import DataError, ShapeError
 from rl_core.ragged import Array, Ragged, offsets_of, row_indices
 from rl_core.records import Json, Trajectory
+from rl_core.row_keys import RowKey, RowKeys
 
 if TYPE_CHECKING:
     import torch
-
-
-class RowKey(NamedTuple):
-    """Identity of a row: which output of which session of which prompt."""
-
-    prompt_uid: str
-    session_index: int
-    output_index: int
 
 
 Column = Array | Ragged
@@ -30,7 +23,7 @@ Column = Array | Ragged
 class Batch:
     """Rows in named columns; immutable, so that views can be handed out without copies."""
 
-    __slots__ = ("_columns", "extras", "keys")
+    __slots__ = ("__weakref__", "_columns", "_extras", "keys")
 
     def __init__(
         self,
@@ -51,18 +44,24 @@ class Batch:
             ShapeError: A column has the wrong kind, dtype or number of rows, or ragged columns differ in the
                 lengths of their rows.
         """
-        self.keys = tuple(keys)
-        if len(set(self.keys)) != len(self.keys):
-            seen: set[RowKey] = set()
-            double = next(key for key in self.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise DataError(f"row {tuple(double)} appears twice in one batch.")
-        self.extras = tuple(extras) if extras is not None else ({},) * len(self.keys)
-        if len(self.extras) != len(self.keys):
-            raise ShapeError(f"extras must have {len(self.keys)} rows; found {len(self.extras)}.")
+        self.keys = RowKeys.of(keys)
+        self.keys.check_unique()
+        if extras is not None and len(extras) != len(self.keys):
+            raise ShapeError(f"extras must have {len(self.keys)} rows; found {len(extras)}.")
+        self._extras = tuple(extras) if extras is not None and any(extras) else None
         for name, column in columns.items():
             check_column(name, column, num_rows=len(self.keys))
         check_alignment(columns)
         self._columns = dict(columns)
+
+    @classmethod
+    def _of(
+        cls, keys: RowKeys, columns: Mapping[str, Column], extras: tuple[Mapping[str, Json], ...] | None
+    ) -> "Batch":
+        """A batch of what was checked before."""
+        self = cls.__new__(cls)
+        self.keys, self._columns, self._extras = keys, dict(columns), extras
+        return self
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Batch":
@@ -88,11 +87,16 @@ class Batch:
             if batch.names != names:
                 raise DataError(f"batches to join must have the same columns; {sorted(names ^ batch.names)} differ.")
         columns = {name: concat_columns([batch[name] for batch in batches]) for name in batches[0]._columns}
-        return cls(
-            [key for batch in batches for key in batch.keys],
-            columns,
-            extras=[extra for batch in batches for extra in batch.extras],
-        )
+        keys = RowKeys.concat([batch.keys for batch in batches])
+        keys.check_unique()
+        has_extras = any(batch._extras is not None for batch in batches)
+        extras = tuple(extra for batch in batches for extra in batch.extras) if has_extras else None
+        return cls._of(keys, columns, extras)
+
+    @property
+    def extras(self) -> tuple[Mapping[str, Json], ...]:
+        """JSON of each row."""
+        return ({},) * len(self) if self._extras is None else self._extras
 
     @property
     def names(self) -> frozenset[str]:
@@ -147,7 +151,11 @@ class Batch:
 
     def with_columns(self, columns: Mapping[str, Column]) -> "Batch":
         """A batch with these columns added or replaced, sharing the others."""
-        return Batch(self.keys, {**self._columns, **columns}, extras=self.extras)
+        for name, column in columns.items():
+            check_column(name, column, num_rows=len(self))
+        merged = {**self._columns, **columns}
+        check_alignment(merged)
+        return Batch._of(self.keys, merged, self._extras)
 
     def only(self, names: Set[str]) -> "Batch":
         """A batch with these columns alone, sharing them.
@@ -158,7 +166,7 @@ class Batch:
         for name in names:
             self[name]
         kept = {name: column for name, column in self._columns.items() if name in names}
-        return Batch(self.keys, kept, extras=self.extras)
+        return Batch._of(self.keys, kept, self._extras)
 
     def select(self, rows: ArrayLike) -> "Batch":
         """The rows at these indices, in this order.
@@ -166,13 +174,18 @@ class Batch:
         Raises:
             ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
             IndexError: There is no such row.
+            DataError: A row is named twice.
         """
         indices = row_indices(rows, num_rows=len(self))
         columns: dict[str, Column] = {
             name: column.select(indices) if isinstance(column, Ragged) else column[indices]
             for name, column in self._columns.items()
         }
-        return Batch([self.keys[i] for i in indices], columns, extras=[self.extras[i] for i in indices])
+        extras = None if self._extras is None else tuple(self._extras[i] for i in indices)
+        keys = self.keys.select(indices)
+        if not bool((indices[1:] > indices[:-1]).all()):
+            keys.check_unique()
+        return Batch._of(keys, columns, extras)
 
     def split(self, sizes: Sequence[int]) -> list["Batch"]:
         """The rows in runs of these sizes, from the first on; ragged values are shared.
@@ -187,8 +200,7 @@ class Batch:
 
     def group_index(self) -> NDArray[np.int64]:
         """[N] index of each row's prompt, numbered by first appearance."""
-        order: dict[str, int] = {}
-        return np.asarray([order.setdefault(key.prompt_uid, len(order)) for key in self.keys], dtype=np.int64)
+        return self.keys.by_first_appearance()
 
 
 def _join(rows: Sequence[Array], name: str) -> Array:

@@ -160,7 +160,10 @@ class Ragged:
         """The values in the fewest views: one for each stretch of rows that lie end to end in memory."""
         if not len(self):
             return
-        pieces, piece, starts, _ = self._layout
+        pieces, piece, starts, offsets = self._layout
+        if offsets is not None:
+            yield pieces[0]
+            return
         follows = starts[1:] == starts[:-1] + self._lengths[:-1]
         if piece is not None:
             follows &= piece[1:] == piece[:-1]

@@ -1,11 +1,14 @@
 """A queue as its users see it: one implementation over whatever carries requests and keeps rows."""
 
 import contextlib
+import os
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,8 +57,11 @@ from rl_core.queue.rows import (
     describe_parts,
     in_group_order,
     join,
+    sessions_of,
 )
 from rl_core.records import Prompt, Trajectory
+
+MAX_READERS = 8
 
 AnyLease = TypeVar("AnyLease", Lease, Claim)
 
@@ -113,7 +119,7 @@ class QueueClient(ABC):
         """See `TransferQueue.put_batch`."""
         check_finite(batch)
         batch = in_group_order(batch)
-        sessions = [*dict.fromkeys((key.prompt_uid, key.session_index) for key in batch.keys), *empty_sessions]
+        sessions = sessions_of(batch, empty_sessions)
         if not sessions:
             return
         put = Put(sessions, describe_parts(batch), sorted(batch.names), None, uuid.uuid4().hex, 0, deadline_s)
@@ -177,12 +183,12 @@ class QueueClient(ABC):
             self._call(Ack(lease.lease_id, lease.task, [], 0, None))
             return
         late = check_given(lease.batch, given)
-        place = self._payload.place_now(late)
+        prepared = self._payload.prepare(late)
+        place = prepared.place
         if place is None:
-            segment_bytes = self._payload.segment_bytes(late)
-            reserve = Reserve([], 0, late.size_bytes, segment_bytes, "", DEFAULT_DEADLINE_S)
+            reserve = Reserve([], 0, late.size_bytes, prepared.size_bytes, "", DEFAULT_DEADLINE_S)
             reserved = self._expect(self._call(reserve), Reserved)
-            written = self._payload.write(late, reserved.place)
+            written = self._payload.write(prepared, reserved.place)
             place = reserved.reservation if written is None else written
         self._call(Ack(lease.lease_id, lease.task, sorted(given), late.size_bytes, place))
 
@@ -228,29 +234,40 @@ class QueueClient(ABC):
         return self._expect(self._call(Ask(what)), Done).value
 
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
-        place = self._payload.place_now(batch)
-        reservation = 0
+        prepared = self._payload.prepare(batch)
+        place, reservation = prepared.place, 0
         if place is None:
-            reserve = Reserve(
-                put.sessions, len(batch), batch.size_bytes, self._payload.segment_bytes(batch), put.put_id, deadline_s
-            )
+            reserve = Reserve(put.sessions, len(batch), batch.size_bytes, prepared.size_bytes, put.put_id, deadline_s)
             reserved = self._expect(self._call(reserve, deadline_s=deadline_s), Reserved)
             reservation = reserved.reservation
-            place = self._payload.write(batch, reserved.place)
+            place = self._payload.write(prepared, reserved.place)
         request = msgspec.structs.replace(put, place=place, reservation=reservation, deadline_s=deadline_s)
         self._call(request, deadline_s=deadline_s)
 
     def _fetch(self, leased: Leased) -> Batch | None:
         """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""
         segments: dict[int, Batch] = {}
-        for number, place in leased.places.items():
-            try:
-                segments[number] = self._payload.read(number, place)
-            except SegmentError as error:
-                self._call(Lost(number, str(error)))
+        for number, batch in self._read_all(leased.places):
+            if isinstance(batch, SegmentError):
+                self._call(Lost(number, str(batch)))
                 self._call(Release(leased.lease_id))
                 return None
+            segments[number] = batch
         return join(leased, segments.__getitem__)
+
+    def _read_all(self, places: Mapping[int, Any]) -> list[tuple[int, Batch | SegmentError]]:
+        """Every segment, or why it cannot be read; several at once, as checksums are most of the work."""
+
+        def read(item: tuple[int, Any]) -> tuple[int, Batch | SegmentError]:
+            number, place = item
+            try:
+                return number, self._payload.read(number, place)
+            except SegmentError as error:
+                return number, error
+
+        if len(places) == 1 or not self._payload.is_slow:
+            return [read(item) for item in places.items()]
+        return list(_readers().map(read, places.items()))
 
     def _call(self, request: Request, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Reply:
         reply = self._send(request, deadline_s=deadline_s)
@@ -265,6 +282,12 @@ class QueueClient(ABC):
         if not isinstance(reply, kind):
             raise errors.RoleError(f"the queue's keeper answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that read segments, for all queues of this process."""
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_READERS), thread_name_prefix="read segments")
 
 
 class _ReservationLostError(errors.RLError):

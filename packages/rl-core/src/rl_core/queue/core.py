@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, StaleLeaseError
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.index import GroupIndex
-from rl_core.queue.interface import QueueOptions, SessionKey, TaskSpec
+from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import GENERATE, Ack, LeaseRequest, PartInfo, Put
 from rl_core.queue.segment_table import SegmentTable
 
@@ -69,41 +69,46 @@ class QueueCore:
             self.groups.add(group)
             self.dirty[uid] = group
 
-    def check_sessions(self, sessions: Sequence[SessionKey]) -> None:
-        """Refuse sessions that were not asked for, or that are settled."""
-        if len(set(sessions)) != len(sessions):
-            raise DataError("a put settles each session once; one is named twice.")
-        for uid, index in sessions:
+    def check_sessions(self, sessions: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Refuse sessions that were not asked for, or that are settled; given as those of each prompt."""
+        if len({uid for uid, _ in sessions}) != len(sessions):
+            raise DataError("a put names each prompt once; one is named twice.")
+        for uid, indices in sessions:
             group = self.open_group(uid)
-            if not 0 <= index < group.num_sessions:
-                raise DataError(f"prompt {uid!r} has sessions 0 to {group.num_sessions - 1}; found session {index}.")
-            if index in group.settled or index in group.failures:
-                why = f" ({group.failures[index]})" if index in group.failures else ""
-                raise AlreadySettledError(f"session {index} of prompt {uid!r} is already settled{why}; put it once.")
+            if len(set(indices)) != len(indices) or not indices:
+                raise DataError(f"a put settles each session of prompt {uid!r} once; found {indices}.")
+            for index in indices:
+                if not 0 <= index < group.num_sessions:
+                    raise DataError(f"prompt {uid!r} has sessions 0 to {group.num_sessions - 1}; found session {index}.")
+                if index in group.settled or index in group.failures:
+                    why = f" ({group.failures[index]})" if index in group.failures else ""
+                    raise AlreadySettledError(f"session {index} of prompt {uid!r} is already settled{why}; put it once.")
 
-    def was_put(self, put_id: str, sessions: Sequence[SessionKey]) -> bool:
+    def was_put(self, put_id: str, sessions: Sequence[tuple[str, Sequence[int]]]) -> bool:
         """True when this very put is there already: its answer was lost on the way."""
-        groups = [(self.groups.get(uid), index) for uid, index in sessions]
-        return all(group is not None and group.settled.get(index) == put_id for group, index in groups)
+        for uid, indices in sessions:
+            group = self.groups.get(uid)
+            if group is None or any(group.settled.get(index) != put_id for index in indices):
+                return False
+        return True
 
     def put(self, put: Put) -> None:
-        """Enter rows that are written; everything is checked before anything changes."""
-        self.check_sessions(put.sessions)
+        """Enter rows that are written, of sessions that were checked; nothing changes unless everything is right."""
         self._check_parts(put)
         segment = self.segments.add(put.place) if put.parts else 0
         columns = frozenset(put.columns)
         groups = {uid: self.open_group(uid) for uid, _ in put.sessions}
-        for uid, index in put.sessions:
-            groups[uid].settled[index] = put.put_id
+        for uid, indices in put.sessions:
+            groups[uid].settled |= dict.fromkeys(indices, put.put_id)
         for part in put.parts:
-            groups[part.prompt_uid].parts.append(_part_of(part, segment, columns))
+            groups[part.prompt_uid].add_part(_part_of(part, segment, columns))
             self.segments.need(segment)
         for group in groups.values():
             self._settle(group)
 
     def fail(self, uid: str, index: int, reason: str) -> None:
         """Settle a session without rows."""
-        self.check_sessions([(uid, index)])
+        self.check_sessions([(uid, [index])])
         group = self.open_group(uid)
         group.failures[index] = reason
         self._settle(group)
@@ -164,7 +169,7 @@ class QueueCore:
         if self._may_suffice(request):
             while not self._is_full(request, total):
                 group = task.peek()
-                if group is None or not group.is_ready_for(task.spec):
+                if group is None or not task.is_ready(group):
                     break
                 if self._is_stale(group, task.spec):
                     self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
@@ -207,7 +212,8 @@ class QueueCore:
         if frozenset(ack.columns) != lease.task.gives:
             raise DataError(f"task {ack.task!r} gives {sorted(lease.task.gives)}; found {sorted(ack.columns)}.")
         self._refuse_stale(lease, now=now)
-        self.end_lease(lease.lease_id, "was acked")
+        self.leases.pop(lease.lease_id)
+        self._note_end(lease.lease_id, "was acked")
         num_rows = sum(group.num_rows for group in lease.groups)
         segment = self.segments.add(ack.place) if ack.columns else 0
         first = 0
@@ -215,10 +221,10 @@ class QueueCore:
             rows = group.num_rows
             if ack.columns:
                 size = ack.size_bytes * rows // max(num_rows, 1)
-                group.late.append(LatePart(segment, first, rows, size, ack.task, lease.task.gives))
+                group.add_late(LatePart(segment, first, rows, size, ack.task, lease.task.gives))
                 self.segments.need(segment)
-                group.find_columns()
             first += rows
+            group.leased.pop(ack.task, None)
             group.acked[ack.task] = lease.lease_id
             if group.acked.keys() >= self.specs.keys():
                 group.state = "done"
@@ -351,16 +357,15 @@ class QueueCore:
             return True
         task = self.groups.tasks[request.task]
         following = task.peek() if total else None
-        if following is None or not following.is_ready_for(task.spec):
+        if following is None or not task.is_ready(following):
             return False
         return total + _size(following, request.unit) > request.amount
 
     def _lose_late(self, group: QueuedGroup, segment_id: int) -> None:
         for part in [part for part in group.late if part.segment == segment_id]:
-            group.late.remove(part)
+            group.remove_late(part)
             group.acked.pop(part.task, None)
             self.segments.release(segment_id)
-        group.find_columns()
         self._changed(group)
 
     def _free_rows(self, group: QueuedGroup) -> None:

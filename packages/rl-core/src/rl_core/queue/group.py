@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rl_core.queue.interface import LedgerEntry, PromptState, TaskSpec
-from rl_core.queue.messages import GENERATE
+from rl_core.queue.interface import LedgerEntry, PromptState
 
 NO_COLUMNS: frozenset[str] = frozenset()
 
@@ -38,8 +37,8 @@ class LatePart(NamedTuple):
 class QueuedGroup:
     """The record that a queue keeps for each prompt; `order` counts prompts as they were issued.
 
-    `settled` has the put that settled each session, `acked` and `leased` the lease of each task. `counted` and `queued`
-    belong to the index.
+    `settled` has the put that settled each session, `acked` and `leased` the lease of each task. The totals follow
+    the parts; `counted` and `queued` belong to the index.
     """
 
     uid: str
@@ -56,35 +55,15 @@ class QueuedGroup:
     late: list[LatePart] = field(default_factory=list)
     acked: dict[str, int] = field(default_factory=dict)
     leased: dict[str, int] = field(default_factory=dict)
+    num_rows: int = 0
+    num_tokens: int = 0
+    size_bytes: int = 0
+    oldest: int = -1
+    newest: int = -1
     arrival: int = -1
     columns: frozenset[str] = NO_COLUMNS
     counted: Any = None
     queued: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows held."""
-        return sum(part.num_rows for part in self.parts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of these rows."""
-        return sum(part.num_tokens for part in self.parts)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of their columns."""
-        return sum(part.size_bytes for part in self.parts) + sum(part.size_bytes for part in self.late)
-
-    @property
-    def oldest(self) -> int:
-        """Oldest policy version of a sampled token; -1 without any."""
-        return min((part.oldest for part in self.parts if part.oldest >= 0), default=-1)
-
-    @property
-    def newest(self) -> int:
-        """Newest policy version of a sampled token; -1 without any."""
-        return max((part.newest for part in self.parts), default=-1)
 
     @property
     def is_open(self) -> bool:
@@ -103,26 +82,39 @@ class QueuedGroup:
 
     def find_columns(self) -> None:
         """Note which columns all rows have."""
-        common = frozenset.intersection(*(part.columns for part in self.parts)) if self.parts else NO_COLUMNS
-        self.columns = common.union(*(part.columns for part in self.late))
+        if len(self.parts) == 1:
+            common = self.parts[0].columns
+        else:
+            common = frozenset.intersection(*(part.columns for part in self.parts)) if self.parts else NO_COLUMNS
+        self.columns = common.union(*(part.columns for part in self.late)) if self.late else common
+
+    def add_part(self, part: Part) -> None:
+        """Take rows in."""
+        self.parts.append(part)
+        self.num_rows += part.num_rows
+        self.num_tokens += part.num_tokens
+        self.size_bytes += part.size_bytes
+        if part.oldest >= 0:
+            self.oldest = part.oldest if self.oldest < 0 else min(self.oldest, part.oldest)
+            self.newest = max(self.newest, part.newest)
+
+    def add_late(self, part: LatePart) -> None:
+        """Take columns of all rows in."""
+        self.late.append(part)
+        self.size_bytes += part.size_bytes
+        self.find_columns()
+
+    def remove_late(self, part: LatePart) -> None:
+        """Let go of columns of all rows."""
+        self.late.remove(part)
+        self.size_bytes -= part.size_bytes
+        self.find_columns()
 
     def clear(self) -> None:
         """Let go of the rows."""
         self.parts, self.late, self.columns = [], [], NO_COLUMNS
-
-    def is_ready_for(self, task: TaskSpec) -> bool:
-        """True when the task may lease this group now."""
-        if task.name in self.leased:
-            return False
-        if task.name == GENERATE:
-            return self.state == "issued"
-        return self.state == "settled" and task.name not in self.acked and task.needs <= self.columns
-
-    def may_become_ready_for(self, task: TaskSpec) -> bool:
-        """True while the group can still be leased by the task, now or later."""
-        if task.name == GENERATE:
-            return self.state == "issued"
-        return self.is_open and task.name not in self.acked
+        self.num_rows = self.num_tokens = self.size_bytes = 0
+        self.oldest = self.newest = -1
 
     def entry(self) -> LedgerEntry:
         """The ledger's line."""

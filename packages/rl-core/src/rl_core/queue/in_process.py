@@ -2,21 +2,30 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_core.queue.client import QueueClient
 from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.messages import Reply, Request
+from rl_core.queue.journal import SEGMENTS, Recovery, SqliteJournal
+from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
 from rl_core.queue.service import QueueService
+from rl_core.queue.slots import SlotPool, SlotRows
 from rl_core.queue.tasks import check_options, check_tasks
 from rl_core.records import Prompt
 
 
+CLIENT = "this process"
+
+
 class InProcessQueue(QueueClient):
-    """A `TransferQueue` in this process; safe to use from several threads. Rows are held, not copied."""
+    """A `TransferQueue` in this process; safe to use from several threads.
+
+    Rows are held, not copied; with a journal they lie in files that are mapped.
+    """
 
     def __init__(
         self,
@@ -29,22 +38,36 @@ class InProcessQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, and what to do with stale rows.
+            options: Bounds, what to do with stale rows, and the journal's directory.
             clock: Seconds, for leases; tests give their own.
 
         Raises:
             DataError: A task names an unknown column.
             SettingsError: Two tasks share a name, one needs a column that nothing gives, or an option is
                 impossible.
+            JournalError: The journal's directory cannot be used.
         """
         options = options or QueueOptions()
         check_tasks(tasks)
         check_options(options)
-        super().__init__(tasks, HeldRows())
+        self._unpinned: deque[int] = deque()
         self._condition = threading.Condition()
-        self._service = QueueService(QueueCore(tasks, options), clock=clock)
         self._num_waited = 0
         self._due_at = float("inf")
+        self._recovery: Recovery | None = None
+        if options.directory is None:
+            super().__init__(tasks, HeldRows())
+            self._service = QueueService(QueueCore(tasks, options), clock=clock)
+            return
+        journal = SqliteJournal(options.directory, tasks, options, clock=clock)
+        store = SlotPool(options.directory / SEGMENTS)
+        core, self._recovery = journal.recover(store.check, store.remove_others)
+        super().__init__(tasks, SlotRows(options.directory / SEGMENTS, self._unpinned.append))
+        self._service = QueueService(core, clock=clock, journal=journal, store=store, is_pinning=True)
+
+    def recovery(self) -> Recovery | None:
+        """What was found when the journal was opened; None without one."""
+        return self._recovery
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
@@ -55,7 +78,10 @@ class InProcessQueue(QueueClient):
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         replies: list[Reply] = []
         with self._condition:
-            self._service.submit(request, "this process", replies.append)
+            if self._unpinned:
+                numbers = [self._unpinned.popleft() for _ in range(len(self._unpinned))]
+                self._service.submit(Unpin(numbers), CLIENT, _ignore)
+            self._service.submit(request, CLIENT, replies.append)
             self._service.run()
             self._wake_waiters()
             while not replies:
@@ -81,3 +107,7 @@ class InProcessQueue(QueueClient):
 
     def _pack(self, prompt: Prompt) -> Any:
         return prompt
+
+
+def _ignore(reply: Reply) -> None:
+    """Nobody waits for it."""

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import PromptState, TaskSpec
+from rl_core.queue.messages import GENERATE
 
 
-class _Counted(NamedTuple):
+class Counted(NamedTuple):
     """What a group added to the counts when it was last refreshed; bits of tasks in `ready` and `possible`."""
 
     state: PromptState
@@ -23,6 +24,9 @@ class _Counted(NamedTuple):
     size_bytes: int
     ready: int
     possible: int
+
+
+NOT_COUNTED = Counted("issued", 0, 0, 0, 0, 0)
 
 
 class TaskGroups:
@@ -35,13 +39,28 @@ class TaskGroups:
     def __init__(self, spec: TaskSpec, bit: int) -> None:
         """Start empty."""
         self.spec = spec
+        self.name, self.needs, self.is_of_claims = spec.name, spec.needs, spec.name == GENERATE
         self.bit = bit
         self.num_ready = self.ready_rows = self.ready_tokens = self.num_possible = 0
         self._heap: list[tuple[int, int, QueuedGroup]] = []
 
+    def bits(self, group: QueuedGroup) -> tuple[int, int]:
+        """This task's bit where it may lease a group now, and where it may now or later."""
+        if self.is_of_claims:
+            is_possible, is_there = group.state == "issued", True
+        else:
+            is_possible = group.is_open and self.name not in group.acked
+            is_there = group.state == "settled" and self.needs <= group.columns
+        is_ready = is_possible and is_there and self.name not in group.leased
+        return self.bit * is_ready, self.bit * is_possible
+
+    def is_ready(self, group: QueuedGroup) -> bool:
+        """True when the task may lease this group now."""
+        return bool(group.counted.ready & self.bit)
+
     def offer(self, group: QueuedGroup) -> None:
         """Enter a group that comes up next, or later, unless it is in already."""
-        if self._is_candidate(group) and not group.queued & self.bit:
+        if not group.queued & self.bit and self._is_candidate(group):
             group.queued |= self.bit
             key = group.order if self.spec.order == "issue" else group.arrival
             heapq.heappush(self._heap, (key, group.order, group))
@@ -61,12 +80,12 @@ class TaskGroups:
 
     def _is_candidate(self, group: QueuedGroup) -> bool:
         if self.spec.order == "issue":
-            return self.spec.name not in group.leased and group.may_become_ready_for(self.spec)
-        return group.is_ready_for(self.spec)
+            return bool(group.counted.possible & self.bit) and self.name not in group.leased
+        return bool(group.counted.ready & self.bit)
 
 
 class GroupIndex:
-    """Groups by uid, by state, and by readiness for each task; `touched` has the tasks whose counts have changed."""
+    """Groups by uid, by state, and by readiness for each task."""
 
     def __init__(self, tasks: Sequence[TaskSpec]) -> None:
         """Start empty, for these tasks."""
@@ -81,7 +100,7 @@ class GroupIndex:
         self.partly: dict[int, QueuedGroup] = {}
         self.num_rows = 0
         self.size_bytes = 0
-        self.touched: set[str] = set()
+        self._all = tuple(self.tasks.values())
 
     def __iter__(self) -> Iterator[QueuedGroup]:
         """Groups in issue order."""
@@ -109,26 +128,41 @@ class GroupIndex:
 
     def refresh(self, group: QueuedGroup) -> None:
         """Count a group again; call it after every change of one."""
-        old, new = group.counted, self._count(group)
-        if old is not None:
-            self._add(group, old, -1)
-        self._add(group, new, 1)
-        group.counted = new
-        (self.issued.__setitem__(group.order, group) if group.state == "issued" else self.issued.pop(group.order, None))
-        is_partly = group.state == "issued" and new.num_rows > 0
-        (self.partly.__setitem__(group.order, group) if is_partly else self.partly.pop(group.order, None))
-        if not group.is_open:
-            self._finished[group.order] = group
-        for name, task in self.tasks.items():
-            if old is None or (old.ready ^ new.ready | old.possible ^ new.possible) & task.bit:
-                self.touched.add(name)
+        ready = possible = 0
+        for task in self._all:
+            is_ready, is_possible = task.bits(group)
+            ready |= is_ready
+            possible |= is_possible
+        old = group.counted
+        new = Counted(group.state, group.num_rows, group.num_tokens, group.size_bytes, ready, possible)
+        if old is None:
+            self._groups_in[new.state] += 1
+        if new != old:
+            self._count(old or NOT_COUNTED, new, is_new=old is None)
+            group.counted = new
+            self._place(group)
+        for task in self._all:
             task.offer(group)
+
+    def _place(self, group: QueuedGroup) -> None:
+        """Keep a group where groups of its state are."""
+        if group.state == "issued":
+            self.issued[group.order] = group
+            if group.num_rows:
+                self.partly[group.order] = group
+            else:
+                self.partly.pop(group.order, None)
+        else:
+            self.issued.pop(group.order, None)
+            self.partly.pop(group.order, None)
+            if not group.is_open:
+                self._finished[group.order] = group
 
     def remove_finished(self) -> list[QueuedGroup]:
         """Take done and dropped groups out."""
         finished = list(self._finished.values())
         for group in finished:
-            self._add(group, group.counted, -1)
+            self._groups_in[group.state] -= 1
             del self._groups[group.uid]
         self._finished.clear()
         return finished
@@ -163,24 +197,21 @@ class GroupIndex:
             parts.append(f"{num_leased} leased by another consumer of this task")
         return ", ".join(parts)
 
-    def _count(self, group: QueuedGroup) -> _Counted:
-        ready = possible = 0
-        for task in self.tasks.values():
-            ready |= task.bit * group.is_ready_for(task.spec)
-            possible |= task.bit * group.may_become_ready_for(task.spec)
-        return _Counted(group.state, group.num_rows, group.num_tokens, group.size_bytes, ready, possible)
-
-    def _add(self, group: QueuedGroup, counted: _Counted, sign: int) -> None:
-        state, rows, tokens, size_bytes, ready, possible = counted
-        self._groups_in[state] += sign
-        self._rows_in[state] += sign * rows
-        self._bytes_in[state] += sign * size_bytes
-        self.num_rows += sign * rows
-        self.size_bytes += sign * size_bytes
-        for task in self.tasks.values():
-            if ready & task.bit:
-                task.num_ready += sign
-                task.ready_rows += sign * rows
-                task.ready_tokens += sign * tokens
-            if possible & task.bit:
-                task.num_possible += sign
+    def _count(self, old: Counted, new: Counted, *, is_new: bool) -> None:
+        if old.state != new.state and not is_new:
+            self._groups_in[old.state] -= 1
+            self._groups_in[new.state] += 1
+        if old[:4] != new[:4]:
+            self._rows_in[old.state] -= old.num_rows
+            self._rows_in[new.state] += new.num_rows
+            self._bytes_in[old.state] -= old.size_bytes
+            self._bytes_in[new.state] += new.size_bytes
+            self.num_rows += new.num_rows - old.num_rows
+            self.size_bytes += new.size_bytes - old.size_bytes
+        for task in self._all:
+            was, is_now = bool(old.ready & task.bit), bool(new.ready & task.bit)
+            if was or is_now:
+                task.num_ready += is_now - was
+                task.ready_rows += is_now * new.num_rows - was * old.num_rows
+                task.ready_tokens += is_now * new.num_tokens - was * old.num_tokens
+            task.num_possible += bool(new.possible & task.bit) - bool(old.possible & task.bit)

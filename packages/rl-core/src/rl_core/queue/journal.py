@@ -273,7 +273,7 @@ def _translated(directory: Path) -> Iterator[None]:
 
 def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
     found = msgspec.json.decode(record, type=GroupRecord)
-    return QueuedGroup(
+    group = QueuedGroup(
         uid=uid,
         order=number,
         num_sessions=found.num_sessions,
@@ -284,10 +284,13 @@ def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -
         reason=found.reason,
         settled=found.settled,
         failures=found.failures,
-        parts=[Part(*part[:7], frozenset(part[7])) for part in found.parts],
-        late=[LatePart(*part[:5], frozenset(part[5])) for part in found.late],
         acked=found.acked,
     )
+    for part in found.parts:
+        group.add_part(Part(*part[:7], frozenset(part[7])))
+    for late in found.late:
+        group.add_late(LatePart(*late[:5], frozenset(late[5])))
+    return group
 
 
 def _task_names(encoded: bytes) -> list[str]:

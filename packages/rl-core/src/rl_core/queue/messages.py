@@ -46,7 +46,7 @@ class Issue(Message):
 class Reserve(Message):
     """Room for rows, before they are written; answered by `Reserved`."""
 
-    sessions: list[tuple[str, int]]
+    sessions: list[tuple[str, list[int]]]
     num_rows: int
     size_bytes: int
     segment_bytes: int
@@ -55,12 +55,12 @@ class Reserve(Message):
 
 
 class Put(Message):
-    """Rows that are written; `place` is where, in the backend's terms.
+    """Rows that are written; `place` is where, in the backend's terms, `sessions` those that it settles.
 
     `reservation` is that of `Reserve`, 0 where room is waited for now.
     """
 
-    sessions: list[tuple[str, int]]
+    sessions: list[tuple[str, list[int]]]
     parts: list[PartInfo]
     columns: list[str]
     place: Any

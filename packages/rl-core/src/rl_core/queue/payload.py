@@ -1,6 +1,6 @@
 """Where rows lie while a queue holds them."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rl_core.batch import Batch
 
@@ -8,18 +8,34 @@ INLINE_BYTES = 1 << 16
 """Segments up to this size travel with the message that announces them, and need no room of their own."""
 
 
+class Prepared(NamedTuple):
+    """A batch that is ready to be written.
+
+    Attributes:
+        place: Where it is, when it needs no room; it travels with the message that announces it.
+        size_bytes: How much room it needs otherwise.
+        plan: How it is written.
+    """
+
+    place: Any
+    size_bytes: int
+    plan: Any
+
+
 class Payload(Protocol):
-    """How a client of a queue writes and reads rows."""
+    """How a client of a queue writes and reads rows.
 
-    def place_now(self, batch: Batch) -> Any:
-        """What tells where a batch is, or None when room is needed first."""
+    Attributes:
+        is_slow: Reading takes long enough to be done by several threads.
+    """
+
+    is_slow: bool
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Lay a batch out."""
         ...
 
-    def segment_bytes(self, batch: Batch) -> int:
-        """How much room it needs."""
-        ...
-
-    def write(self, batch: Batch, place: Any) -> Any:
+    def write(self, prepared: Prepared, place: Any) -> Any:
         """Write a batch into room; gives where it is, or None when the room itself says it."""
         ...
 
@@ -35,15 +51,13 @@ class Payload(Protocol):
 class HeldRows:
     """Rows in this process's memory, held as they are."""
 
-    def place_now(self, batch: Batch) -> Any:
-        """The batch itself."""
-        return batch
+    is_slow = False
 
-    def segment_bytes(self, batch: Batch) -> int:
-        """Nothing more than the batch."""
-        return 0
+    def prepare(self, batch: Batch) -> Prepared:
+        """The batch is its place."""
+        return Prepared(batch, 0, None)
 
-    def write(self, batch: Batch, place: Any) -> Any:
+    def write(self, prepared: Prepared, place: Any) -> Any:
         """Never called: rows need no room."""
         raise NotImplementedError
 

@@ -71,27 +71,39 @@ def in_group_order(batch: Batch) -> Batch:
     """Rows of each prompt together, by session and output; prompts in the order of their first rows."""
     if len(batch) < 2:
         return batch
-    prompts = batch.group_index().tolist()
-    order = sorted(range(len(batch)), key=lambda i: (prompts[i], batch.keys[i].session_index, batch.keys[i][2]))
-    return batch if order == list(range(len(batch))) else batch.select(order)
+    if len(batch) < 2:
+        return batch
+    order = batch.keys.in_order(batch.group_index())
+    return batch if bool((order == np.arange(len(batch))).all()) else batch.select(order)
+
+
+def sessions_of(batch: Batch, empty: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
+    """The sessions of each prompt that rows in group order are of, and those that gave none."""
+    found: dict[str, list[int]] = {}
+    uids, prompts, sessions = batch.keys.uids, batch.keys.prompts, batch.keys.sessions
+    is_first = (np.diff(prompts, prepend=-1) != 0) | (np.diff(sessions, prepend=-1) != 0)
+    for prompt, session in zip(prompts[is_first].tolist(), sessions[is_first].tolist(), strict=True):
+        found.setdefault(uids[prompt], []).append(session)
+    for uid, session in empty:
+        found.setdefault(uid, []).append(session)
+    return list(found.items())
 
 
 def describe_parts(batch: Batch) -> list[PartInfo]:
     """Each prompt's rows in a batch that is in group order."""
     if not len(batch):
         return []
-    if batch.keys[0].prompt_uid == batch.keys[-1].prompt_uid:
-        firsts = np.zeros(1, dtype=np.int64)
-    else:
-        firsts = np.flatnonzero(np.diff(batch.group_index(), prepend=-1))
-    ends = np.append(firsts[1:], len(batch))
+    is_one = len(batch.keys.uids) == 1
+    firsts = np.zeros(1, np.int64) if is_one else np.flatnonzero(np.diff(batch.keys.prompts, prepend=-1))
+    ends = [*firsts[1:].tolist(), len(batch)]
     lengths = _lengths(batch)
-    tokens = np.add.reduceat(lengths, firsts).tolist()
+    tokens = [int(lengths.sum())] if is_one else np.add.reduceat(lengths, firsts).tolist()
     token_bytes, row_bytes = _widths(batch)
     versions = _versions(batch, firsts)
+    uids, prompts = batch.keys.uids, batch.keys.prompts
     return [
-        PartInfo(batch.keys[first].prompt_uid, first, end - first, num, num * token_bytes + (end - first) * row_bytes, *v)
-        for first, end, num, v in zip(firsts.tolist(), ends.tolist(), tokens, versions, strict=True)
+        PartInfo(uids[prompts[first]], first, end - first, num, num * token_bytes + (end - first) * row_bytes, *v)
+        for first, end, num, v in zip(firsts.tolist(), ends, tokens, versions, strict=True)
     ]
 
 
@@ -104,7 +116,7 @@ def check_given(batch: Batch, given: Mapping[str, Column]) -> Batch:
     """
     late = batch.with_columns(given).only(given.keys())
     check_finite(late)
-    return Batch(late.keys, {name: late[name] for name in given})
+    return late
 
 
 def join(leased: Leased, read: Callable[[int], Batch]) -> Batch:
@@ -134,17 +146,28 @@ def _gather(
     groups: Sequence[Sequence[tuple[int, int, int]]], names: set[str], read: Callable[[int], Batch], *, is_sorted: bool
 ) -> Batch:
     """Rows of groups that lie in parts of segments; each group by session and output."""
-    numbers = list(dict.fromkeys(part[0] for parts in groups for part in parts))
-    segments = [read(number) for number in numbers]
-    joined = Batch.concat([segment.only(names & segment.names) for segment in segments])
-    starts = dict(zip(numbers, np.cumsum([0, *map(len, segments)]).tolist(), strict=False))
-    rows: list[int] = []
-    for parts in groups:
-        own = [starts[number] + row for number, first, count in parts for row in range(first, first + count)]
-        if len(parts) > 1 and not is_sorted:
-            own.sort(key=lambda row: joined.keys[row][1:])
-        rows += own
-    return joined if rows == list(range(len(joined))) else joined.select(rows)
+    parts = [(part, index) for index, group in enumerate(groups) for part in group]
+    if len(parts) == 1 and parts[0][0][1] == 0:
+        segment = read(parts[0][0][0])
+        if len(segment) == parts[0][0][2]:
+            return segment.only(names & segment.names)
+    numbers = np.asarray([part[0] for part, _ in parts])
+    places = np.repeat(np.arange(len(parts)), [part[2] for part, _ in parts])  # [rows] the part of each row
+    pieces, positions = [], []
+    for number in dict.fromkeys(numbers.tolist()):
+        segment = read(number)
+        own = np.flatnonzero(numbers == number)
+        rows = np.concatenate([np.arange(first, first + n) for (_, first, n), _ in (parts[i] for i in own)])
+        piece = segment.only(names & segment.names)
+        is_whole = len(rows) == len(piece) and bool((rows == np.arange(len(rows))).all())
+        pieces.append(piece if is_whole else piece.select(rows))
+        positions.append(np.flatnonzero(np.isin(places, own)))
+    batch = Batch.concat(pieces)
+    order = np.argsort(np.concatenate(positions))
+    if not is_sorted and len(parts) > len(groups):
+        group_of_row = np.asarray([index for _, index in parts])[places[np.concatenate(positions)]]
+        order = batch.keys.in_order(group_of_row)
+    return batch if bool((order[1:] > order[:-1]).all()) else batch.select(order)
 
 
 def _join_columns(pieces: Sequence[Column]) -> Column:

@@ -328,10 +328,8 @@ class QueueService:
                 raise DataError(f"unknown task {request.task!r}; declared tasks: {sorted(core.specs)}.")
             if request.amount < 1 or request.unit not in ("groups", "rows", "tokens"):
                 raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
-        elif isinstance(request, Put) and request.reservation:
-            self._reservation(request.reservation)
         else:
-            core.check_sessions(request.sessions)
+            core.check_sessions(request.sessions)  # now: a wrong put does not wait to be refused
 
     def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer) -> None:
         now = time.monotonic()
@@ -401,6 +399,7 @@ class QueueService:
     def _try_put(self, request: Reserve | Put, client: str) -> Reply | None:
         if isinstance(request, Put) and request.reservation:
             held = self._reservation(request.reservation)
+            self.core.check_sessions(request.sessions)
             self.core.put(msgspec.structs.replace(request, place=held.place or request.place))
             self._end_reservation(request.reservation)
             return self._has_put(request)
@@ -420,9 +419,9 @@ class QueueService:
         return Reserved(self._num_reservations, place)
 
     def _has_put(self, request: Put) -> Done:
-        uid, index = request.sessions[0]
-        more = f" and {len(request.sessions) - 1} more" if len(request.sessions) > 1 else ""
-        self._note(f"put of session {index} of prompt {uid!r}{more}")
+        uid, indices = request.sessions[0]
+        num_more = sum(len(more) for _, more in request.sessions) - 1
+        self._note(f"put of session {indices[0]} of prompt {uid!r}{f' and {num_more} more' if num_more else ''}")
         return Done()
 
     def _is_settled_put(self, request: Any) -> bool:

@@ -50,6 +50,8 @@ CLOSE_DEADLINE_S = 10.0
 GRACE_S = 20.0
 """How much longer than a request's own deadline its answer is waited for."""
 RECONNECT_PAUSE_S = 0.02
+PAUSE_S = 1.0
+READ_BYTES = 1 << 17
 
 
 class SharedMemoryQueue(QueueClient):
@@ -123,6 +125,7 @@ class SharedMemoryQueue(QueueClient):
             for stream in self._idle:
                 stream.close()
             self._idle.clear()
+        self._unpinner.close()
 
     def _connect(self, folder: Path) -> None:
         self._folder = folder
@@ -134,17 +137,24 @@ class SharedMemoryQueue(QueueClient):
         self._is_closed = False
         self._pid = 0
         stream, hello = self._open()
-        self._idle.append(stream)
+        self._unpinner = stream
         tasks, slots, self._has_journal, self._pid = hello
-        super().__init__(msgspec.convert(tasks, list[TaskSpec]), SlotRows(Path(slots), self._unpinned.append))
+        super().__init__(msgspec.convert(tasks, list[TaskSpec]), SlotRows(Path(slots), self._unpin))
+
+    def _unpin(self, number: int) -> None:
+        """Say that a segment is no longer looked at; called as arrays go, so it may not wait, nor take a lock."""
+        try:
+            self._unpinner.send(encode_frame(Unpin([number])), socket.MSG_DONTWAIT)
+        except OSError:  # it is said with the next request
+            self._unpinned.append(number)
 
     def _open(self) -> tuple[socket.socket, Any]:
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            stream.settimeout(GRACE_S)
+            stream.settimeout(PAUSE_S)
             stream.connect(str(self._folder / SOCKET))
             stream.sendall(encode_frame(Hello(self._client)))
-            reply = receive(stream)
+            reply = receive(stream, time.monotonic() + GRACE_S)
         except OSError as error:
             stream.close()
             raise RoleError(f"no queue answers at {self._folder}: {error.strerror or error}. Has it ended?") from error
@@ -174,13 +184,12 @@ class SharedMemoryQueue(QueueClient):
         stream = self._take()
         is_done = False
         try:
-            stream.settimeout(max(ends_at - time.monotonic(), 0.001))
             frames = encode_frame(request)
             if self._unpinned:
                 numbers = [self._unpinned.popleft() for _ in range(len(self._unpinned))]
                 frames = encode_frame(Unpin(numbers)) + frames
             stream.sendall(frames)
-            reply = receive(stream)
+            reply = receive(stream, ends_at)
             is_done = True
             return reply
         finally:
@@ -305,18 +314,30 @@ class _Keeper:
                     return
 
 
-def receive(stream: socket.socket) -> Reply:
-    """The next answer of a keeper.
+def receive(stream: socket.socket, ends_at: float) -> Reply:
+    """The next answer of a keeper; nothing follows it, as requests of a connection take turns.
 
     Raises:
+        TimeoutError: It did not come in time.
         OSError: The connection ended.
     """
-    header = _receive_exactly(stream, FRAME.size)
-    (size,) = FRAME.unpack(header)
-    if size > MAX_FRAME_BYTES:
-        raise ConnectionError(f"an answer of {size} bytes")
+    received, size = bytearray(), FRAME.size
+    while len(received) < size:
+        try:
+            chunk = stream.recv(READ_BYTES)
+        except TimeoutError:
+            if time.monotonic() > ends_at:
+                raise
+            continue
+        if not chunk:
+            raise ConnectionError("the keeper closed the connection")
+        received += chunk
+        if size == FRAME.size and len(received) >= size:
+            size += FRAME.unpack_from(received)[0]
+            if size > MAX_FRAME_BYTES:
+                raise ConnectionError(f"an answer of {size} bytes")
     try:
-        return decode_reply(_receive_exactly(stream, size))
+        return decode_reply(memoryview(received)[FRAME.size :])
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"an answer that cannot be read: {error}") from error
 
@@ -338,16 +359,6 @@ def remove_left_behind() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
-
-
-def _receive_exactly(stream: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        chunk = stream.recv(min(size - len(received), 1 << 20))
-        if not chunk:
-            raise ConnectionError("the keeper closed the connection")
-        received += chunk
-    return bytes(received)
 
 
 def _client_name() -> str:

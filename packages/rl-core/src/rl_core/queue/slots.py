@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from rl_core.batch import Batch
 from rl_core.errors import JournalError, SegmentError
-from rl_core.queue.payload import INLINE_BYTES
-from rl_core.segment import decode_segment, encode_segment, plan_segment, segment_size
+from rl_core.queue.payload import INLINE_BYTES, Prepared
+from rl_core.segment import decode_segment, plan_segment, segment_size
 
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
@@ -113,6 +113,8 @@ class SlotPool:
 class SlotRows:
     """A client's side: rows in slots; small ones travel with their messages."""
 
+    is_slow = True
+
     def __init__(self, folder: Path, unpin: Callable[[int], None]) -> None:
         """Read and write slots in a folder.
 
@@ -123,34 +125,36 @@ class SlotRows:
         self._folder = folder
         self._unpin = unpin
         self._maps: dict[str, NDArray[np.uint8]] = {}
+        self._looked_at: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def place_now(self, batch: Batch) -> Any:
-        """The segment itself, where it is small."""
-        return encode_segment(batch) if batch.size_bytes <= INLINE_BYTES // 2 else None
+    def prepare(self, batch: Batch) -> Prepared:
+        """A segment, which travels with its message where it is small."""
+        plan = plan_segment(batch)
+        return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
 
-    def segment_bytes(self, batch: Batch) -> int:
-        """Bytes of its segment."""
-        return plan_segment(batch).size_bytes
-
-    def write(self, batch: Batch, place: Any) -> Any:
+    def write(self, prepared: Prepared, place: Any) -> Any:
         """Write a segment into a slot."""
-        memory = self._mapped(place)
-        plan_segment(batch).write(memoryview(memory))
+        prepared.plan.write(memoryview(self._mapped(place)))
 
     def read(self, number: int, place: Any) -> Batch:
         """A segment, as views of its slot, which stays as it is while anything looks at it."""
         if not isinstance(place, list):
             self._unpin(number)
             return decode_segment(place)
+        known = self._looked_at.get((number, place[0]))
+        if known is not None:
+            self._unpin(number)  # one pin holds it
+            return decode_segment(known, is_verified=True)
         try:
-            mapped = self._mapped(place)
-            memory: NDArray[np.uint8] = np.frombuffer(mapped.data, dtype=np.uint8)
+            memory: NDArray[np.uint8] = np.frombuffer(self._mapped(place).data, dtype=np.uint8)
+            batch = decode_segment(memory)
         except BaseException:
             self._unpin(number)
             raise
+        self._looked_at[number, place[0]] = memory
         weakref.finalize(memory, self._unpin, number).atexit = False
-        return decode_segment(memory)
+        return batch
 
     def _mapped(self, place: Place) -> NDArray[np.uint8]:
         with self._lock:
