@@ -111,6 +111,14 @@ TRL = Environment(
     steps=(("--no-deps", TORCH), ("--no-deps", "-r", "locks/trl.txt")),
     inputs=("locks/trl.txt",),
 )
+TRANSFERQUEUE = Environment(
+    name="bench-transferqueue",
+    cost="0.3 GB to download, 1.2 GB on disk, about a minute",
+    steps=(("--no-deps", TORCH), ("--no-deps", "-r", "locks/transferqueue.txt")),
+    inputs=("locks/transferqueue.txt",),
+)
+PEERS = {"trl": ("TRL_PYTHON", TRL), "transfer": ("TRANSFERQUEUE_PYTHON", TRANSFERQUEUE)}
+"""Of each benchmark: the variable that names its peer's interpreter, and the peer's environment."""
 
 
 def unit_environment(package: str) -> Environment:
@@ -285,7 +293,9 @@ def types(session: nox.Session) -> None:
     mypy = (tools, "-m", "mypy", "--python-executable", python)
     session.run(*mypy, *SOURCES)
     for folder in sorted({path.parent for name in ("examples", "benchmarks") for path in (ROOT / name).rglob("*.py")}):
-        session.run(*mypy, str(folder.relative_to(ROOT)), env={"MYPYPATH": str(folder)})  # scripts import neighbours
+        session.run(
+            *mypy, str(folder.relative_to(ROOT)), env={"MYPYPATH": f"{folder}:{folder.parent}"}
+        )  # scripts import neighbours
     session.run(tools, "-m", "mypy", "noxfile.py")
 
 
@@ -329,7 +339,7 @@ def bench(session: nox.Session) -> None:
     name = session.posargs[0] if session.posargs else ""
     if name not in names:
         session.error(f"name a benchmark: {', '.join(names) or 'there is none yet'}; found {name or 'no name'}")
-    env = {"TRL_PYTHON": ensure(session, TRL)} if name == "trl" else {}
+    env = {variable: ensure(session, peer) for variable, peer in [PEERS[name]]} if name in PEERS else {}
     python = workspace(session)
     session.run(python, f"benchmarks/{name}.py", *session.posargs[1:], env=env, interrupt_timeout=STOP_S)
 
@@ -371,10 +381,10 @@ def changelog(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all three when none is named."""
+    """Renew locks/*.txt from locks/*.in: `nox -s lock -- cpu`; all when none is named."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl"):
+    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue"):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]

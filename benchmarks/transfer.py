@@ -1,0 +1,227 @@
+"""The transfer queue side by side with TransferQueue 0.1.11 and plain Ray: the same samples, producers and consumer.
+
+    nox -s bench -- transfer [--rounds 7] [--systems memory,shm,ray,transferqueue,plain_ray] [--json FILE]
+
+All systems are started first and stand idle; in each round they take turns, so that a slow minute of the machine
+meets all. benchmarks/README.md says what is timed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _payload import NUM_PRODUCERS, NUM_SAMPLES, payload_bytes
+from _transfer_peers import SYSTEMS, Peer, PeerFailedError
+from _transfer_summary import Measured, system_rows, targets
+
+BULKS_PER_ROUND = 3
+SMALL_CALLS_PER_ROUND = 400
+LEASE_CALLS, LEASE_ROWS = 100, 64
+LEASES = {"lease_10k": 10_000, "lease_1m": 1_000_000}
+ANSWER_TIMEOUT_S = 150.0
+LEASE_TIMEOUT_S = 300.0
+COPIES_PER_ROUND = 5
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    options = parse(words)
+    unknown = sorted(set(options.systems) - set(SYSTEMS))
+    if unknown or options.rounds < 1:
+        sys.stderr.write(f"error: --systems are of {', '.join(SYSTEMS)}, --rounds at least 1; found {words}\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    measured = {system: Measured() for system in options.systems}
+    environment = machine()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bt-", dir="/tmp")))  # short, for sockets
+        peers = start(measured, folder, stack)
+        copies = copy_speeds()
+        for _ in range(options.rounds if peers else 0):
+            copies += one_round(peers, measured)
+        finish(peers, measured)
+    report = new_report(measured, copies, {**environment, "rounds": options.rounds, "load_after": os.getloadavg()[0]})
+    print_report(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {options.json}")
+    return 1 if report["failures"] else 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    about = __doc__.splitlines()[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="nox -s bench -- transfer", description=about)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds in which all systems take turns")
+    parser.add_argument(
+        "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="which to run, with commas between"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
+    return parser.parse_args(words)
+
+
+def start(measured: Mapping[str, Measured], folder: Path, stack: contextlib.ExitStack) -> dict[str, Peer]:
+    """The systems that start, one after the other; the stack stops them."""
+    peers = {}
+    for system, found in measured.items():
+        started = time.monotonic()
+        try:
+            peers[system] = stack.enter_context(Peer(system, folder))
+            say(f"{time.strftime('%H:%M:%S')}  {system}: ready after {time.monotonic() - started:.0f} s")
+        except PeerFailedError as error:
+            fail(system, found, error)
+    return peers
+
+
+def one_round(peers: dict[str, Peer], measured: Mapping[str, Measured]) -> list[float]:
+    """Have the systems take turns, and give the speeds of some copies."""
+    speeds = copy_speeds()
+    for _ in range(BULKS_PER_ROUND):
+        for system, answer in ask_all(peers, measured, {"operation": "bulk"}):
+            measured[system].bulk_s["put"].append(answer["put_s"])
+            measured[system].bulk_s["get"].append(answer["get_s"])
+    for system, answer in ask_all(peers, measured, {"operation": "small", "num_calls": SMALL_CALLS_PER_ROUND}):
+        measured[system].call_ms["small_put"] += answer["put_ms"]
+        measured[system].call_ms["small_get"] += answer["get_ms"]
+    say(f"{time.strftime('%H:%M:%S')}  a round of {', '.join(peers) or 'none'} (load {os.getloadavg()[0]:.1f})")
+    return speeds
+
+
+def finish(peers: dict[str, Peer], measured: Mapping[str, Measured]) -> None:
+    """What is asked once: memory and versions, then leases."""
+    for system, answer in ask_all(peers, measured, {"operation": "memory"}):
+        measured[system].memory = answer
+    for system, answer in ask_all(peers, measured, {"operation": "versions"}):
+        measured[system].versions = answer
+    for operation, num_rows in LEASES.items():
+        request = {
+            "operation": "lease",
+            "num_rows": num_rows,
+            "batch_rows": LEASE_ROWS,
+            "num_calls": LEASE_CALLS,
+        }
+        for system, answer in ask_all(peers, measured, request, timeout_s=LEASE_TIMEOUT_S):
+            measured[system].call_ms[operation] += answer.get("lease_ms", [])
+            measured[system].reasons[operation] = answer.get("reason", "")
+
+
+def ask_all(
+    peers: dict[str, Peer],
+    measured: Mapping[str, Measured],
+    request: Mapping[str, Any],
+    *,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> list[tuple[str, Any]]:
+    """Each system's answer, one system at a time; one that fails is stopped and left out from then on."""
+    answers = []
+    for system in list(peers):
+        try:
+            answers.append((system, peers[system].ask(request, timeout_s=timeout_s)))
+        except PeerFailedError as error:
+            fail(system, measured[system], error)
+            peers.pop(system).stop()
+    return answers
+
+
+def fail(system: str, found: Measured, error: PeerFailedError) -> None:
+    """Note why a system cannot go on."""
+    found.failure = str(error)
+    sys.stderr.write(f"error: {system}: {error}\n")
+
+
+def copy_speeds() -> list[float]:
+    """MB/s of copies of as many bytes as the payload has, into memory that was touched before."""
+    source = np.ones(payload_bytes(), dtype=np.uint8)
+    copy = source.copy()
+    speeds = []
+    for _ in range(COPIES_PER_ROUND):
+        started = time.perf_counter()
+        np.copyto(copy, source)
+        speeds.append(source.nbytes / (time.perf_counter() - started) / 1e6)
+    return speeds
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cores": os.cpu_count(),
+        "processor": names[0] if names else "",
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def new_report(
+    measured: Mapping[str, Measured], copies: Sequence[float], environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything that goes into the file."""
+    results = []
+    for system, found in measured.items():
+        results += system_rows(
+            system,
+            found,
+            payload_bytes=payload_bytes(),
+            num_samples=NUM_SAMPLES,
+            num_clients=NUM_PRODUCERS,
+            lease_rows=LEASE_ROWS,
+        )
+    memory = {system: found.memory for system, found in measured.items() if found.memory is not None}
+    return {
+        "benchmark": "transfer",
+        "payload": {"bytes": payload_bytes(), "samples": NUM_SAMPLES, "producers": NUM_PRODUCERS},
+        "results": results,
+        "memcpy_mb_per_s": round(max(copies), 1),
+        "memcpy_mb_per_s_median": round(statistics.median(copies), 1),
+        "peak_memory": memory,
+        "environment": {**environment, "versions": {system: found.versions for system, found in measured.items()}},
+        "targets": targets(results, memcpy_mb_per_s=max(copies), memory=memory),
+        "failures": {system: found.failure for system, found in measured.items() if found.failure},
+    }
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """The tables."""
+    payload = report["payload"]
+    say(
+        f"\n{payload['samples']} samples, {payload['bytes'] / 1e6:.1f} MB, {payload['producers']} producers, 1 consumer"
+    )
+    say(f"memcpy: {report['memcpy_mb_per_s']:.0f} MB/s at best, median {report['memcpy_mb_per_s_median']:.0f}")
+    say(f"  {'system':15}{'operation':11}{'MB/s':>8}{'median':>8}{'samples/s':>12}{'p50 ms':>9}{'p99 ms':>9}")
+    for row in report["results"]:
+        speeds = f"{cell(row['mb_per_s'], 0):>8}{cell(row['mb_per_s_median'], 0):>8}{cell(row['samples_per_s'], 0):>12}"
+        times = f"{cell(row['p50_ms'], 3):>9}{cell(row['p99_ms'], 3):>9}"
+        say(f"  {row['system']:15}{row['operation']:11}{speeds}{times}  {row.get('reason', '')[:60]}".rstrip())
+    for system, held in report["peak_memory"].items():
+        say(f"  {system} held {held['peak_bytes'] / 1e6:.1f} MB at most, for {held['payload_bytes'] / 1e6:.1f} MB")
+    say("\ntargets")
+    verdicts = {True: "met", False: "missed", None: "not measured"}
+    for claim in report["targets"]:
+        wanted = f"{claim['relation']} {claim['wanted']:g}"
+        say(f"  {claim['target']}: {cell(claim['found'], 3)}; wanted {wanted}: {verdicts[claim['is_met']]}")
+
+
+def cell(number: float | None, digits: int) -> str:
+    """A number of a table, or a dash."""
+    return "-" if number is None else f"{number:.{digits}f}"
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
