@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from rl_core.errors import DataError, SegmentError
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LEASE_S,
+    AnyLease,
     Claim,
     Lease,
     LedgerEntry,
@@ -63,7 +64,6 @@ from rl_core.records import Prompt, Trajectory
 
 MAX_READERS = 8
 
-AnyLease = TypeVar("AnyLease", Lease, Claim)
 
 
 class QueueClient(ABC):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from rl_core.batch import Batch, Column
 from rl_core.records import Prompt, Trajectory
@@ -93,6 +93,9 @@ class Claim:
     prompts: tuple[Prompt, ...]
     sessions: tuple[tuple[int, ...], ...]
     expires_at: float
+
+
+AnyLease = TypeVar("AnyLease", Lease, Claim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +247,7 @@ class TransferQueue(Protocol):
         """
         ...
 
-    def extend(self, lease: Lease | Claim, *, lease_s: float) -> Lease | Claim:
+    def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
         """Keep the groups for `lease_s` seconds from now."""
         ...
 

@@ -220,6 +220,13 @@ class Hello(Message):
     client: str
 
 
+def as_retry(request: Request) -> Request:
+    """The same request, said a second time because its first answer may be lost."""
+    if isinstance(request, Issue | Fail | Drop | Ack):
+        return msgspec.structs.replace(request, is_retry=True)
+    return request
+
+
 MAX_FRAME_BYTES = 1 << 30
 FRAME = struct.Struct("<I")
 

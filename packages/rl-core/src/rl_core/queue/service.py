@@ -103,6 +103,7 @@ class _Reservation(NamedTuple):
     client: str
     request: Reserve
     place: Any
+    ends_at: float
 
 
 class QueueService:
@@ -120,6 +121,7 @@ class QueueService:
         journal: Journal | None = None,
         store: SegmentStore | None = None,
         is_pinning: bool = False,
+        reservation_s: float = float("inf"),
     ) -> None:
         """Serve a state.
 
@@ -129,12 +131,14 @@ class QueueService:
             journal: Where changes are written.
             store: Where segments are, when not where the clients say.
             is_pinning: Clients look at segments in memory that is reused, and say when they no longer do.
+            reservation_s: How long a client may take to write, where nothing tells that it is gone.
         """
         self.core = core
         self._clock = clock
         self._journal = journal
         self._store = store or OwnPlaces()
         self._is_pinning = is_pinning
+        self._reservation_s = reservation_s
         self._leases: list[_Waiting] = []
         self._puts: list[_Waiting] = []
         self._reservations: dict[int, _Reservation] = {}
@@ -414,7 +418,9 @@ class QueueService:
             return None
         place = self._store.allocate(request.segment_bytes, client)
         self._num_reservations += 1
-        self._reservations[self._num_reservations] = _Reservation(client, request, place)
+        self._reservations[self._num_reservations] = _Reservation(
+            client, request, place, time.monotonic() + self._reservation_s
+        )
         self._hold(request, 1)
         return Reserved(self._num_reservations, place)
 
@@ -501,6 +507,9 @@ class QueueService:
         self._is_changed = True
 
     def _expire(self) -> None:
+        while self._reservations and (first := next(iter(self._reservations.items())))[1].ends_at <= time.monotonic():
+            self._store.free(self._end_reservation(first[0]).place)
+            self._note(f"the room that {first[1].client} reserved was given up")
         for lease_id in self.core.expire(now=self._clock()):
             self._pause_s = SHORTEST_PAUSE_S
             self._note(f"lease {lease_id} ran out")

@@ -27,15 +27,12 @@ from rl_core.queue.journal import Recovery
 from rl_core.queue.messages import (
     FRAME,
     MAX_FRAME_BYTES,
-    Ack,
     Done,
-    Drop,
-    Fail,
     Hello,
-    Issue,
     Reply,
     Request,
     Unpin,
+    as_retry,
     decode_reply,
     encode_frame,
 )
@@ -340,13 +337,6 @@ def receive(stream: socket.socket, ends_at: float) -> Reply:
         return decode_reply(memoryview(received)[FRAME.size :])
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"an answer that cannot be read: {error}") from error
-
-
-def as_retry(request: Request) -> Request:
-    """The same request, said a second time because its first answer may be lost."""
-    if isinstance(request, Issue | Fail | Drop | Ack):
-        return msgspec.structs.replace(request, is_retry=True)
-    return request
 
 
 def remove_left_behind() -> None:

@@ -1,0 +1,356 @@
+"""Read a queue's directory without changing it: also while a keeper has it open, or after it was killed."""
+
+import contextlib
+import mmap
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core.errors import JournalError, SegmentError
+from rl_core.queue.group import LatePart, Part
+from rl_core.queue.interface import PromptState, TaskSpec
+from rl_core.queue.journal import (
+    DATABASE,
+    FORMAT_VERSION,
+    SEGMENTS,
+    TABLES,
+    Counts,
+    GroupRecord,
+    Recovery,
+    read_meta,
+)
+from rl_core.queue.journal_report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
+from rl_core.queue.wal import read_wal
+from rl_core.segment import decode_segment, segment_size
+
+ADVICE = "Name the directory that the queue was given in QueueOptions(directory=...)."
+MAX_NAMED = 3
+"""Prompts that are named for each damaged segment."""
+
+
+def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | None = None) -> JournalReport:
+    """Read a queue's directory.
+
+    Args:
+        directory: Where the journal is.
+        is_verified: Take the checksum of every segment; otherwise look at sizes, headers and schemas.
+        limit: Prompts to give, in the order of issue; all when None.
+
+    Raises:
+        JournalError: It is no queue's directory, damaged, or of another format version.
+    """
+    database = directory / DATABASE
+    try:
+        _require_queue(directory)
+        wal = read_wal(_log_of(database))
+        with _opened(database) as connection:
+            found = _read(connection, directory, limit)
+        damaged = _damaged(directory, found, is_verified=is_verified)
+        segments = _segments_report(directory, found, damaged, is_verified=is_verified)
+    except (sqlite3.Error, msgspec.MsgspecError, RecursionError) as error:
+        raise JournalError(f"the queue in {directory} is damaged: {error}.") from error
+    except OSError as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(f"the queue in {directory} cannot be read: {error.strerror or error}.") from error
+    return JournalReport(
+        directory=str(directory),
+        format_version=FORMAT_VERSION,
+        keeper_pid=keeper_pid(directory),
+        tasks=found.tasks,
+        policy_version=found.counts.policy_version,
+        states=found.states,
+        num_rows=found.num_rows,
+        num_tokens=found.num_tokens,
+        size_bytes=found.size_bytes,
+        acks=found.acks,
+        drops=found.counts.drops,
+        counts=found.counts.counts,
+        recovery=found.recovery,
+        wal_transactions=wal.num_transactions,
+        wal_torn_bytes=wal.torn_bytes,
+        segments=segments,
+        prompts=tuple(found.prompts),
+        num_prompts_left_out=sum(found.states.values()) - len(found.prompts),
+    )
+
+
+def keeper_pid(directory: Path) -> int | None:
+    """The process that has a queue's directory open, as far as the system says; takes no lock to find out."""
+    try:
+        inode = (directory / "lock").stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:  # such as "3: FLOCK  ADVISORY  WRITE 28756 fe:00:2238836 0 EOF"
+        words = line.split()
+        if words[1:2] == ["FLOCK"] and words[5].rpartition(":")[2] == str(inode) and words[4].isdigit():
+            return int(words[4])
+    return None
+
+
+# -- the database
+
+
+class _Found:
+    """What one pass through the database gives."""
+
+    def __init__(self, tasks: tuple[TaskSpec, ...], counts: Counts, recovery: Recovery | None) -> None:
+        self.tasks, self.counts, self.recovery = tasks, counts, recovery
+        self.places: dict[int, Any] = {}
+        self.uids: dict[int, list[str]] = {}
+        self.states: Counter[str] = Counter()
+        self.acks: Counter[str] = Counter({task.name: 0 for task in tasks})
+        self.num_rows = self.num_tokens = self.size_bytes = 0
+        self.prompts: list[InspectedPrompt] = []
+
+    def add(self, prompt: InspectedPrompt, segments: set[int], limit: int | None) -> None:
+        """Count a prompt, and keep it as long as there is room."""
+        self.states[prompt.state] += 1
+        self.acks.update(prompt.acked_by)
+        self.num_rows += prompt.num_rows
+        self.num_tokens += prompt.num_tokens
+        self.size_bytes += prompt.size_bytes
+        for number in segments:
+            uids = self.uids.setdefault(number, [])
+            if len(uids) < MAX_NAMED:
+                uids.append(prompt.uid)
+        if limit is None or len(self.prompts) < limit:
+            self.prompts.append(prompt)
+
+
+def _require_queue(directory: Path) -> None:
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise JournalError(f"{directory} must be a queue's directory; found {found} there. {ADVICE}")
+    if not (directory / DATABASE).exists():
+        raise JournalError(f"{directory} must hold a queue's {DATABASE}; found no such file in it. {ADVICE}")
+    for name in (DATABASE, f"{DATABASE}-wal"):
+        if (directory / name).exists() and not stat.S_ISREG((directory / name).stat().st_mode):
+            raise JournalError(f"{directory / name} must be a file; found something else. {ADVICE}")
+
+
+def _log_of(database: Path) -> Path:
+    return database.with_name(f"{database.name}-wal")
+
+
+@contextlib.contextmanager
+def _opened(database: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that changes nothing, in one read transaction.
+
+    With a log there may be a keeper, and SQLite reads beside it; its index of the log may be written anew. Where it
+    cannot be, on a read-only file system, database and log are copied first. Without a log everything is in the
+    database, which is read as it lies: SQLite would leave a log and an index behind.
+    """
+    before = _state_of(database)
+    if before[1] == 0:
+        with contextlib.closing(_connect(database, "immutable=1")) as connection:
+            _check_format(connection, database.parent)
+            try:
+                yield connection
+            finally:
+                if _state_of(database) != before:
+                    raise JournalError(f"a keeper opened {database.parent} while it was read. Try again.")
+            return
+    with contextlib.ExitStack() as stack:
+        try:
+            connection = stack.enter_context(contextlib.closing(_connect(database, "mode=ro")))
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-core-inspect-")))
+            for path in (database, _log_of(database)):
+                shutil.copyfile(path, folder / path.name)
+            connection = stack.enter_context(contextlib.closing(_connect(folder / database.name, "mode=ro")))
+        connection.execute("BEGIN")
+        _check_format(connection, database.parent)
+        yield connection
+
+
+def _state_of(database: Path) -> tuple[int, int]:
+    """When the database was last changed, and the size of its log."""
+    log = _log_of(database)
+    return database.stat().st_mtime_ns, log.stat().st_size if log.exists() else 0
+
+
+def _connect(database: Path, mode: str) -> sqlite3.Connection:
+    uri = f"{database.resolve().as_uri()}?mode=ro&{mode}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
+    connection.execute("PRAGMA query_only = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    return connection
+
+
+def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
+    """Refuse databases of others, before anything of them is run: a view could run for ever."""
+    try:
+        found = _tables(connection)
+    except sqlite3.DatabaseError as error:
+        raise JournalError(f"{directory / DATABASE} must be a queue's database; SQLite says: {error}. {ADVICE}") from error
+    with contextlib.closing(sqlite3.connect(":memory:")) as model:
+        model.executescript(TABLES)
+        expected = _tables(model)
+    if found.get("meta") != expected["meta"]:
+        named = ", ".join(sorted(found)) or "none"
+        raise JournalError(f"{directory / DATABASE} must be a queue's database; its tables are: {named}. {ADVICE}")
+    version = read_meta(connection).get("format", b"none")
+    if version != str(FORMAT_VERSION).encode():
+        raise JournalError(
+            f"{directory} has format {bytes(version).decode(errors='backslashreplace')}; this is rl-core for format "
+            f"{FORMAT_VERSION}. Inspect it with the version that wrote it."
+        )
+    differing = sorted(name for name in expected if found.get(name) != expected[name])
+    if differing:
+        raise JournalError(f"the queue in {directory} is damaged: tables {differing} are not as they were made.")
+
+
+def _tables(connection: sqlite3.Connection) -> dict[str, str]:
+    return dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view')").fetchall())
+
+
+def _read(connection: sqlite3.Connection, directory: Path, limit: int | None) -> _Found:
+    meta = read_meta(connection)
+    if "tasks" not in meta:
+        raise JournalError(f"the queue in {directory} is damaged: it does not say its tasks.")
+    tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
+    counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+    recovery = msgspec.json.decode(meta["recovery"], type=Recovery) if "recovery" in meta else None
+    found = _Found(tasks, counts, recovery)
+    found.places = _read_places(connection)
+    for uid, state, record in connection.execute("SELECT uid, state, record FROM groups ORDER BY number"):
+        try:
+            prompt, segments = _prompt_of(uid, state, record)
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise JournalError(f"the queue in {directory} is damaged: prompt {uid!r} cannot be read: {error}.") from error
+        if segments - found.places.keys():
+            missing = sorted(segments - found.places.keys())
+            raise JournalError(f"the queue in {directory} is damaged: prompt {uid!r} names segments {missing}, not there.")
+        found.add(prompt, segments, limit)
+    return found
+
+
+def _read_places(connection: sqlite3.Connection) -> dict[int, Any]:
+    return {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT number, place FROM segments")}
+
+
+def _prompt_of(uid: str, state: str, record: bytes) -> tuple[InspectedPrompt, set[int]]:
+    found = msgspec.json.decode(record, type=GroupRecord)
+    parts = [Part(*part[:7], frozenset(part[7])) for part in found.parts]
+    late = [LatePart(*part[:5], frozenset(part[5])) for part in found.late]
+    versions = [(part.oldest, part.newest) for part in parts if part.oldest >= 0]
+    prompt = InspectedPrompt(
+        uid=msgspec.convert(uid, str),
+        state=msgspec.convert(state, PromptState),
+        attempt=found.attempt,
+        num_sessions=found.num_sessions,
+        sessions_settled=len(found.settled) + len(found.failures),
+        sessions_failed=found.failures,
+        sessions_missing=tuple(
+            i for i in range(found.num_sessions) if i not in found.settled and i not in found.failures
+        ),
+        num_rows=sum(part.num_rows for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+        size_bytes=sum(part.size_bytes for part in (*parts, *late)),
+        policy_versions=(min(v[0] for v in versions), max(v[1] for v in versions)) if versions else None,
+        acked_by=tuple(sorted(found.acked)),
+        reason=found.reason,
+        issued_at=found.issued_at,
+    )
+    return prompt, {part.segment for part in (*parts, *late)}
+
+
+# -- segments
+
+
+def _damaged(directory: Path, found: _Found, *, is_verified: bool) -> list[DamagedSegment]:
+    reasons = {}
+    for number, place in found.places.items():
+        try:
+            _check_segment(directory / SEGMENTS, place, is_verified=is_verified)
+        except SegmentError as error:
+            reasons[number] = str(error)
+    if not reasons:
+        return []
+    with _opened(directory / DATABASE) as connection:  # a keeper may have freed some meanwhile
+        now = _read_places(connection)
+    return [
+        DamagedSegment(number=number, prompts=tuple(found.uids.get(number, ())), reason=reason)
+        for number, reason in reasons.items()
+        if now.get(number) == found.places[number]
+    ]
+
+
+def _check_segment(folder: Path, place: Any, *, is_verified: bool) -> None:
+    check = decode_segment if is_verified else segment_size
+    file = _file_of(place)
+    if isinstance(place, bytes):
+        check(place)
+    elif file is not None:
+        with _mapped(folder, *file) as memory:
+            check(memory)
+
+
+def _file_of(place: Any) -> tuple[str, int] | None:
+    """Name and size of the file of a segment: a slot, or what a queue on Ray has written beside its object store."""
+    match place:
+        case [str(name), int(size)]:
+            return name, size
+        case [_, str(_), int(size), str(path)]:
+            return Path(path).name, size
+    return None
+
+
+@contextlib.contextmanager
+def _mapped(folder: Path, name: str, size: int) -> Iterator[memoryview]:
+    """The memory of a file, to read only.
+
+    Raises:
+        SegmentError: It is not there, or too short.
+    """
+    if "/" in name or "\0" in name:
+        raise SegmentError(f"a segment's file must lie in {SEGMENTS}; found {name!r}.")
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise SegmentError(f"file {name} cannot be opened: {error.strerror}.") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found < size or size < 1:
+            raise SegmentError(f"file {name} must have {size} bytes; found {found}.")
+        content = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+    yield memoryview(content)
+
+
+def _segments_report(
+    directory: Path, found: _Found, damaged: list[DamagedSegment], *, is_verified: bool
+) -> SegmentsReport:
+    inline = [len(place) for place in found.places.values() if isinstance(place, bytes)]
+    files = dict(file for file in map(_file_of, found.places.values()) if file is not None)
+    others = [path for path in (directory / SEGMENTS).glob("*") if path.name not in files]
+    return SegmentsReport(
+        num_inline=len(inline),
+        inline_bytes=sum(inline),
+        num_files=len(files),
+        file_bytes=sum(files.values()),
+        num_elsewhere=len(found.places) - len(inline) - len(files),
+        num_other_files=len(others),
+        other_bytes=sum(_size_of(path) for path in others),
+        damaged=tuple(damaged),
+        is_verified=is_verified,
+    )
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:  # a keeper has removed it
+        return 0

@@ -1,0 +1,128 @@
+"""Ray for this process: token authentication on, every socket on loopback unless told otherwise.
+
+The one file that starts Ray or joins it. Ray reads how it authenticates while it is imported, so this file is used
+before anything else imports it.
+"""
+
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.errors import MissingExtraError, RoleError, SettingsError
+
+LOOPBACK = "127.0.0.1"
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+FAST_DEATH = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""A node that is gone is noticed within 5 s; by default, Ray takes 15."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Which Ray to use.
+
+    Attributes:
+        address: "host:port" of a cluster to join, whose token is in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; None
+            starts one on this machine.
+        bind_address: Where a cluster that is started listens; another address than loopback opens it to the network.
+        num_cpus: CPUs that it may give away; all when None.
+        object_store_bytes: Memory for objects; Ray's default when None.
+    """
+
+    address: str | None = None
+    bind_address: str = LOOPBACK
+    num_cpus: int | None = None
+    object_store_bytes: int | None = None
+
+
+_folders: list[str] = []
+
+
+def start_ray(options: RayOptions | None = None) -> Any:
+    """Give the `ray` module, started or joined; what runs already is used as it is.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+        RoleError: The cluster does not answer, or refuses the token.
+    """
+    options = options or RayOptions()
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            warnings.warn(
+                "Ray runs without token authentication: whoever reaches its ports can run code. Set RAY_AUTH_MODE=token "
+                "before ray is imported, or let rl_core.ray_session.start_ray start it.",
+                stacklevel=2,
+            )
+        return sys.modules["ray"]
+    prepare_environment(options)
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("Ray is not installed: pip install 'rl-core[ray]'.") from error
+    arguments: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR", "configure_logging": False}
+    try:
+        if options.address is not None:
+            ray.init(address=options.address, **arguments)
+        else:
+            folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")  # noqa: S108 - sockets need short paths
+            _folders.append(folder)
+            ray.init(
+                num_cpus=options.num_cpus,
+                object_store_memory=options.object_store_bytes,
+                include_dashboard=False,
+                _node_ip_address=options.bind_address,
+                _temp_dir=folder,
+                **arguments,
+            )
+    except (ConnectionError, RuntimeError) as error:
+        where = f"the Ray cluster at {options.address}" if options.address else "Ray on this machine"
+        raise RoleError(f"{where} could not be reached or started; is its token the same? {error}") from error
+    return ray
+
+
+def prepare_environment(options: RayOptions) -> None:
+    """Set what Ray, and the workers that it starts, read from the environment.
+
+    Raises:
+        SettingsError: Ray was imported already, without authentication; or the token of a cluster is missing.
+    """
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise SettingsError(
+            "Ray was imported before it was told to authenticate. Call rl_core.ray_session.start_ray first, or set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before ray is imported."
+        )
+    has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if options.address is not None and not has_token:
+        raise SettingsError(
+            f"joining the Ray cluster at {options.address} needs its token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+        )
+    if not has_token:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    for name, value in {**QUIET, **FAST_DEATH}.items():
+        os.environ.setdefault(name, value)
+    if options.address is None and options.bind_address == LOOPBACK:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes the host's address for loopback's
+
+
+def stop_ray() -> None:
+    """End the Ray that this process started, with every process of it, or leave the one that it joined."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
