@@ -214,6 +214,7 @@ class QueueCore:
         self._refuse_stale(lease, now=now)
         self.leases.pop(lease.lease_id)
         self._note_end(lease.lease_id, "was acked")
+        self.counts[f"acks/{ack.task}"] += len(lease.groups)
         num_rows = sum(group.num_rows for group in lease.groups)
         segment = self.segments.add(ack.place) if ack.columns else 0
         first = 0

@@ -193,7 +193,9 @@ def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
     try:
         found = _tables(connection)
     except sqlite3.DatabaseError as error:
-        raise JournalError(f"{directory / DATABASE} must be a queue's database; SQLite says: {error}. {ADVICE}") from error
+        if error.sqlite_errorname != "SQLITE_NOTADB":
+            raise
+        raise JournalError(f"{directory / DATABASE} must be a queue's database; {error}. {ADVICE}") from error
     with contextlib.closing(sqlite3.connect(":memory:")) as model:
         model.executescript(TABLES)
         expected = _tables(model)
@@ -228,11 +230,16 @@ def _read(connection: sqlite3.Connection, directory: Path, limit: int | None) ->
         try:
             prompt, segments = _prompt_of(uid, state, record)
         except (msgspec.MsgspecError, TypeError) as error:
-            raise JournalError(f"the queue in {directory} is damaged: prompt {uid!r} cannot be read: {error}.") from error
+            raise JournalError(
+                f"the queue in {directory} is damaged: prompt {uid!r} cannot be read: {error}."
+            ) from error
         if segments - found.places.keys():
             missing = sorted(segments - found.places.keys())
-            raise JournalError(f"the queue in {directory} is damaged: prompt {uid!r} names segments {missing}, not there.")
+            raise JournalError(
+                f"the queue in {directory} is damaged: prompt {uid!r} names segments {missing}, not there."
+            )
         found.add(prompt, segments, limit)
+    found.places = {number: place for number, place in found.places.items() if number in found.uids}
     return found
 
 

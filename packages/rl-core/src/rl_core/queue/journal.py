@@ -32,6 +32,9 @@ FORMAT_VERSION = 1
 EPOCH_LEASES = 1 << 40
 """Lease numbers of one life of a queue; those of the next follow."""
 
+LOCK_DEADLINE_S = 1.0
+"""A process that was just killed lets go of its lock in a moment."""
+
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
@@ -255,12 +258,19 @@ def lock_directory(directory: Path) -> int:
         JournalError: Another process has it.
     """
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise JournalError(f"{directory} is open in another process; connect to that queue, or end it first.") from error
-    return descriptor
+    ends_at = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() < ends_at:
+                time.sleep(0.02)
+                continue
+            os.close(descriptor)
+            raise JournalError(
+                f"{directory} is open in another process; connect to that queue, or end it first."
+            ) from error
+        return descriptor
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,12 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class KeeperConfig(msgspec.Struct, frozen=True):
-    """What a keeper is started with: its folder for socket and slots, the tasks, and the options."""
+    """What a keeper is started with: its folder for socket and slots, the tasks, the options and their directory."""
 
     folder: str
     tasks: list[TaskSpec]
-    options: QueueOptions
+    options: dict[str, Any]
+    directory: str | None
 
 
 class _Connection:
@@ -248,7 +250,9 @@ def main() -> None:
         with owner.makefile("rb") as stream:
             config = msgspec.json.decode(stream.readline(), type=KeeperConfig)
         try:
-            server = QueueServer(Path(config.folder), config.tasks, config.options)
+            directory = None if config.directory is None else Path(config.directory)
+            options = replace(QueueOptions(**config.options), directory=directory)
+            server = QueueServer(Path(config.folder), config.tasks, options)
         except (RLError, OSError) as error:
             kind = type(error).__name__ if isinstance(error, RLError) else JournalError.__name__
             owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")

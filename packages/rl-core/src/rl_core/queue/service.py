@@ -320,6 +320,7 @@ class QueueService:
         stats["waiting/put"], stats["waiting/lease"] = len(self._puts), len(self._leases)
         stats |= {f"waited_s/{name}": waited for name, waited in self._waited_s.items()}
         stats |= {name: core.counts[name] for name in ("leases_expired", "reissued", "sessions_left_out")}
+        stats |= {name: core.counts[name] for name in (f"acks/{task}" for task in core.specs)}
         stats |= {f"drops/{reason}": count for reason, count in sorted(core.drops.items())}
         return {name: float(value) for name, value in stats.items()}
 

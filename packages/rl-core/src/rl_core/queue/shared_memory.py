@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ class SharedMemoryQueue(QueueClient):
         self._client = _client_name()
         self._is_closed = False
         self._pid = 0
-        stream, hello = self._open()
+        stream, hello = self._open_first(time.monotonic() + GRACE_S)
         self._unpinner = stream
         tasks, slots, self._has_journal, self._pid = hello
         super().__init__(msgspec.convert(tasks, list[TaskSpec]), SlotRows(Path(slots), self._unpin))
@@ -145,19 +146,29 @@ class SharedMemoryQueue(QueueClient):
         except OSError:  # it is said with the next request
             self._unpinned.append(number)
 
-    def _open(self) -> tuple[socket.socket, Any]:
+    def _open_first(self, ends_at: float) -> tuple[socket.socket, Any]:
+        """Connect; waits for a keeper that is being started again, whose folder is there meanwhile."""
+        while True:
+            try:
+                return self._open(ends_at)
+            except OSError as error:
+                if not self._folder.is_dir() or time.monotonic() > ends_at:
+                    said = error.strerror or error
+                    raise RoleError(f"no queue answers at {self._folder}: {said}. Has it ended?") from error
+                time.sleep(RECONNECT_PAUSE_S)
+
+    def _open(self, ends_at: float) -> tuple[socket.socket, Any]:
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             stream.settimeout(PAUSE_S)
             stream.connect(str(self._folder / SOCKET))
             stream.sendall(encode_frame(Hello(self._client)))
-            reply = receive(stream, time.monotonic() + GRACE_S)
-        except OSError as error:
+            reply = receive(stream, ends_at)
+            if not isinstance(reply, Done):
+                raise ConnectionError(f"it answers {reply}")
+        except BaseException:
             stream.close()
-            raise RoleError(f"no queue answers at {self._folder}: {error.strerror or error}. Has it ended?") from error
-        if not isinstance(reply, Done):
-            stream.close()
-            raise RoleError(f"the queue at {self._folder} refused the connection: {reply}.")
+            raise
         return stream, reply.value
 
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
@@ -173,12 +184,12 @@ class SharedMemoryQueue(QueueClient):
                     f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's keeper (pid {self._pid}), "
                     "which is there and does not answer. Is it stopped?"
                 ) from error
-            except (OSError, RoleError) as error:
+            except OSError as error:
                 self._refuse_lost(error, ends_at)
                 request = as_retry(request)
 
     def _exchange(self, request: Request, ends_at: float) -> Reply:
-        stream = self._take()
+        stream = self._take(ends_at)
         is_done = False
         try:
             frames = encode_frame(request)
@@ -196,11 +207,11 @@ class SharedMemoryQueue(QueueClient):
             else:
                 stream.close()  # an answer may still come, which nobody waits for
 
-    def _take(self) -> socket.socket:
+    def _take(self, ends_at: float) -> socket.socket:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        stream, hello = self._open()
+        stream, hello = self._open(ends_at)
         self._pid = hello[3]
         return stream
 
@@ -239,9 +250,9 @@ class _Keeper:
         remove_left_behind()
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
         self.folder = Path(folder)
-        if options.directory is not None:
-            options = msgspec.convert({**msgspec.to_builtins(options), "directory": str(Path(options.directory).resolve())}, QueueOptions)
-        self._config = msgspec.json.encode(KeeperConfig(folder, list(tasks), options)) + b"\n"
+        directory = None if options.directory is None else str(Path(options.directory).resolve())
+        config = KeeperConfig(folder, list(tasks), {**asdict(options), "directory": None}, directory)
+        self._config = msgspec.json.encode(config) + b"\n"
         self._has_journal = options.directory is not None
         self._lock = threading.Lock()
         self.is_closing = False

@@ -1,0 +1,82 @@
+"""The command `rl-core`."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_core.errors import RLError
+from rl_core.queue.inspect_journal import inspect_journal
+from rl_core.queue.journal_report import JournalReport
+from rl_core.queue.report_text import as_text, printable
+
+REFUSED = 2
+DEFAULT_LIMIT = 100
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; None takes the process's.
+
+    Returns:
+        The exit status: 0, or 2 when the directory is no queue, is damaged, or of another format version.
+    """
+    arguments = _parser().parse_args(argv)
+    limit = arguments.limit
+    if limit is None and not arguments.json:
+        limit = DEFAULT_LIMIT
+    try:
+        report = inspect_journal(arguments.directory, is_verified=arguments.verify, limit=limit)
+    except RLError as error:
+        sys.stderr.write(f"rl-core: {printable(str(error), width=None)}\n")
+        return REFUSED
+    _write(_as_json(report) if arguments.json else as_text(report))
+    return 0
+
+
+def _as_json(report: JournalReport) -> str:
+    plain = msgspec.to_builtins(report, order="deterministic", str_keys=True)
+    return json.dumps(plain, indent=2).replace("\x7f", "\\u007f") + "\n"
+
+
+def _write(text: str) -> None:
+    """Write to standard output; a reader that has gone away, such as `head`, is no error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, quietly
+
+
+def _limit(text: str) -> int:
+    limit = int(text)
+    if limit < 0:
+        raise ValueError(text)
+    return limit
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rl-core", description="What a transfer queue has on disk.")
+    parts = parser.add_subparsers(dest="part", required=True)
+    queue = parts.add_parser("queue", help="the transfer queue")
+    verbs = queue.add_subparsers(dest="verb", required=True)
+    inspect = verbs.add_parser("inspect", help="show a queue's directory, also while it is in use; changes nothing")
+    inspect.add_argument("directory", type=Path, metavar="DIR", help="the directory given in QueueOptions")
+    inspect.add_argument("--json", action="store_true", help="as one JSON object")
+    inspect.add_argument("--verify", action="store_true", help="take the checksum of every segment")
+    inspect.add_argument(
+        "--limit",
+        type=_limit,
+        metavar="N",
+        help=f"prompts to show, in the order of issue (default: {DEFAULT_LIMIT}; with --json, all)",
+    )
+    return parser

@@ -1,0 +1,107 @@
+"""A producer or consumer in a process of its own: `python queue_worker.py ROLE ADDRESS`; killed at any moment."""
+
+import sys
+import threading
+
+import numpy as np
+
+from rl_core.errors import (
+    AlreadySettledError,
+    DataError,
+    DeadlineError,
+    NothingToLeaseError,
+    NotReadyError,
+    OutdatedLeaseError,
+)
+from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.queue.slots import SlotRows
+from rl_core.testing import make_trajectory, ragged_like
+
+DEADLINE_S = 60.0
+LONG = 20_000
+
+
+def value_of(uid, session):
+    return float(np.float32(-int(uid[1:]) - session / 8))
+
+
+def say(line):
+    print(line, flush=True)
+
+
+def produce(queue):
+    """Claim prompts and put their sessions; every third put is large enough for a slot."""
+    while True:
+        claim = queue.claim(prompts=3, deadline_s=DEADLINE_S, claim_s=DEADLINE_S)
+        for prompt, sessions in zip(claim.prompts, claim.sessions, strict=True):
+            for session in sessions:
+                tokens = 4_000 if int(prompt.uid[1:]) % 3 == 0 else 5
+                row = make_trajectory(prompt.uid, session, num_response_tokens=tokens)
+                try:
+                    queue.put(prompt.uid, session, [row], deadline_s=DEADLINE_S)
+                except (AlreadySettledError, DataError):
+                    continue  # another producer was faster, after this one was taken for dead
+
+
+def consume(queue, task):
+    """Lease, check, give a column where the task does, ack; say what was acked."""
+    while True:
+        try:
+            lease = queue.lease(task, groups=4, deadline_s=DEADLINE_S, lease_s=DEADLINE_S, allow_fewer=True)
+        except NothingToLeaseError:
+            say("over")
+            return
+        values = [value_of(key.prompt_uid, key.session_index) for key in lease.batch.keys]
+        given = {}
+        if task != "train":
+            given = {f"{task}_logprobs": ragged_like(lease.batch, f"{task}_logprobs", values)}
+        else:
+            for name in ("reference_logprobs", "teacher_logprobs"):
+                if [float(row[0]) for row in lease.batch.ragged(name)] != values:
+                    say(f"wrong {name}: {lease.batch.keys}")
+                    sys.exit(3)
+        try:
+            queue.ack(lease, given)
+        except OutdatedLeaseError:
+            continue
+        say("acked " + " ".join(prompt.uid for prompt in lease.prompts))
+
+
+def hang_in_put(queue):
+    """Reserve room, write half of it, and stand still."""
+
+    def write(self, prepared, place):
+        self._mapped(place)[: prepared.size_bytes // 2] = 7
+        say("writing")
+        threading.Event().wait()
+
+    SlotRows.write = write
+    queue.put("p0", 0, [make_trajectory("p0", 0, num_response_tokens=LONG)])
+
+
+def hold_lease(queue):
+    """Lease, look at the rows, and stand still."""
+    lease = queue.lease("train", groups=1, deadline_s=DEADLINE_S)
+    say(f"leased {lease.prompts[0].uid} {int(lease.batch.ragged('input_ids')[0].sum())}")
+    threading.Event().wait()
+
+
+def main():
+    role, address = sys.argv[1:]
+    queue = SharedMemoryQueue.connect(address)
+    try:
+        match role:
+            case "producer":
+                produce(queue)
+            case "hang_in_put":
+                hang_in_put(queue)
+            case "hold_lease":
+                hold_lease(queue)
+            case _:
+                consume(queue, role)
+    except (DeadlineError, NotReadyError) as error:
+        say(f"ended: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Processes of a shared-memory queue that are killed: nothing is lost, nothing counts twice, no memory leaks."""
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_core import QueueOptions, TaskSpec
+from rl_core.errors import DeadlineError, JournalError, OutdatedLeaseError, RoleError
+from rl_core.queue import shared_memory
+from rl_core.queue.in_process import InProcessQueue
+from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.testing import make_prompts, make_trajectory, wait_until
+
+WORKER = Path(__file__).with_name("queue_worker.py")
+TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
+FAULT_TASKS = (
+    TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"})),
+    TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"})),
+    TaskSpec(name="train", needs=frozenset({"reference_logprobs", "teacher_logprobs"})),
+)
+DEADLINE_S = 60.0
+LONG = 20_000
+
+
+class Worker:
+    """A process that says what it does, line by line."""
+
+    def __init__(self, role, address):
+        self.role, self.lines = role, []
+        command = [sys.executable, str(WORKER), role, address]
+        path = os.pathsep.join(p for p in sys.path if p)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+
+    def wait_for(self, word):
+        wait_until(lambda: any(line.startswith(word) for line in self.lines), f"{word!r}", deadline_s=DEADLINE_S)
+        return next(line for line in self.lines if line.startswith(word))
+
+    def kill(self):
+        self.process.kill()
+        self.end()
+
+    def end(self):
+        self.process.wait(DEADLINE_S)
+        self.thread.join(DEADLINE_S)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def started():
+    things = []
+
+    def start(thing):
+        things.append(thing)
+        return thing
+
+    yield start
+    for thing in reversed(things):
+        thing.kill() if isinstance(thing, Worker) else thing.close()
+
+
+def long_row(uid, session=0):
+    return make_trajectory(uid, session, num_response_tokens=LONG)
+
+
+def slots_of(queue):
+    return sorted(path.name for path in (Path(queue.address) / "segments").glob("*.slot"))
+
+
+def test_a_producer_killed_in_the_middle_of_a_put_leaves_nothing_behind(started):
+    queue = started(SharedMemoryQueue([TRAIN], options=QueueOptions(capacity_rows=1)))
+    queue.issue(make_prompts(1), num_sessions=1)
+    worker = started(Worker("hang_in_put", queue.address))
+    worker.wait_for("writing")
+    assert (queue.stats()["rows"], queue.stats()["rows/reserved"]) == (0, 1)
+    worker.kill()
+    wait_until(lambda: queue.stats()["rows/reserved"] == 0, "the room to be free", deadline_s=DEADLINE_S)
+    assert queue.ledger()[0].sessions_settled == 0
+    queue.put("p0", 0, [long_row("p0")], deadline_s=0)
+    assert len(slots_of(queue)) == 1  # the half-written one was used again
+    lease = queue.lease("train", groups=1, deadline_s=0)
+    assert lease.batch.ragged("input_ids")[0].tolist() == [1, 2] + [0] * LONG
+    queue.ack(lease)
+
+
+def test_groups_of_a_killed_consumer_are_delivered_again_at_once_and_its_slots_are_free(started):
+    queue = started(SharedMemoryQueue([TRAIN]))
+    queue.issue(make_prompts(3), num_sessions=1)
+    queue.put("p0", 0, [long_row("p0")])
+    worker = started(Worker("hold_lease", queue.address))
+    assert worker.wait_for("leased") == "leased p0 3"
+    with pytest.raises(DeadlineError, match="1 leased"):
+        queue.lease("train", groups=1, deadline_s=0)
+    worker.kill()
+    lease = queue.lease("train", groups=1, deadline_s=DEADLINE_S)
+    assert lease.prompts[0].uid == "p0"
+    queue.ack(lease)
+    del lease
+    queue.put("p1", 0, [long_row("p1")])
+    assert len(slots_of(queue)) == 1
+    lease = queue.lease("train", groups=1, deadline_s=0)
+    queue.ack(lease)
+    rows = lease.batch.ragged("input_ids")
+    queue.put("p2", 0, [long_row("p2")])
+    assert len(slots_of(queue)) == 2  # what is looked at stays
+    assert rows[0][:2].tolist() == [1, 2]
+
+
+def test_a_killed_keeper_goes_on_where_its_journal_ends(started, tmp_path):
+    queue = started(SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path)))
+    queue.issue(make_prompts(4), num_sessions=1)
+    for uid in ("p0", "p1", "p2"):
+        queue.put(uid, 0, [long_row(uid)])
+    queue.ack(queue.lease("train", groups=1, deadline_s=0))
+    lease = queue.lease("train", groups=1, deadline_s=0)
+    rows = lease.batch.ragged("input_ids")
+    waiter = threading.Thread(target=lambda: leases.append(queue.lease("train", groups=3, deadline_s=DEADLINE_S)))
+    leases = []
+    waiter.start()
+    wait_until(lambda: queue.stats()["waiting/lease"] == 1, "a waiter", deadline_s=DEADLINE_S)
+    before = queue.keeper_pid
+    os.kill(before, signal.SIGKILL)
+    assert [entry.state for entry in queue.ledger()] == ["done", "settled", "settled", "issued"]
+    assert queue.keeper_pid != before
+    with pytest.raises(OutdatedLeaseError):
+        queue.ack(lease)
+    queue.put("p3", 0, [long_row("p3")])
+    waiter.join(DEADLINE_S)
+    assert [prompt.uid for prompt in leases[0].prompts] == ["p1", "p2", "p3"]
+    assert rows[0].tolist() == [1, 2] + [0] * LONG
+    queue.ack(leases[0])
+
+
+def test_a_killed_keeper_without_a_journal_is_an_error_that_says_so(started):
+    queue = started(SharedMemoryQueue([TRAIN]))
+    queue.issue(make_prompts(1), num_sessions=1)
+    os.kill(queue.keeper_pid, signal.SIGKILL)
+    with pytest.raises(RoleError, match=r"keeper .* killed by SIGKILL.* no journal"):
+        queue.ledger()
+
+
+def test_after_everything_is_killed_the_ledger_is_the_same(tmp_path):
+    source = f"""
+import os, sys
+from rl_core import QueueOptions, TaskSpec
+from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.testing import make_prompts, make_trajectory
+queue = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset({{"input_ids"}}))],
+                          options=QueueOptions(directory={str(tmp_path)!r}))
+queue.issue(make_prompts(5), num_sessions=2)
+for uid in ("p0", "p1", "p2"):
+    for session in range(2):
+        queue.put(uid, session, [make_trajectory(uid, session, num_response_tokens={LONG} if uid != "p1" else 5)])
+queue.put("p3", 0, [make_trajectory("p3", 0)])
+queue.ack(queue.lease("train", groups=1))
+lease = queue.lease("train", groups=1)
+print(queue.keeper_pid, queue.address, flush=True)
+sys.stdin.read()
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", source]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    pid, address = process.stdout.readline().split()
+    os.kill(int(pid), signal.SIGSTOP)  # so that it cannot end in order when its owner is gone
+    process.kill()
+    os.kill(int(pid), signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the keeper to be gone", deadline_s=DEADLINE_S)
+
+    queue = InProcessQueue([TRAIN], options=QueueOptions(directory=tmp_path))
+    assert [(e.state, e.sessions_settled) for e in queue.ledger()] == [
+        ("done", 2),
+        ("settled", 2),
+        ("settled", 2),
+        ("issued", 1),
+        ("issued", 0),
+    ]
+    assert [(u.prompt.uid, u.sessions) for u in queue.unsettled()] == [("p3", (1,)), ("p4", (0, 1))]
+    assert queue.recovery().num_acks == 1
+    lease = queue.lease("train", groups=2, deadline_s=0)
+    assert [prompt.uid for prompt in lease.prompts] == ["p1", "p2"]
+    assert lease.batch.ragged("input_ids").lengths.tolist() == [7, 7, LONG + 2, LONG + 2]
+    queue.close()
+
+    assert Path(address).exists()  # nobody was left to remove it
+    SharedMemoryQueue([TRAIN]).close()
+    assert not Path(address).exists()
+
+
+def test_a_keeper_ends_with_its_owner(tmp_path):
+    source = """
+from rl_core import TaskSpec
+from rl_core.queue.shared_memory import SharedMemoryQueue
+import os, signal
+queue = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset())])
+print(queue.keeper_pid, queue.address, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    found = subprocess.run(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    pid, address = found.stdout.split()
+    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the keeper to end", deadline_s=DEADLINE_S)
+    wait_until(lambda: not Path(address).exists(), "its memory to be removed", deadline_s=DEADLINE_S)
+
+
+def test_a_keeper_that_stands_still_is_named(started, monkeypatch):
+    queue = started(SharedMemoryQueue([TRAIN]))
+    monkeypatch.setattr(shared_memory, "GRACE_S", 0.2)
+    monkeypatch.setattr(shared_memory, "DEFAULT_DEADLINE_S", 0.2, raising=False)
+    os.kill(queue.keeper_pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError, match=rf"keeper \(pid {queue.keeper_pid}\).*does not answer"):
+            queue.lease("train", groups=1, deadline_s=0.1)
+    finally:
+        os.kill(queue.keeper_pid, signal.SIGCONT)
+
+
+def test_a_pickled_queue_and_one_in_a_fork_are_the_same_queue(started):
+    queue = started(SharedMemoryQueue([TRAIN]))
+    queue.issue(make_prompts(1), num_sessions=1)
+    copy = pickle.loads(pickle.dumps(queue))
+    assert [entry.prompt_uid for entry in copy.ledger()] == ["p0"]
+    copy.close()
+    child = os.fork()
+    if child == 0:
+        try:
+            queue.put("p0", 0, [long_row("p0")])
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert queue.lease("train", groups=1, deadline_s=DEADLINE_S).batch.ragged("input_ids").lengths.tolist() == [LONG + 2]
+
+
+def test_nobody_answers_at_an_address_that_is_gone():
+    queue = SharedMemoryQueue([TRAIN])
+    queue.close()
+    with pytest.raises(RoleError, match="no queue answers"):
+        SharedMemoryQueue.connect(queue.address)
+
+
+def test_a_journal_in_use_is_refused(started, tmp_path):
+    started(SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path)))
+    with pytest.raises(JournalError, match="open in another process"):
+        SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path))
+
+
+def run_faults(seed, directory, *, num_groups, num_sessions=2, deadline_s=300.0):
+    """8 producers and 2 consumers of each of 3 tasks, killed at random with the keeper; gives what was acked."""
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    queue = SharedMemoryQueue(
+        FAULT_TASKS, options=QueueOptions(directory=directory, capacity_rows=num_groups // 2 * num_sessions)
+    )
+    roles = ["producer"] * 8 + ["reference", "teacher", "train"] * 2
+    workers, ended = [], []
+    kills = {"producer": 0, "consumer": 0, "keeper": 0}
+    try:
+        queue.issue(make_prompts(num_groups), num_sessions=num_sessions)
+        workers = [Worker(role, queue.address) for role in roles]
+        ends_at = time.monotonic() + deadline_s
+        acked = 0.0
+        next_kill = num_groups * 3 / 40
+        while queue.stats().get("groups/done", 0) < num_groups:
+            assert time.monotonic() < ends_at, f"seed {seed}: {queue.stats()}"
+            wait_until(lambda seen=acked: _num_acked(queue) > seen, "an ack", deadline_s=DEADLINE_S)
+            acked = _num_acked(queue)
+            if acked < next_kill:
+                continue
+            next_kill += choose.uniform(0.5, 1.5) * num_groups * 3 / 25
+            victim = choose.randrange(len(workers) + 2)
+            if victim >= len(workers):
+                os.kill(queue.keeper_pid, signal.SIGKILL)
+                kills["keeper"] += 1
+                continue
+            worker = workers[victim]
+            kills["producer" if worker.role == "producer" else "consumer"] += 1
+            worker.kill()
+            ended.append(worker)
+            workers[victim] = Worker(worker.role, queue.address)
+        stats, ledger = queue.stats(), queue.ledger()
+    finally:
+        for worker in workers:
+            worker.kill()
+        queue.close()
+    return stats, ledger, [*workers, *ended], kills
+
+
+def _num_acked(queue):
+    return sum(value for name, value in queue.stats().items() if name.startswith("acks/"))
+
+
+def check_faults(num_groups, stats, ledger, workers):
+    assert {entry.state for entry in ledger} == {"done"}
+    assert all(entry.acked_by == {"reference", "teacher", "train"} for entry in ledger)
+    for task in ("reference", "teacher", "train"):
+        assert stats[f"acks/{task}"] == num_groups  # each group once
+        lines = [line for worker in workers if worker.role == task for line in worker.lines]
+        assert not [line for line in lines if line.startswith("wrong")]
+        uids = [uid for line in lines if line.startswith("acked") for uid in line.split()[1:]]
+        assert len(uids) == len(set(uids))
+    assert stats.get("rows", 0) == 0
+
+
+def test_random_faults_lose_nothing_and_count_nothing_twice(tmp_path, seed):
+    stats, ledger, workers, kills = run_faults(seed, tmp_path, num_groups=2_000)
+    check_faults(2_000, stats, ledger, workers)
+    assert sum(kills.values()) >= 10
+
+
+@pytest.mark.soak
+def test_transfer_random_faults_for_long(tmp_path, seed):
+    for turn in range(10):
+        stats, ledger, workers, _ = run_faults(seed + turn, tmp_path / str(turn), num_groups=4_000, deadline_s=1200.0)
+        check_faults(4_000, stats, ledger, workers)
+
+
+def test_what_one_process_writes_another_reads_bit_for_bit(started):
+    queue = started(SharedMemoryQueue([TRAIN]))
+    queue.issue(make_prompts(1), num_sessions=1)
+    values = np.random.default_rng(0).normal(size=LONG + 2).astype(np.float32)
+    queue.put("p0", 0, [make_trajectory("p0", 0, num_response_tokens=LONG, rollout_logprobs=values)])
+    other = started(SharedMemoryQueue.connect(queue.address))
+    found = other.lease("train", groups=1, deadline_s=0).batch.ragged("rollout_logprobs")[0]
+    assert found.tobytes() == values.tobytes()
