@@ -264,13 +264,13 @@ def _prompt_of(uid: str, state: str, record: bytes) -> tuple[InspectedPrompt, se
         ),
         num_rows=sum(part.num_rows for part in parts),
         num_tokens=sum(part.num_tokens for part in parts),
-        size_bytes=sum(part.size_bytes for part in (*parts, *late)),
+        size_bytes=sum(part.size_bytes for part in parts) + sum(part.size_bytes for part in late),
         policy_versions=(min(v[0] for v in versions), max(v[1] for v in versions)) if versions else None,
         acked_by=tuple(sorted(found.acked)),
         reason=found.reason,
         issued_at=found.issued_at,
     )
-    return prompt, {part.segment for part in (*parts, *late)}
+    return prompt, {part.segment for part in parts} | {part.segment for part in late}
 
 
 # -- segments
