@@ -32,7 +32,7 @@ PROJECTS = (*(f"packages/{name}" for name in PACKAGES), "apps/rl-sync-trainer")
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "noxfile.py", "conftest.py")
 UNIT_EXTRAS = {
-    "rl-core": ("rl-core[torch]",),
+    "rl-core": ("rl-core[torch,prometheus]",),
     "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron]"),
     "rl-metrics": ("rl-core", "rl-metrics"),

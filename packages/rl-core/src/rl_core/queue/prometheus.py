@@ -1,0 +1,127 @@
+"""A queue's statistics in Prometheus' text format; the one file that knows its library."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+PREFIX = "rl_queue_"
+STATES = ("issued", "settled", "done", "dropped")
+NO_LABELS: Mapping[str, str] = {}
+
+
+class _Family(NamedTuple):
+    """Name after the prefix, what it says, the label that tells its members apart, and whether it only grows."""
+
+    name: str
+    meaning: str
+    label: str | None = None
+    is_counter: bool = False
+
+
+SINGLE = {
+    "rows": _Family("held_rows", "Rows that the queue holds."),
+    "rows/leased": _Family("leased_rows", "Those that a running lease has."),
+    "rows/reserved": _Family("reserved_rows", "Rows that are being written."),
+    "size_bytes": _Family("held_bytes", "Bytes of the columns that the queue holds."),
+    "size_bytes/leased": _Family("leased_bytes", "Those that a running lease has."),
+    "size_bytes/reserved": _Family("reserved_bytes", "Bytes of columns that are being written."),
+    "leases": _Family("leases", "Leases that run now."),
+    "claims": _Family("claims", "Claims of producers that run now."),
+    "oldest_lease_s": _Family("oldest_lease_seconds", "Age of the oldest running lease."),
+    "oldest_issued_s": _Family("oldest_issued_seconds", "Age of the oldest prompt whose sessions are not all settled."),
+    "leases_expired": _Family("leases_expired", "Leases and claims that ran out.", is_counter=True),
+    "reissued": _Family("prompts_reissued", "Prompts that were issued again.", is_counter=True),
+    "sessions_left_out": _Family("sessions_left_out", "Sessions that no task waited for any longer.", is_counter=True),
+}
+BY_LABEL = {
+    "groups": _Family("groups", "Groups in each state.", "state"),
+    "rows": _Family("rows", "Rows of the groups in each state.", "state"),
+    "size_bytes": _Family("size_bytes", "Bytes of the columns of the groups in each state.", "state"),
+    "waiting": _Family("waiting", "Requests that wait now: puts for room, leases and claims for groups.", "kind"),
+    "waited_s": _Family("waited_seconds", "Time that answered requests had waited.", "kind", is_counter=True),
+    "acks": _Family("acks", "Groups that each task has acked.", "task", is_counter=True),
+    "drops": _Family("drops", "Prompts dropped, by the beginning of their reason.", "reason", is_counter=True),
+}
+
+
+def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """What a Prometheus server scrapes.
+
+    Args:
+        stats: As `TransferQueue.stats` gives them.
+        labels: Put on every line, such as {"queue": "rollouts"} where a process has several.
+
+    Raises:
+        MissingExtraError: prometheus-client is not installed.
+        SettingsError: A label has an impossible name, or one that is in use.
+        DataError: A statistic is unknown.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ImportError as error:
+        raise MissingExtraError(
+            "Prometheus text needs prometheus-client. Run: pip install 'rl-core[prometheus]'"
+        ) from error
+    _check_labels(labels)
+    registry = CollectorRegistry()
+    registry.register(_Collected(_families(stats, {name: _utf8(value) for name, value in labels.items()})))
+    return generate_latest(registry).decode()
+
+
+class _Collected:
+    """Families that a registry asks for."""
+
+    def __init__(self, families: "list[Metric]") -> None:
+        self._families = families
+
+    def collect(self) -> "list[Metric]":
+        return self._families
+
+
+def _families(stats: Mapping[str, float], labels: Mapping[str, str]) -> "list[Metric]":
+    states = {f"{name}/{state}": 0.0 for name in ("groups", "rows", "size_bytes") for state in STATES}
+    members: dict[_Family, list[tuple[str, float]]] = {}
+    for key, value in {**states, **stats}.items():
+        family, member = _family_of(key)
+        members.setdefault(family, []).append((member, value))
+    return [_metric(family, found, labels) for family, found in members.items()]
+
+
+def _family_of(key: str) -> tuple[_Family, str]:
+    stem, _, member = key.partition("/")
+    family = SINGLE.get(key) or (BY_LABEL.get(stem) if member else None)
+    if family is None:
+        known = ", ".join([*SINGLE, *(f"{name}/..." for name in BY_LABEL)])
+        raise DataError(f"unknown statistic {key!r}; a queue gives {known}.")
+    return family, member
+
+
+def _metric(family: _Family, members: list[tuple[str, float]], labels: Mapping[str, str]) -> "Metric":
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    kind: Any = CounterMetricFamily if family.is_counter else GaugeMetricFamily
+    own = [family.label] if family.label else []
+    metric: Metric = kind(PREFIX + family.name, family.meaning, labels=[*labels, *own])
+    for member, value in members:
+        metric.add_metric([*labels.values(), *([_utf8(member)] if own else [])], value)  # type: ignore[attr-defined]
+    return metric
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    taken = {family.label for family in BY_LABEL.values() if family.label}
+    for name in labels:
+        if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name) or name in taken:
+            raise SettingsError(
+                "a label must be named by letters, digits and underscores, and none of "
+                f"{', '.join(sorted(taken))}; found {name!r}."
+            )
+
+
+def _utf8(text: str) -> str:
+    """Text that can be written: half a surrogate pair, which JSON may carry, is shown as an escape."""
+    return text.encode(errors="backslashreplace").decode()
