@@ -183,14 +183,10 @@ class QueueClient(ABC):
             self._call(Ack(lease.lease_id, lease.task, [], 0, None))
             return
         late = check_given(lease.batch, given)
-        prepared = self._payload.prepare(late)
-        place = prepared.place
-        if place is None:
-            reserve = Reserve([], 0, late.size_bytes, prepared.size_bytes, "", DEFAULT_DEADLINE_S)
-            reserved = self._expect(self._call(reserve), Reserved)
-            written = self._payload.write(prepared, reserved.place)
-            place = reserved.reservation if written is None else written
-        self._call(Ack(lease.lease_id, lease.task, sorted(given), late.size_bytes, place))
+        while True:
+            with contextlib.suppress(_ReservationLostError):
+                self._ack(lease, late)
+                return
 
     def release(self, lease: Lease | Claim) -> None:
         """See `TransferQueue.release`."""
@@ -243,6 +239,16 @@ class QueueClient(ABC):
             place = self._payload.write(prepared, reserved.place)
         request = msgspec.structs.replace(put, place=place, reservation=reservation, deadline_s=deadline_s)
         self._call(request, deadline_s=deadline_s)
+
+    def _ack(self, lease: Lease, late: Batch) -> None:
+        prepared = self._payload.prepare(late)
+        place = prepared.place
+        if place is None:
+            reserve = Reserve([], 0, late.size_bytes, prepared.size_bytes, "", DEFAULT_DEADLINE_S)
+            reserved = self._expect(self._call(reserve), Reserved)
+            written = self._payload.write(prepared, reserved.place)
+            place = reserved.reservation if written is None else written
+        self._call(Ack(lease.lease_id, lease.task, sorted(late.names), late.size_bytes, place))
 
     def _fetch(self, leased: Leased) -> Batch | None:
         """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""

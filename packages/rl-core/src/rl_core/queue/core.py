@@ -11,7 +11,7 @@ from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, S
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.index import GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.messages import GENERATE, Ack, LeaseRequest, PartInfo, Put
+from rl_core.queue.messages import GENERATE, Ack, LeaseRequest, Put, part_numbers
 from rl_core.queue.segment_table import SegmentTable
 
 CLAIMS = TaskSpec(name=GENERATE, needs=frozenset(), order="issue")
@@ -50,7 +50,7 @@ class QueueCore:
         self.forgotten: list[int] = []
         self.last_event = "nothing yet"
         self.lease_ids = itertools.count(1)
-        self._arrivals = itertools.count()
+        self.num_changes = 0
         self._expiries: list[tuple[float, int]] = []
 
     # -- prompts and sessions
@@ -79,10 +79,14 @@ class QueueCore:
                 raise DataError(f"a put settles each session of prompt {uid!r} once; found {indices}.")
             for index in indices:
                 if not 0 <= index < group.num_sessions:
-                    raise DataError(f"prompt {uid!r} has sessions 0 to {group.num_sessions - 1}; found session {index}.")
+                    raise DataError(
+                        f"prompt {uid!r} has sessions 0 to {group.num_sessions - 1}; found session {index}."
+                    )
                 if index in group.settled or index in group.failures:
                     why = f" ({group.failures[index]})" if index in group.failures else ""
-                    raise AlreadySettledError(f"session {index} of prompt {uid!r} is already settled{why}; put it once.")
+                    raise AlreadySettledError(
+                        f"session {index} of prompt {uid!r} is already settled{why}; put it once."
+                    )
 
     def was_put(self, put_id: str, sessions: Sequence[tuple[str, Sequence[int]]]) -> bool:
         """True when this very put is there already: its answer was lost on the way."""
@@ -101,7 +105,7 @@ class QueueCore:
         for uid, indices in put.sessions:
             groups[uid].settled |= dict.fromkeys(indices, put.put_id)
         for part in put.parts:
-            groups[part.prompt_uid].add_part(_part_of(part, segment, columns))
+            groups[part.prompt_uid].add_part(Part(segment, *part_numbers(part), columns))
             self.segments.need(segment)
         for group in groups.values():
             self._settle(group)
@@ -174,19 +178,19 @@ class QueueCore:
                 if self._is_stale(group, task.spec):
                     self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
                     continue
-                task.pop()
-                picked.append(group)
+                picked.append(task.take())
                 total += _size(group, request.unit)
         is_all = request.task == GENERATE or (request.allow_fewer and len(picked) == task.num_possible)
         if not (picked and (is_all or self._is_full(request, total))):
             for group in picked:
-                task.offer(group)
+                task.put_back(group)
             return None
         lease = RunningLease(next(self.lease_ids), task.spec, picked, now, now + request.lease_s, client)
         self.leases[lease.lease_id] = lease
         heapq.heappush(self._expiries, (lease.expires_at, lease.lease_id))
         for group in picked:
             group.leased[request.task] = lease.lease_id
+            task.let_go(group)
             self.groups.refresh(group)
         return lease
 
@@ -217,6 +221,8 @@ class QueueCore:
         self.counts[f"acks/{ack.task}"] += len(lease.groups)
         num_rows = sum(group.num_rows for group in lease.groups)
         segment = self.segments.add(ack.place) if ack.columns else 0
+        if ack.columns:
+            self.segments.need(segment)  # until each group has its part: the first may be done, and free it, before
         first = 0
         for group in lease.groups:
             rows = group.num_rows
@@ -231,6 +237,8 @@ class QueueCore:
                 group.state = "done"
                 self._free_rows(group)
             self._changed(group)
+        if ack.columns:
+            self.segments.release(segment)
 
     def was_acked(self, lease_id: int) -> bool:
         """True when the ack of this lease counts already: its answer was lost on the way."""
@@ -289,11 +297,16 @@ class QueueCore:
                 self.segments.need(number)
             group.find_columns()
             if group.state == "settled":
-                group.arrival = next(self._arrivals)
+                self.groups.arrive(group)
             self.groups.add(group)
             last = max(last, group.order)
         self.groups.start_after(last)
         self.segments.free_unneeded()
+
+    def number_after(self, old: "QueueCore") -> None:
+        """Number leases and segments after those of a state that is given up: others may still name them."""
+        self.lease_ids = old.lease_ids
+        self.segments.number_after(old.segments)
 
     # -- inside
 
@@ -303,7 +316,8 @@ class QueueCore:
             for lease_id in {i for name, i in group.leased.items() if name == GENERATE}:
                 self._leave_claim(group, lease_id)
             if group.parts:
-                group.state, group.arrival = "settled", next(self._arrivals)
+                group.state = "settled"
+                self.groups.arrive(group)
                 group.find_columns()
             else:
                 reasons = "; ".join(sorted(set(group.failures.values()))) or "its sessions gave no trajectory"
@@ -380,14 +394,9 @@ class QueueCore:
             del self.ended[next(iter(self.ended))]
 
     def _changed(self, group: QueuedGroup) -> None:
+        self.num_changes += 1
         self.dirty[group.uid] = group
         self.groups.refresh(group)
-
-
-def _part_of(part: PartInfo, segment: int, columns: frozenset[str]) -> Part:
-    return Part(
-        segment, part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest, columns
-    )
 
 
 def _size(group: QueuedGroup, unit: str) -> int:

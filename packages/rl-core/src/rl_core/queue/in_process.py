@@ -12,11 +12,11 @@ from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal import SEGMENTS, Recovery, SqliteJournal
 from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
+from rl_core.queue.prompts import encode_prompt
 from rl_core.queue.service import QueueService
 from rl_core.queue.slots import SlotPool, SlotRows
 from rl_core.queue.tasks import check_options, check_tasks
 from rl_core.records import Prompt
-
 
 CLIENT = "this process"
 
@@ -106,7 +106,7 @@ class InProcessQueue(QueueClient):
         return max(self._service.next_wake_s(), 0.0)
 
     def _pack(self, prompt: Prompt) -> Any:
-        return prompt
+        return prompt if self._recovery is None else encode_prompt(prompt)  # now: a journal could not refuse it later
 
 
 def _ignore(reply: Reply) -> None:

@@ -62,21 +62,35 @@ class TaskGroups:
         """Enter a group that comes up next, or later, unless it is in already."""
         if not group.queued & self.bit and self._is_candidate(group):
             group.queued |= self.bit
-            key = group.order if self.spec.order == "issue" else group.arrival
-            heapq.heappush(self._heap, (key, group.order, group))
+            heapq.heappush(self._heap, (self._key(group), group.order, group))
 
     def peek(self) -> QueuedGroup | None:
         """The group that comes next, ready or, in the order of issue, not yet."""
         while self._heap:
-            group = self._heap[0][2]
-            if self._is_candidate(group):
+            key, _, group = self._heap[0]
+            is_current = key == self._key(group)  # else it was issued again, and came in anew
+            if is_current and self._is_candidate(group):
                 return group
-            self.pop()
+            heapq.heappop(self._heap)
+            if is_current:
+                group.queued &= ~self.bit
         return None
 
-    def pop(self) -> None:
-        """Take the first out."""
-        heapq.heappop(self._heap)[2].queued &= ~self.bit
+    def take(self) -> QueuedGroup:
+        """Take the first out; no change of it brings it back before `put_back` or `let_go`."""
+        return heapq.heappop(self._heap)[2]
+
+    def let_go(self, group: QueuedGroup) -> None:
+        """A group that was taken is leased."""
+        group.queued &= ~self.bit
+
+    def put_back(self, group: QueuedGroup) -> None:
+        """A group that was taken is not leased."""
+        self.let_go(group)
+        self.offer(group)
+
+    def _key(self, group: QueuedGroup) -> int:
+        return group.order if self.spec.order == "issue" else group.arrival
 
     def _is_candidate(self, group: QueuedGroup) -> bool:
         if self.spec.order == "issue":
@@ -101,6 +115,8 @@ class GroupIndex:
         self.num_rows = 0
         self.size_bytes = 0
         self._all = tuple(self.tasks.values())
+        self._arrivals = itertools.count()
+        self._arrival_bits = sum(task.bit for task in self._all if task.spec.order == "arrival")
 
     def __iter__(self) -> Iterator[QueuedGroup]:
         """Groups in issue order."""
@@ -121,6 +137,11 @@ class GroupIndex:
         """Enter a prompt."""
         self._groups[group.uid] = group
         self.refresh(group)
+
+    def arrive(self, group: QueuedGroup) -> None:
+        """Number a group whose rows are all there; one that was issued again comes after those before it."""
+        group.arrival = next(self._arrivals)
+        group.queued &= ~self._arrival_bits
 
     def start_after(self, order: int) -> None:
         """Number new prompts from here on."""

@@ -35,6 +35,11 @@ class PartInfo(msgspec.Struct, array_like=True, frozen=True):
     newest: int = -1
 
 
+def part_numbers(part: PartInfo) -> tuple[int, int, int, int, int, int]:
+    """What a part says after its prompt."""
+    return part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest
+
+
 class Issue(Message):
     """Prompts as (uid, encoded prompt)."""
 

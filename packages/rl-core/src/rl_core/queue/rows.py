@@ -58,19 +58,17 @@ def check_finite(batch: Batch, names: Sequence[str] | None = None) -> None:
 def _refuse_values(batch: Batch, name: str) -> None:
     column = batch[name]
     for key, row in zip(batch.keys, column, strict=True):
-        bad = np.flatnonzero(~np.isfinite(np.atleast_1d(row)))
+        bad = np.argwhere(~np.isfinite(np.atleast_1d(row)))
         if len(bad):
-            where = f" at token {int(bad[0])}" if isinstance(column, Ragged) else ""
+            where = f" at token {int(bad[0][0])}" if isinstance(column, Ragged) else ""
             raise DataError(
                 f"{name} of prompt {key.prompt_uid!r}, session {key.session_index}, output {key.output_index} must be "
-                f"finite; found {np.atleast_1d(row).reshape(-1)[bad[0]]}{where}. Nothing of this put is kept."
+                f"finite; found {np.atleast_1d(row)[tuple(bad[0])]}{where}. Nothing of this put is kept."
             )
 
 
 def in_group_order(batch: Batch) -> Batch:
     """Rows of each prompt together, by session and output; prompts in the order of their first rows."""
-    if len(batch) < 2:
-        return batch
     if len(batch) < 2:
         return batch
     order = batch.keys.in_order(batch.group_index())
@@ -177,7 +175,9 @@ def _join_columns(pieces: Sequence[Column]) -> Column:
 
 
 def _lengths(batch: Batch) -> Array:
-    ragged = next((column for column in map(batch.__getitem__, sorted(batch.names)) if isinstance(column, Ragged)), None)
+    ragged = next(
+        (column for column in map(batch.__getitem__, sorted(batch.names)) if isinstance(column, Ragged)), None
+    )
     return np.zeros(len(batch), dtype=np.int64) if ragged is None else ragged.lengths
 
 

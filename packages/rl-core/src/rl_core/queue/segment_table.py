@@ -37,6 +37,14 @@ class SegmentTable:
         self._segments = {n: Segment(place, pins=Counter(pins.get(n, {}))) for n, place in places.items()}
         self._numbers = itertools.count(max(places, default=0) + 1)
 
+    def number_from(self, number: int) -> None:
+        """Number segments from here on: those of an earlier life of the queue may still be looked at."""
+        self._numbers = itertools.count(max(number, max(self._segments, default=0) + 1))
+
+    def number_after(self, old: "SegmentTable") -> None:
+        """Go on with the numbers of another table."""
+        self._numbers = old._numbers
+
     def free_unneeded(self) -> None:
         """Free every segment that nobody needs."""
         for number in list(self._segments):

@@ -149,6 +149,7 @@ class QueueService:
         self._event: tuple[str, float] = ("nothing yet", time.time())
         self._pause_s = SHORTEST_PAUSE_S
         self._is_changed = False
+        self._written_version = core.policy_version
         self._turn = 0
         self.num_waited = 0
         self.is_closed = False
@@ -166,6 +167,7 @@ class QueueService:
                 return
             reply = self._handle(request, client)
         except RLError as error:
+            self._give_up_room(request)
             reply = refusal(error)
         self._answers.append((answer, reply))
 
@@ -278,6 +280,7 @@ class QueueService:
     def _ack(self, request: Ack) -> None:
         if request.is_retry and request.lease_id not in self.core.leases and self.core.was_acked(request.lease_id):
             return
+        self.core.current(request.lease_id, request.task)  # a keeper that was started anew knows no reservation
         place = request.place
         if isinstance(place, int):  # a reservation
             place = self._reservation(place).place
@@ -349,18 +352,19 @@ class QueueService:
 
     def _retry(self, queue: list[_Waiting], attempt: Callable[[Any, str], Reply | None], kind: str) -> bool:
         """Answer those that can go on, first come first served; True when somebody could."""
-        done = []
+        done, num_changes = [], self.core.num_changes
         for waiting in queue:
             try:
                 reply = attempt(waiting.request, waiting.client)
             except RLError as error:
+                self._give_up_room(waiting.request)
                 reply = refusal(error)
             if reply is not None:
                 done.append(waiting)
                 self._waited(kind, waiting)
                 self._answers.append((waiting.answer, reply))
         queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
-        return bool(done)
+        return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale, and takes what is late
 
     def _try_lease(self, request: LeaseRequest, client: str) -> Reply | None:
         lease = self.core.try_lease(request, now=self._clock(), client=client)
@@ -462,6 +466,12 @@ class QueueService:
         self._hold(held.request, -1)
         return held
 
+    def _give_up_room(self, request: Any) -> None:
+        """Free the room of what is refused; its client reserves again."""
+        number = getattr(request, "reservation", 0) or getattr(request, "place", None)
+        if isinstance(number, int) and number in self._reservations:
+            self._store.free(self._end_reservation(number).place)
+
     def _hold(self, request: Reserve, sign: int) -> None:
         self._held[0] += sign * request.num_rows
         self._held[1] += sign * request.size_bytes
@@ -516,8 +526,9 @@ class QueueService:
             self._note(f"lease {lease_id} ran out")
 
     def _next_overdue_s(self) -> float:
-        waits = [t.partial_after_s for t in self.core.specs.values() if t.partial_after_s is not None]
-        if not waits or not self.core.groups.partly or not self._leases:
+        specs = [self.core.groups.tasks[waiting.request.task].spec for waiting in self._leases]  # type: ignore[union-attr]
+        waits = [spec.partial_after_s for spec in specs if spec.partial_after_s is not None]
+        if not waits or not self.core.groups.partly:
             return LONGEST_PAUSE_S * 60
         first = min(group.issued_at for group in self.core.groups.partly.values())
         return max(first + min(waits) - self._clock(), self._pause_s)
@@ -526,12 +537,14 @@ class QueueService:
 
     def _write(self) -> None:
         core = self.core
-        if self._journal is not None and (core.dirty or core.segments.freed or core.forgotten):
+        is_new_version = core.policy_version != self._written_version
+        if self._journal is not None and (core.dirty or core.segments.freed or core.forgotten or is_new_version):
             try:
                 self._journal.write(core)
             except JournalError as error:
                 self._fall_back(error)
                 return
+            self._written_version = core.policy_version
         for _, place in core.segments.freed:
             self._store.free(place)
         core.dirty.clear()
@@ -541,11 +554,21 @@ class QueueService:
 
     def _fall_back(self, error: JournalError) -> None:
         """Go on from what the journal has: nothing of what could not be written counts."""
-        old = self.core.segments
-        for place in [old.place(number) for number in old.added if number in old]:
+        core, old = self.core, self.core.segments
+        for _, reply in self._answers:
+            if isinstance(reply, Reserved):
+                self._store.free(self._end_reservation(reply.reservation).place)
+            if isinstance(reply, Leased) and self._is_pinning and reply.lease_id in core.leases:
+                for number in reply.places:
+                    old.unpin(number, core.leases[reply.lease_id].client)
+        places = {number: place for number, place in old.freed if number in old.added}
+        places |= {number: old.place(number) for number in old.added if number in old}
+        for place in places.values():
             self._store.free(place)
         if self._journal is not None:
             self.core = self._journal.load(old.pins())
+            self.core.number_after(core)
+            self._written_version = self.core.policy_version
         self._answers = [(answer, refusal(error)) for answer, _ in self._answers]
         self._note(f"the journal could not be written: {error}")
 

@@ -1,13 +1,33 @@
 """What every backend of the transfer queue must do."""
 
+from rl_core.testing.queue_batches import BatchChecks
+from rl_core.testing.queue_claims import ClaimChecks
 from rl_core.testing.queue_columns import ColumnChecks
+from rl_core.testing.queue_drops import DropChecks
 from rl_core.testing.queue_leases import LeaseChecks
 from rl_core.testing.queue_ledger import LedgerChecks
+from rl_core.testing.queue_own_columns import OwnColumnChecks
+from rl_core.testing.queue_partial import PartialChecks
+from rl_core.testing.queue_room import RoomChecks
 from rl_core.testing.queue_rows import RowChecks
+from rl_core.testing.queue_staleness import StalenessChecks
 from rl_core.testing.queue_waits import WaitChecks
 
 
-class QueueConformance(RowChecks, ColumnChecks, LeaseChecks, WaitChecks, LedgerChecks):
+class QueueConformance(
+    RowChecks,
+    BatchChecks,
+    ColumnChecks,
+    OwnColumnChecks,
+    LeaseChecks,
+    StalenessChecks,
+    ClaimChecks,
+    PartialChecks,
+    DropChecks,
+    RoomChecks,
+    WaitChecks,
+    LedgerChecks,
+):
     """The conformance suite; pytest runs it for each subclass that says how a queue is made.
 
     The backend must read the time of its leases from the `clock` that it is given, and look at it in `stats`.
