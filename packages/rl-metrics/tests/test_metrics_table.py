@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_core import InProcessQueue, TaskSpec
+from rl_core.testing import make_prompts
 from rl_metrics.cli import main
 from rl_metrics.table import DEFINITIONS, FAMILIES
 
@@ -84,6 +86,14 @@ EMITTED = [
 @pytest.mark.parametrize("name", EMITTED)
 def test_a_name_that_trainers_emit_is_defined(name):
     assert DEFINITIONS.lookup(name).name == name
+
+
+def test_every_statistic_of_the_queue_is_defined():
+    queue = InProcessQueue([TaskSpec(name="train", needs=frozenset({"reward"}))])
+    queue.issue(make_prompts(2), num_sessions=1)
+    queue.drop("p1", reason="stale")
+    undefined = [key for key in queue.stats() if f"queue/{key}" not in DEFINITIONS]
+    assert undefined == []
 
 
 def test_every_definition_says_what_it_means():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSpec
+from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSpec, TransferQueue
 from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
@@ -57,7 +57,7 @@ class Parts:
     engine: RolloutEngine
     rollout: Rollout
     source: PromptSource
-    queue: InProcessQueue
+    queue: TransferQueue
     transport: WeightTransport
     objective: Objective
     stop: StopSignal
@@ -136,16 +136,19 @@ def make_objective(settings: Settings) -> Objective:
     )
 
 
-def make_queue(settings: Settings) -> InProcessQueue:
-    """The queue with the tasks of this run."""
+def make_queue(settings: Settings) -> TransferQueue:
+    """The queue with the tasks of this run, which get the groups as they were issued: so runs can be repeated."""
     rollout_columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
     late: dict[str, str] = {}
     if settings.algorithm.kl_coefficient:
         late[REFERENCE] = "reference_logprobs"
     if settings.algorithm.old_logprobs == "recompute":
         late[OLD_LOGPROBS] = "old_logprobs"
-    tasks = [TaskSpec(name=task, needs=rollout_columns, gives=frozenset({column})) for task, column in late.items()]
-    tasks.append(TaskSpec(name=TRAIN, needs=rollout_columns | frozenset(late.values())))
+    tasks = [
+        TaskSpec(name=task, needs=rollout_columns, gives=frozenset({column}), order="issue")
+        for task, column in late.items()
+    ]
+    tasks.append(TaskSpec(name=TRAIN, needs=rollout_columns | frozenset(late.values()), order="issue"))
     return InProcessQueue(tasks)
 
 

@@ -282,11 +282,25 @@ WEIGHTS = (
 )
 
 QUEUE = (
-    _one("queue/groups/{state}", "groups", "Groups in this state in the transfer queue."),
+    _one(
+        "queue/groups/{state}", "groups", "Groups in this state (issued, settled, done, dropped) in the transfer queue."
+    ),
     _one("queue/rows", "rows", "Rows that the queue holds."),
+    _one(
+        "queue/rows/{state}", "rows", "Of these, rows of groups in this state; also leased, and reserved to be written."
+    ),
     _one("queue/size_bytes", "bytes", "Memory that the queue's rows take."),
+    _one("queue/size_bytes/{state}", "bytes", "Of this, the part of groups in this state; also leased, and reserved."),
     _one("queue/leases", "leases", "Leases that run now."),
-    _one("queue/oldest_issued_s", "s", "Age of the oldest group that was issued and not yet put."),
+    _one("queue/claims", "claims", "Claims of producers that run now."),
+    _one("queue/oldest_lease_s", "s", "Age of the oldest lease that runs now."),
+    _one("queue/oldest_issued_s", "s", "Age of the oldest group whose sessions are not all settled."),
+    _one("queue/waiting/{kind}", "requests", "Requests that wait now: put for room, lease for groups."),
+    _one("queue/waited_s/{kind}", "s", "Time that answered requests of this kind have waited so far."),
+    _one("queue/leases_expired", "leases", "Leases and claims that ran out so far."),
+    _one("queue/reissued", "groups", "Groups issued again so far."),
+    _one("queue/sessions_left_out", "sessions", "Sessions that no task waited for any longer, so far."),
+    _one("queue/acks/{task}", "groups", "Groups that this task has acked so far."),
     _one("queue/drops/{reason}", "groups", "Groups dropped for this reason so far."),
 )
 
