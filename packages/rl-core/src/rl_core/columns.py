@@ -58,8 +58,11 @@ def declare_column(name: str, spec: ColumnSpec) -> None:
     """Add a column of one's own to the table; every process that makes or reads it declares it.
 
     Raises:
-        DataError: The name is taken by another specification, or the dtype is not a plain number's or bool.
+        DataError: The name is taken by another specification, or impossible, or the dtype is not a plain number's
+            or bool.
     """
+    if not name or name.startswith("#"):
+        raise DataError(f"a column's name must be there and not begin with '#', as keys in segments do; found {name!r}.")
     if np.dtype(spec.dtype).kind not in "biuf":
         raise DataError(f"column {name!r} must hold numbers or bools; found dtype {spec.dtype}.")
     known = COLUMNS.setdefault(name, spec)

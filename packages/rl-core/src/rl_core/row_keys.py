@@ -38,13 +38,21 @@ class RowKeys(Sequence[RowKey]):
 
     @classmethod
     def of(cls, keys: Sequence[RowKey]) -> "RowKeys":
-        """Keys of any sequence."""
+        """Keys of any sequence.
+
+        Raises:
+            DataError: An index does not fit in 32 bits.
+        """
         if isinstance(keys, RowKeys):
             return keys
         numbers: dict[str, int] = {}
         prompts = np.asarray([numbers.setdefault(uid, len(numbers)) for uid, _, _ in keys], dtype=np.int32)
-        sessions = np.asarray([session for _, session, _ in keys], dtype=np.int32)
-        outputs = np.asarray([output for _, _, output in keys], dtype=np.int32)
+        try:
+            sessions = np.asarray([session for _, session, _ in keys], dtype=np.int32)
+            outputs = np.asarray([output for _, _, output in keys], dtype=np.int32)
+        except OverflowError as error:
+            far = next(key for key in keys if not all(-(2**31) <= index < 2**31 for index in key[1:]))
+            raise DataError(f"indices of sessions and outputs must fit in int32; found row {tuple(far)}.") from error
         return cls(tuple(numbers), prompts, sessions, outputs)
 
     @classmethod

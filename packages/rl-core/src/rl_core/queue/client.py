@@ -242,13 +242,13 @@ class QueueClient(ABC):
 
     def _ack(self, lease: Lease, late: Batch) -> None:
         prepared = self._payload.prepare(late)
-        place = prepared.place
+        place, reservation = prepared.place, 0
         if place is None:
             reserve = Reserve([], 0, late.size_bytes, prepared.size_bytes, "", DEFAULT_DEADLINE_S)
             reserved = self._expect(self._call(reserve), Reserved)
-            written = self._payload.write(prepared, reserved.place)
-            place = reserved.reservation if written is None else written
-        self._call(Ack(lease.lease_id, lease.task, sorted(late.names), late.size_bytes, place))
+            reservation = reserved.reservation
+            place = self._payload.write(prepared, reserved.place)
+        self._call(Ack(lease.lease_id, lease.task, sorted(late.names), late.size_bytes, place, reservation))
 
     def _fetch(self, leased: Leased) -> Batch | None:
         """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rl_core.errors import JournalError, SegmentError
+from rl_core.errors import JournalError, RLError, SegmentError
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.interface import PromptState, QueueOptions, TaskSpec
@@ -30,10 +30,13 @@ DATABASE = "queue.sqlite3"
 SEGMENTS = "segments"
 FORMAT_VERSION = 1
 EPOCH_LEASES = 1 << 40
-"""Lease numbers of one life of a queue; those of the next follow."""
+"""Numbers of leases, and of segments, of one life of a queue; those of the next follow."""
 
 LOCK_DEADLINE_S = 1.0
 """A process that was just killed lets go of its lock in a moment."""
+
+UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError)
+"""What a record raises that was altered."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -101,29 +104,35 @@ class SqliteJournal:
             JournalError: Another process has it open, it is damaged or of another version, or its tasks differ.
         """
         self._directory, self._tasks, self._options, self._clock = directory, tasks, options, clock
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = lock_directory(directory)
-        self.torn_bytes = read_wal(directory / f"{DATABASE}-wal").torn_bytes
+        with _translated(directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = lock_directory(directory)
         try:
             with _translated(directory):
+                self.torn_bytes = read_wal(directory / f"{DATABASE}-wal").torn_bytes
                 self._connection = connect(directory / DATABASE)
-                self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
-            self._epoch = self._begin_epoch()
         except BaseException:
             os.close(self._lock)
+            raise
+        try:
+            with _translated(directory):
+                self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
+                self._epoch = self._begin_epoch()
+        except BaseException:
+            self.close()
             raise
 
     def write(self, core: QueueCore) -> None:
         """See `Journal.write`."""
         counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
         with _translated(self._directory), self._transaction() as cursor:
+            cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])  # uids come back
             cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
             cursor.executemany(
                 "INSERT INTO segments VALUES (?, ?)",
                 [(n, msgspec.msgpack.encode(core.segments.place(n))) for n in core.segments.added if n in core.segments],
             )
             cursor.executemany("DELETE FROM segments WHERE number = ?", [(n,) for n, _ in core.segments.freed])
-            cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
             cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
 
     def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
@@ -137,6 +146,7 @@ class SqliteJournal:
         for group in groups:
             group.issued_at += shift
         core.restore(groups, places, pins)
+        core.segments.number_from(self._epoch * EPOCH_LEASES + 1)
         return core
 
     def recover(self, check: Callable[[Any], None], remove_others: Callable[[list[Any]], int]) -> tuple[QueueCore, Recovery]:
@@ -149,6 +159,8 @@ class SqliteJournal:
         core = self.load({})
         lost = []
         for number in list(core.segments):
+            if number not in core.segments:
+                continue  # freed with one that is lost
             try:
                 check(core.segments.place(number))
             except SegmentError as error:
@@ -174,8 +186,9 @@ class SqliteJournal:
         """See `Journal.close`."""
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)  # once: by then the number may be another file's
 
     def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
@@ -194,15 +207,19 @@ class SqliteJournal:
 
     def _begin_epoch(self) -> int:
         meta = read_meta(self._connection)
-        if meta and int(meta["format"]) != FORMAT_VERSION:
-            raise JournalError(f"{self._directory} has format {meta['format'].decode()}; expected {FORMAT_VERSION}.")
         tasks = msgspec.json.encode([msgspec.to_builtins(task, order="sorted") for task in self._tasks], order="sorted")
-        if meta and _task_names(meta["tasks"]) != _task_names(tasks):
+        try:
+            version, epoch = int(meta.get("format", b"1")), int(meta.get("epoch", b"0")) + 1
+            names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
+        except UNREADABLE as error:
+            raise JournalError(f"{self._directory} has a record that cannot be read: {error}.") from error
+        if version != FORMAT_VERSION:
+            raise JournalError(f"{self._directory} has format {version}; expected {FORMAT_VERSION}.")
+        if names != expected:
             raise JournalError(
-                f"{self._directory} is the queue of tasks {_task_names(meta['tasks'])}; found {_task_names(tasks)}. "
+                f"{self._directory} is the queue of tasks {names}; found {expected}. "
                 "Open it with the tasks that it was made with, or choose another directory."
             )
-        epoch = int(meta.get("epoch", b"0")) + 1
         with _translated(self._directory), self._transaction() as cursor:
             rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
             cursor.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
@@ -243,7 +260,7 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
         places = {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT * FROM segments")}
         meta = read_meta(connection)
         counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise JournalError(f"the journal has a record that cannot be read: {error}.") from error
     missing = {number for group in groups for number in group.segments()} - places.keys()
     if missing:
@@ -277,8 +294,12 @@ def lock_directory(directory: Path) -> int:
 def _translated(directory: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.DatabaseError as error:
+    except RLError:
+        raise
+    except sqlite3.Error as error:
         raise JournalError(f"the journal in {directory} cannot be used: {error}.") from error
+    except OSError as error:
+        raise JournalError(f"the journal in {directory} cannot be used: {error.strerror or error}.") from error
 
 
 def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:

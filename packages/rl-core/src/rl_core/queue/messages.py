@@ -112,13 +112,17 @@ class Extend(Message):
 
 
 class Ack(Message):
-    """A lease is done; the columns given are in a segment whose rows are the lease's."""
+    """A lease is done; the columns given are in a segment whose rows are the lease's.
+
+    `place` and `reservation` are those of `Put`.
+    """
 
     lease_id: int
     task: str
     columns: list[str]
     size_bytes: int
     place: Any
+    reservation: int = 0
     is_retry: bool = False
 
 

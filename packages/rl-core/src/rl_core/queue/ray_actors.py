@@ -113,7 +113,7 @@ class Keeper:
         if self._folder is not None:
             node = str(ray.get_runtime_context().get_node_id())
         if node not in self._storages:
-            where = NodeAffinitySchedulingStrategy(node, soft=True)
+            where = NodeAffinitySchedulingStrategy(node, soft=False)  # a soft one is sometimes not kept
             actor = ray.remote(num_cpus=0, max_concurrency=2)(Storage)
             self._storages[node] = actor.options(scheduling_strategy=where).remote()
         return self._storages[node]

@@ -282,11 +282,11 @@ class QueueService:
             return
         self.core.current(request.lease_id, request.task)  # a keeper that was started anew knows no reservation
         place = request.place
-        if isinstance(place, int):  # a reservation
-            place = self._reservation(place).place
+        if request.reservation:
+            place = self._reservation(request.reservation).place or place
         self.core.ack(msgspec.structs.replace(request, place=place), now=self._clock())
-        if isinstance(request.place, int):
-            self._end_reservation(request.place)
+        if request.reservation:
+            self._end_reservation(request.reservation)
         self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
 
     def _answer(self, what: str) -> Any:
@@ -468,9 +468,8 @@ class QueueService:
 
     def _give_up_room(self, request: Any) -> None:
         """Free the room of what is refused; its client reserves again."""
-        number = getattr(request, "reservation", 0) or getattr(request, "place", None)
-        if isinstance(number, int) and number in self._reservations:
-            self._store.free(self._end_reservation(number).place)
+        if isinstance(request, Put | Ack) and request.reservation in self._reservations:
+            self._store.free(self._end_reservation(request.reservation).place or request.place)
 
     def _hold(self, request: Reserve, sign: int) -> None:
         self._held[0] += sign * request.num_rows

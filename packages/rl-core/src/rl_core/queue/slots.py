@@ -8,6 +8,7 @@ directory they are the page cache, and there again after a crash.
 import errno
 import mmap
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -26,6 +27,9 @@ from rl_core.segment import decode_segment, plan_segment, segment_size
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
 """Free slots beyond this are given back to the system."""
+
+SLOT_NAME = re.compile(r"[0-9A-Za-z-]+\.slot")
+MAX_CAPACITY = 1 << 62
 
 Place = list[Any]
 """[name, capacity] of a slot."""
@@ -69,7 +73,7 @@ class SlotPool:
 
     def free(self, place: Any) -> None:
         """Take a slot back; a segment that travelled with its message has none."""
-        if not isinstance(place, list):
+        if not is_slot(place):
             return
         name, capacity = place
         user = self._users.pop(name, None)
@@ -166,22 +170,30 @@ class SlotRows:
             return found
 
 
+def is_slot(place: Any) -> bool:
+    """True for what names a file of a folder, and cannot name another one."""
+    match place:
+        case [str(name), int(capacity)]:
+            return SLOT_NAME.fullmatch(name) is not None and 1 <= capacity <= MAX_CAPACITY
+    return False
+
+
 def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
     """The memory of a slot.
 
     Raises:
         SegmentError: It is not there, or too short.
     """
-    name, capacity = place
-    if not isinstance(name, str) or "/" in name or not isinstance(capacity, int):
+    if not is_slot(place):
         raise SegmentError(f"a slot is named by a file's name and size; found {place!r}.")
+    name, capacity = place
     try:
         descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise SegmentError(f"slot {name} of {folder} cannot be opened: {error.strerror}.") from error
     try:
         found = os.fstat(descriptor).st_size
-        if found < capacity or capacity < 1:
+        if found < capacity:
             raise SegmentError(f"slot {name} of {folder} must have {capacity} bytes; found {found}.")
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return np.frombuffer(mmap.mmap(descriptor, capacity, flags=flags), dtype=np.uint8)
