@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +18,7 @@ from rl_core.cli import main
 from rl_core.errors import JournalError
 from rl_core.queue.inspect_journal import inspect_journal
 from rl_core.queue.journal import DATABASE, SEGMENTS, Recovery
-from rl_core.queue.journal_report import InspectedPrompt, JournalReport, SegmentsReport
+from rl_core.queue.journal_report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
 from rl_core.queue.report_text import printable
 from rl_core.testing import make_prompt, make_prompts, make_trajectory
 from rl_core.testing.rows import ragged_like
@@ -25,6 +26,7 @@ from rl_core.testing.rows import ragged_like
 NEEDS = frozenset({"input_ids", "reward"})
 SCORE = TaskSpec(name="score", needs=NEEDS, gives=frozenset({"values"}), order="issue", max_staleness=3)
 TRAIN = TaskSpec(name="train", needs=NEEDS | {"values"}, partial_after_s=60.0)
+GUIDE = Path(__file__).parents[3] / "docs/guides/transfer-queue.md"
 LONG = 20_000
 """Tokens of a trajectory whose segment is too large for the database, and lies in a slot."""
 
@@ -149,6 +151,17 @@ def test_the_json_is_the_report(tmp_path, capsys):
     assert found["tasks"][0]["needs"] == ["input_ids", "reward"]
     assert found["prompts"][3]["sessions_failed"] == {"0": "the engine fell", "1": "the engine fell"}
     assert len(found["prompts"]) == 5
+
+
+@pytest.mark.skipif(not GUIDE.is_file(), reason="docs/ is in the checkout only")
+@pytest.mark.parametrize(
+    "part",
+    [JournalReport, SegmentsReport, DamagedSegment, InspectedPrompt, Recovery, TaskSpec],
+    ids=lambda p: p.__name__,
+)
+def test_the_guide_has_every_key_of_the_json(part):
+    named = set(re.findall(r"`(\w+)`", GUIDE.read_text()))
+    assert {field.name for field in fields(part)} - named == set()
 
 
 def test_a_closed_queue_is_left_as_it_was(tmp_path):
