@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rl_core import COLUMNS, ColumnSpec, RLError
-from rl_core.columns import column_dtype, column_spec
+from rl_core.columns import column_dtype, column_spec, declare_column
 from rl_core.errors import DataError
 
 
@@ -22,7 +22,43 @@ def test_every_column_says_what_it_means_in_a_sentence():
 
 
 def test_an_unknown_column_is_refused_with_the_known_ones():
-    with pytest.raises(DataError, match=r"unknown column 'logprobs'.*input_ids.*columns\.py"):
+    with pytest.raises(DataError, match=r"unknown column 'logprobs'.*input_ids.*`declare_column`"):
         column_spec("logprobs")
     assert issubclass(DataError, RLError)
     assert issubclass(DataError, ValueError)
+
+
+@pytest.fixture
+def _own():
+    yield
+    COLUMNS.pop("own_value", None)
+
+
+@pytest.mark.usefixtures("_own")
+def test_a_column_of_ones_own_is_declared_once_or_the_same_again():
+    spec = ColumnSpec(dtype="float16", is_ragged=False, meaning="Something.")
+    declare_column("own_value", spec)
+    declare_column("own_value", ColumnSpec(dtype="float16", is_ragged=False, meaning="In other words."))
+    assert column_spec("own_value") == spec
+    for other in (ColumnSpec(dtype="float32", is_ragged=False, meaning="."), _ragged("float16")):
+        with pytest.raises(DataError, match="'own_value' is declared already"):
+            declare_column("own_value", other)
+    with pytest.raises(DataError, match="'reward' is declared already"):
+        declare_column("reward", _ragged("float32"))
+
+
+@pytest.mark.parametrize("dtype", ["object", "str", "datetime64[s]", "complex64", "S4"])
+def test_columns_hold_numbers_or_bools(dtype):
+    with pytest.raises(DataError, match="'own_value' must hold numbers or bools"):
+        declare_column("own_value", _ragged(dtype))
+    assert "own_value" not in COLUMNS
+
+
+@pytest.mark.parametrize("name", ["", "#prompt", "#"])
+def test_names_of_the_keys_of_rows_are_not_columns(name):
+    with pytest.raises(DataError, match="does not begin with '#'"):
+        declare_column(name, _ragged("float32"))
+
+
+def _ragged(dtype):
+    return ColumnSpec(dtype=dtype, is_ragged=True, meaning="Something.")

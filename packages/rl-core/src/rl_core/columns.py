@@ -62,7 +62,7 @@ def declare_column(name: str, spec: ColumnSpec) -> None:
             or bool.
     """
     if not name or name.startswith("#"):
-        raise DataError(f"a column's name must be there and not begin with '#', as keys in segments do; found {name!r}.")
+        raise DataError(f"a column needs a name that does not begin with '#', as the keys of rows do; found {name!r}.")
     if np.dtype(spec.dtype).kind not in "biuf":
         raise DataError(f"column {name!r} must hold numbers or bools; found dtype {spec.dtype}.")
     known = COLUMNS.setdefault(name, spec)

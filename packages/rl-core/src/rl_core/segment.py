@@ -30,9 +30,10 @@ FORMAT_VERSION = 1
 ALIGNMENT = 64
 COPY_BYTES = 1 << 18  # small enough to be in the cache still when its checksum is taken
 HEADER = struct.Struct("<8sIIQQI28x")
+FLOATS = ("float16", "float32", "float64")
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
-    for name in "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+    for name in ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), *FLOATS)
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMS = 8
@@ -133,10 +134,13 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
         SegmentError: The segment is torn, altered, or asks for what cannot be; the message names the column.
     """
     memory = memoryview(source)
-    schema, sums, size = _read_schema(memory)
-    arrays = {}
+    schema, sums, start, size = _read_schema(memory)
+    arrays: dict[str, Array] = {}
     for entry, expected in zip(schema.arrays, sums, strict=True):
         end = _end_of(entry, size)
+        if entry.place < start or entry.name in arrays:
+            raise SegmentError(f"column {entry.name!r} is named twice, or lies over what comes before byte {start}.")
+        start = end
         if not is_verified and checksum(memory[entry.place : end]) != expected:
             raise SegmentError(
                 f"column {entry.name!r} of {_rows_of(schema)} has another checksum than its segment says; "
@@ -145,7 +149,7 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
         arrays[entry.name] = _view(entry, source)
     try:
         return _batch_of(schema, arrays)
-    except (RLError, KeyError, IndexError, TypeError, msgspec.MsgspecError) as error:
+    except (RLError, KeyError, IndexError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise SegmentError(f"a segment of {_rows_of(schema)} contradicts itself: {error}") from error
 
 
@@ -156,10 +160,11 @@ def segment_size(source: bytes | memoryview | Bytes) -> int:
         SegmentError: It is torn or altered there, or longer than what is there.
     """
     memory = memoryview(source)
-    return _read_schema(memory)[2]
+    return _read_schema(memory)[3]
 
 
-def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int]:
+def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
+    """The schema, the checksums of arrays, where arrays may begin, and where the segment ends."""
     if len(memory) < HEADER.size:
         raise SegmentError(f"a segment has at least {HEADER.size} bytes; found {len(memory)}.")
     magic, version, num_arrays, schema_bytes, size, expected = HEADER.unpack_from(memory)
@@ -175,14 +180,14 @@ def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int]:
         raise SegmentError("the schema of a segment has another checksum than its header says; it was altered or torn.")
     try:
         schema = msgspec.json.decode(described[:schema_bytes], type=Schema)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise SegmentError(f"the schema of a segment cannot be read: {error}.") from error
     if len(schema.arrays) != num_arrays or not 0 <= schema.num_rows <= size:
         raise SegmentError(
             f"the schema of a segment lists {len(schema.arrays)} arrays of {schema.num_rows} rows; "
             f"its header says {num_arrays} arrays in {size} bytes."
         )
-    return schema, np.frombuffer(described[schema_bytes:], dtype="<u4").tolist(), size
+    return schema, np.frombuffer(described[schema_bytes:], dtype="<u4").tolist(), end, size
 
 
 def _end_of(entry: ArrayEntry, size: int) -> int:
@@ -206,7 +211,10 @@ def _view(entry: ArrayEntry, source: Any) -> Array:
     count = math.prod(entry.shape)
     view: Array = np.frombuffer(source, dtype=DTYPES[entry.dtype], count=count, offset=entry.place)
     view.flags.writeable = False
-    return view if len(entry.shape) == 1 else view.reshape(entry.shape)
+    try:
+        return view if len(entry.shape) == 1 else view.reshape(entry.shape)
+    except (ValueError, OverflowError) as error:  # no values, and more of them than numpy can count
+        raise SegmentError(f"column {entry.name!r} cannot have shape {entry.shape}: {error}.") from error
 
 
 def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
@@ -215,14 +223,17 @@ def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
         raise ShapeError(f"the keys must be [{schema.num_rows}] int32.")
     if schema.num_rows and (int(prompts.min()) < 0 or int(sessions.min()) < 0 or int(outputs.min()) < 0):
         raise DataError("a key has a negative index.")
-    if schema.num_rows and int(prompts.max()) >= len(schema.uids) or len(set(schema.uids)) != len(schema.uids):
-        raise DataError(f"a key names prompt {int(prompts.max())} of {len(schema.uids)}, or a prompt is named twice.")
+    if (schema.num_rows and int(prompts.max()) >= len(schema.uids)) or len(set(schema.uids)) != len(schema.uids):
+        last = int(prompts.max(initial=-1))
+        raise DataError(f"a key names prompt {last} of {len(schema.uids)}, or a prompt is named twice.")
     keys = RowKeys(tuple(schema.uids), prompts, sessions, outputs)
     encoded = arrays.pop("#extras", None)
     extras = msgspec.json.decode(encoded.tobytes(), type=list[dict[str, Any]]) if encoded is not None else None
     offsets = arrays.pop("#offsets", None)
     if (set(schema.ragged) - arrays.keys()) or (schema.ragged and offsets is None):
         raise DataError(f"ragged columns {schema.ragged} lack values or offsets.")
+    if offsets is not None and (offsets.shape != (schema.num_rows + 1,) or offsets.dtype != np.int64):
+        raise ShapeError(f"the offsets must be [{schema.num_rows + 1}] int64.")
     ragged = {name: arrays.pop(name) for name in schema.ragged}
     columns: dict[str, Column] = {**arrays}
     if offsets is not None:
@@ -252,8 +263,11 @@ def _encode_extras(batch: Batch) -> bytes:
 def _entry(name: str, parts: list[Array]) -> ArrayEntry:
     shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
     dtype = NAMES.get(parts[0].dtype)
-    if dtype is None:
-        raise DataError(f"column {name!r} must hold little-endian numbers or bools; found {parts[0].dtype}.")
+    if dtype is None or len(shape) > MAX_DIMS:
+        raise DataError(
+            f"column {name!r} must hold little-endian numbers or bools, in at most {MAX_DIMS} dimensions; "
+            f"found {parts[0].dtype} in {len(shape)}."
+        )
     return ArrayEntry(name=name, dtype=dtype, shape=shape, place=0)
 
 
@@ -281,5 +295,3 @@ def _chunks(parts: list[Array]) -> Iterator[Bytes]:
         flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         for start in range(0, len(flat), COPY_BYTES):
             yield flat[start : start + COPY_BYTES]
-
-
