@@ -51,8 +51,7 @@ def put_long(queue, uid, *, session=0):
 def storages_of(queue, ray):
     """Pids of the actors that own rows."""
     node = ray.get_runtime_context().get_node_id()
-    storage = ray.get(queue._keeper.storage.remote(node), timeout=DEADLINE_S)
-    return storage
+    return ray.get(queue._keeper.storage.remote(node), timeout=DEADLINE_S)[0]
 
 
 def kill_actor_process(ray, actor):

@@ -3,12 +3,12 @@
 import argparse
 import itertools
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from rl_core.ragged import offsets_of
 
 CALL_TIMEOUT_S = 120.0
 GROUP_SIZE = 8
-CHUNK_ROWS = 50_000
+CHUNK_ROWS = 2_000
+"""Rows of one put, where only their number matters."""
 NAMES = {name: f"bench_{name}" for name in COLUMNS}
 DTYPES = {"input_ids": "int64", "position_ids": "int64", "logprobs": "float32", "mask": "int8"}
 TASK = TaskSpec(name="train", needs=frozenset())
@@ -64,7 +65,7 @@ class Client:
         self._queue.put_batch(batch)
         return time.perf_counter() - starts_at
 
-    def get_bulk(self, topic: str) -> float:
+    def get_bulk(self, topic: str) -> float:  # noqa: ARG002 - as the peers have it
         """Get all producers' samples, read them, and ack; seconds."""
         started = time.perf_counter()
         lease = self._queue.lease("train", rows=NUM_SAMPLES, deadline_s=CALL_TIMEOUT_S)
@@ -79,7 +80,7 @@ class Client:
         batches = iter([batch_of(self._small, topic=topic, group_size=1) for topic in topics])
         return times_ms(lambda: self._queue.put_batch(next(batches)), num_calls=num_calls, starts_at=starts_at)
 
-    def get_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:
+    def get_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:  # noqa: ARG002
         """Get one sample, and ack it, again and again."""
         return times_ms(self._get_one, num_calls=num_calls, starts_at=starts_at)
 
@@ -88,10 +89,6 @@ class Client:
         for name in NAMES.values():
             look(lease.batch.ragged(name).runs())
         self._queue.ack(lease)
-
-    def peak_bytes(self) -> int:
-        """Largest memory of this process, shared memory apart."""
-        return private_bytes("self")
 
 
 Crew = Callable[[Sequence[int], str, Sequence[Any]], list[Any]]
@@ -173,51 +170,68 @@ def memory() -> Iterator[OurQueue]:
     queue.close()
 
 
+class Processes:
+    """A process for each client, told by pipes what to do."""
+
+    def __init__(self, queue: SharedMemoryQueue) -> None:
+        """Start them."""
+        context = multiprocessing.get_context("spawn")
+        self._queue = queue
+        self._pipes, self._processes = [], []
+        for number in range(NUM_PRODUCERS):
+            ours, theirs = context.Pipe()
+            self._processes.append(context.Process(target=work, args=(theirs, number, queue), daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
+
+    def call(self, numbers: Sequence[int], method: str, arguments: Sequence[Any]) -> list[Any]:
+        """A `Crew`."""
+        for number in numbers:
+            self._pipes[number].send((method, arguments))
+        answers = []
+        for number in numbers:
+            if not self._pipes[number].poll(CALL_TIMEOUT_S):
+                raise TimeoutError(f"client {number} did not answer {method} for {CALL_TIMEOUT_S:g} s.")
+            answers.append(self._pipes[number].recv())
+        return answers
+
+    def measure(self) -> dict[str, int]:
+        """What a round takes at its peak: slots, and by how much the processes have grown since before any."""
+        slots = 0
+
+        def call_and_look(numbers: Sequence[int], method: str, arguments: Sequence[Any]) -> list[Any]:
+            nonlocal slots
+            answers = self.call(numbers, method, arguments)
+            folder = Path(self._queue.address) / "segments"
+            slots = max(slots, sum(slot.stat().st_blocks * 512 for slot in folder.iterdir()))
+            return answers
+
+        before = self.private_bytes()
+        OurQueue(self._queue, call_and_look, lambda: None).bulk()
+        return {"peak_bytes": slots + max(self.private_bytes() - before, 0), "payload_bytes": payload_bytes()}
+
+    def private_bytes(self) -> int:
+        """Memory of the clients and the keeper that is their own, shared memory and files apart."""
+        pids = [*(process.pid for process in self._processes), self._queue.keeper_pid]
+        return sum(private_bytes(pid) for pid in pids if pid is not None)
+
+    def close(self) -> None:
+        """End them."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(CALL_TIMEOUT_S)
+
+
 @contextmanager
 def shm() -> Iterator[OurQueue]:
     """The queue in shared memory, with a process for each client."""
     declare()
-    context = multiprocessing.get_context("spawn")
     queue = SharedMemoryQueue([TASK])
-    pipes, processes = [], []
-    for number in range(NUM_PRODUCERS):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(theirs, number, queue), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
-
-    def crew(numbers: Sequence[int], method: str, arguments: Sequence[Any]) -> list[Any]:
-        for number in numbers:
-            pipes[number].send((method, arguments))
-        answers = []
-        for number in numbers:
-            if not pipes[number].poll(CALL_TIMEOUT_S):
-                raise TimeoutError(f"client {number} did not answer {method} for {CALL_TIMEOUT_S:g} s.")
-            answers.append(pipes[number].recv())
-        return answers
-
-    def measure() -> dict[str, int]:
-        before = sum(private_bytes(str(process.pid)) for process in processes)
-        slots = 0
-
-        def crew_and_look(numbers: Sequence[int], method: str, arguments: Sequence[Any]) -> list[Any]:
-            nonlocal slots
-            answers = crew(numbers, method, arguments)
-            folder = os.path.join(queue.address, "segments")
-            slots = max(slots, sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder)))
-            return answers
-
-        OurQueue(queue, crew_and_look, measure).bulk()
-        after = sum(private_bytes(str(process.pid)) for process in processes)
-        keeper = private_bytes(str(queue.keeper_pid))
-        return {"peak_bytes": slots + keeper + max(after - before, 0), "payload_bytes": payload_bytes()}
-
-    yield OurQueue(queue, crew, measure)
-    for pipe in pipes:
-        pipe.send(None)
-    for process in processes:
-        process.join(CALL_TIMEOUT_S)
+    processes = Processes(queue)
+    yield OurQueue(queue, processes.call, processes.measure)
+    processes.close()
     queue.close()
 
 
@@ -229,10 +243,10 @@ def work(pipe: Any, number: int, queue: TransferQueue) -> None:
         pipe.send(getattr(client, method)(*arguments))
 
 
-def private_bytes(pid: str) -> int:
-    """Peak of a process's memory that is its own, shared memory and files apart."""
-    with open(f"/proc/{pid}/status") as status:
-        fields = dict(line.split(":", 1) for line in status)
+def private_bytes(pid: int) -> int:
+    """Memory of a process that is its own."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
     return int(fields["RssAnon"].split()[0]) * 1024
 
 

@@ -28,7 +28,7 @@ def test_waiting_on_a_clock_that_stands_still_does_not_spin():
     before = clock.num_reads
     with pytest.raises(DeadlineError, match=r"for 0\.3 s"):
         queue.lease("train", groups=1, deadline_s=0.3)
-    assert clock.num_reads - before < 60
+    assert clock.num_reads - before < 200  # a loop without a pause reads it a hundred thousand times
 
 
 def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():

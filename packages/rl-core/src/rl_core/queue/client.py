@@ -73,6 +73,7 @@ class QueueClient(ABC):
         """Declare the tasks, and where rows lie."""
         self._tasks: Mapping[str, TaskSpec] = {task.name: task for task in tasks}
         self._payload = payload
+        self._reserves = True
 
     @abstractmethod
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
@@ -232,7 +233,9 @@ class QueueClient(ABC):
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
         prepared = self._payload.prepare(batch)
         place, reservation = prepared.place, 0
-        if place is None:
+        if place is None and not self._reserves:
+            place = self._payload.write(prepared, None)
+        elif place is None:
             reserve = Reserve(put.sessions, len(batch), batch.size_bytes, prepared.size_bytes, put.put_id, deadline_s)
             reserved = self._expect(self._call(reserve, deadline_s=deadline_s), Reserved)
             reservation = reserved.reservation
@@ -243,7 +246,9 @@ class QueueClient(ABC):
     def _ack(self, lease: Lease, late: Batch) -> None:
         prepared = self._payload.prepare(late)
         place, reservation = prepared.place, 0
-        if place is None:
+        if place is None and not self._reserves:
+            place = self._payload.write(prepared, None)
+        elif place is None:
             reserve = Reserve([], 0, late.size_bytes, prepared.size_bytes, "", DEFAULT_DEADLINE_S)
             reserved = self._expect(self._call(reserve), Reserved)
             reservation = reserved.reservation

@@ -18,6 +18,7 @@ from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal import SEGMENTS, Recovery, SqliteJournal
 from rl_core.queue.messages import Ack, Ask, Done, Leased, Put, Refused, Reply, decode_request
+from rl_core.queue.scratch import MappedScratches, ScratchName
 from rl_core.queue.service import QueueService
 from rl_core.segment import segment_size
 
@@ -27,11 +28,31 @@ MAX_WAITING = 100_000
 """Calls that may wait in the keeper at once; beyond this, Ray would hold back even those that wake others."""
 
 Reference = ray.ObjectRef
+KeeperWords = tuple[bytes, str | None, bool, int]
 Answered = tuple[bytes, dict[str, list[Reference]]]
 
 
 class Storage:
     """Owns rows: objects that it puts live as long as it, and somebody who knows them."""
+
+    def __init__(self) -> None:
+        """Own nothing yet."""
+        self._scratches = MappedScratches()
+
+    def store_scratch(self, name: ScratchName, size_bytes: int, spill: str | None) -> list[Reference]:
+        """Keep a segment that a process of this host has written into a scratch.
+
+        Raises:
+            SegmentError: It cannot be read there.
+            JournalError: The file cannot be written.
+        """
+        try:
+            segment = self._scratches.view(ScratchName(*name))[:size_bytes]
+        except OSError as error:
+            raise SegmentError(f"the memory of process {name[0]} cannot be mapped: {error.strerror}.") from error
+        if segment_size(segment) != size_bytes:
+            raise SegmentError(f"the memory of process {name[0]} has no segment of {size_bytes} bytes.")
+        return self.store(segment, spill)
 
     def store(self, segment: NDArray[np.uint8], spill: str | None) -> list[Reference]:
         """Keep a segment; written to a file as well, where the queue has a journal.
@@ -85,10 +106,12 @@ class Keeper:
 
     # -- what clients call
 
-    async def hello(self) -> tuple[bytes, str | None, int]:
-        """The tasks, the folder of segments where there is a journal, and the process."""
+    async def hello(self) -> KeeperWords:
+        """The tasks, the folder of segments where there is a journal, whether there are bounds, and the process."""
         folder = None if self._folder is None else str(self._folder)
-        return msgspec.json.encode(msgspec.to_builtins(self._tasks)), folder, os.getpid()
+        options = self._service.core.options
+        is_bounded = options.capacity_rows is not None or options.capacity_bytes is not None
+        return msgspec.json.encode(msgspec.to_builtins(self._tasks)), folder, is_bounded, os.getpid()
 
     async def request(self, client: str, body: bytes, references: dict[str, list[Reference]]) -> Answered:
         """Answer a request; references of segments that it names, or that the answer names, come beside it."""
@@ -108,15 +131,15 @@ class Keeper:
                 self._references.pop(key, None)
         return encode(reply), self._named_in(reply)
 
-    async def storage(self, node: str) -> Any:
-        """The storage of a node; the keeper's own where there is a journal, for its files are there."""
+    async def storage(self, node: str) -> tuple[Any, str]:
+        """The storage of a node, and its node: the keeper's where there is a journal, for its files are there."""
         if self._folder is not None:
             node = str(ray.get_runtime_context().get_node_id())
         if node not in self._storages:
             where = NodeAffinitySchedulingStrategy(node, soft=False)  # a soft one is sometimes not kept
             actor = ray.remote(num_cpus=0, max_concurrency=2)(Storage)
             self._storages[node] = actor.options(scheduling_strategy=where).remote()
-        return self._storages[node]
+        return self._storages[node], node
 
     async def storage_is_gone(self, node: str, actor_id: str) -> None:
         """A client could not reach a storage: the next one asks for a new one."""

@@ -19,6 +19,7 @@ from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal import Recovery
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
 from rl_core.queue.payload import INLINE_BYTES, Prepared
+from rl_core.queue.scratch import Scratches
 from rl_core.queue.tasks import check_options, check_tasks
 from rl_core.ray_session import start_ray
 from rl_core.segment import decode_segment, plan_segment
@@ -111,12 +112,12 @@ class RayQueue(QueueClient):
         self._is_closed = False
         self._client = f"pid {os.getpid()} {uuid.uuid4().hex[:8]}"
         try:
-            encoded, folder, self._pid = ray.get(keeper.hello.remote(), timeout=START_DEADLINE_S)
+            encoded, folder, is_bounded, self._pid = ray.get(keeper.hello.remote(), timeout=START_DEADLINE_S)
         except ray.exceptions.RayError as error:
             raise _start_error(error) from error
         self._has_journal = folder is not None
-        self._rows = RayRows(keeper, folder)
-        super().__init__(msgspec.json.decode(encoded, type=list[TaskSpec]), self._rows)
+        super().__init__(msgspec.json.decode(encoded, type=list[TaskSpec]), RayRows(keeper, folder))
+        self._reserves = is_bounded
 
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         import ray
@@ -168,6 +169,8 @@ class RayRows:
         self._keeper = keeper
         self._folder = folder
         self._storage: Any = None
+        self._storage_node = ""
+        self._scratches = Scratches()
 
     def prepare(self, batch: Batch) -> Prepared:
         """A segment, which travels with its message where it is small."""
@@ -176,15 +179,18 @@ class RayRows:
 
     def write(self, prepared: Prepared, place: Any) -> Any:
         """Give a segment to this node's storage."""
-        import ray
-
         from rl_core.queue.ray_actors import STORED
 
-        segment = np.empty(prepared.size_bytes, dtype=np.uint8)
-        prepared.plan.write(memoryview(segment))
         key = uuid.uuid4().hex
         spill = None if self._folder is None else str(Path(self._folder) / f"{key}.seg")
-        references = self._of_storage("store", segment, spill)
+        if self._is_near():
+            with self._scratches.take(prepared.size_bytes) as scratch:
+                prepared.plan.write(memoryview(scratch.memory))
+                references = self._of_storage("store_scratch", tuple(scratch.name), prepared.size_bytes, spill)
+        else:
+            segment = np.empty(prepared.size_bytes, dtype=np.uint8)
+            prepared.plan.write(memoryview(segment))
+            references = self._of_storage("store", segment, spill)
         return _Written(key, [STORED, key, prepared.size_bytes, spill], references)
 
     def read(self, number: int, place: Any) -> Batch:
@@ -209,6 +215,21 @@ class RayRows:
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             raise SegmentError(f"{spill} cannot be fetched: {type(error).__name__}.") from error
 
+    def _is_near(self) -> bool:
+        """True when the storage is on this node, and can map this process's memory."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        self._find_storage(node)
+        return hasattr(os, "memfd_create") and self._storage_node == node
+
+    def _find_storage(self, node: str) -> None:
+        import ray
+
+        if self._storage is None:
+            found = ray.get(self._keeper.storage.remote(node), timeout=START_DEADLINE_S)
+            self._storage, self._storage_node = found
+
     def _of_storage(self, method: str, *arguments: Any) -> Any:
         """Ask this node's storage, or another one where it is gone."""
         import ray
@@ -217,8 +238,7 @@ class RayRows:
         ends_at = time.monotonic() + FETCH_DEADLINE_S
         while True:
             try:
-                if self._storage is None:
-                    self._storage = ray.get(self._keeper.storage.remote(node), timeout=START_DEADLINE_S)
+                self._find_storage(node)
                 return ray.get(getattr(self._storage, method).remote(*arguments), timeout=FETCH_DEADLINE_S)
             except ray.exceptions.RayActorError as error:
                 if time.monotonic() > ends_at:

@@ -53,18 +53,21 @@ class KeeperConfig(msgspec.Struct, frozen=True):
 
 
 class _Connection:
-    """One client's connection: bytes that came, bytes that could not be sent yet."""
+    """One client's connection: bytes that came, bytes that could not be sent yet; `answered` collects those with any."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, answered: Callable[["_Connection"], None]) -> None:
         self.stream = stream
+        self._answered = answered
         self.client: str | None = None
         self.received = bytearray()
         self.unsent: list[bytes] = []
         self.is_open = True
+        self.is_behind = False
 
     def reply(self, reply: Reply) -> None:
         """Send an answer once the loop comes round."""
         self.unsent.append(encode_frame(reply))
+        self._answered(self)
 
 
 class QueueServer:
@@ -99,6 +102,7 @@ class QueueServer:
         self.service = QueueService(core, clock=clock, journal=journal, store=store, is_pinning=True)
         self._connections: dict[socket.socket, _Connection] = {}
         self._clients: dict[str, int] = {}
+        self._answered: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder / SOCKET
@@ -122,10 +126,11 @@ class QueueServer:
                         self._accept()
                     elif key.fileobj is owner or key.fileobj is self._waker:
                         self._is_ending = True
-                    elif events & selectors.EVENT_READ:
-                        self._receive(self._connections[key.fileobj])  # type: ignore[index]
+                    else:
+                        self._attend(self._connections[key.fileobj], events)  # type: ignore[index]
                 self.service.run()
-                for connection in list(self._connections.values()):
+                answered, self._answered = self._answered, {}
+                for connection in answered.values():
                     self._flush(connection)
         finally:
             self._end()
@@ -145,8 +150,14 @@ class QueueServer:
                 stream.close()
                 return
         stream.setblocking(False)
-        self._connections[stream] = _Connection(stream)
+        self._connections[stream] = _Connection(stream, lambda c: self._answered.__setitem__(id(c), c))
         self._selector.register(stream, selectors.EVENT_READ)
+
+    def _attend(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._answered[id(connection)] = connection
+        if events & selectors.EVENT_READ:
+            self._receive(connection)
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -212,8 +223,9 @@ class QueueServer:
             return
         if sent < len(data):
             connection.unsent.append(data[sent:])
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if sent < len(data) else 0)
-        if self._selector.get_key(connection.stream).events != events:
+        if connection.is_behind != (sent < len(data)):
+            connection.is_behind = not connection.is_behind
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_behind else 0)
             self._selector.modify(connection.stream, events)
 
     def _drop(self, connection: _Connection) -> None:

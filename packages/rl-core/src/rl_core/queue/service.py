@@ -173,21 +173,24 @@ class QueueService:
 
     def run(self) -> None:
         """Go on with who waited, write what has changed, and answer."""
-        if self.core.next_expiry() - self._clock() > LONGEST_PAUSE_S:
-            self._pause_s = SHORTEST_PAUSE_S
-        elif not self._is_changed:
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._expire()
-        if self._is_changed or self._leases or self._puts:
-            self._is_changed = False
-            while self._retry_leases() or self._retry_puts():
-                pass
-        self._refuse_late()
+        if self._leases or self._puts:
+            self._go_on()
         self._write()
         self._turn += 1
         answers, self._answers = self._answers, []
         for answer, reply in answers:
             answer(reply)
+
+    def _go_on(self) -> None:
+        if self.core.next_expiry() - self._clock() > LONGEST_PAUSE_S:
+            self._pause_s = SHORTEST_PAUSE_S
+        elif not self._is_changed:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._expire()
+        self._is_changed = False
+        while self._retry_leases() or self._retry_puts():
+            pass
+        self._refuse_late()
 
     @property
     def num_waiting(self) -> int:
@@ -390,10 +393,11 @@ class QueueService:
         ]
         names = self._visible(lease) if lease.task.name != GENERATE else frozenset()
         numbers = {part[0] for group in groups for part in (*group.parts, *group.late)}
-        if self._is_pinning:
-            for number in numbers:
-                self.core.segments.pin(number, client)
         places = {number: self.core.segments.place(number) for number in numbers}
+        if self._is_pinning:
+            for number, place in places.items():
+                if not isinstance(place, bytes):  # those travel with the answer
+                    self.core.segments.pin(number, client)
         return Leased(lease.lease_id, lease.expires_at, groups, sorted(names), places)
 
     def _visible(self, lease: RunningLease) -> frozenset[str]:

@@ -89,7 +89,7 @@ class SlotPool:
         Raises:
             SegmentError: It is missing, torn or altered.
         """
-        if isinstance(place, list):
+        if not isinstance(place, bytes):
             segment_size(map_slot(self._folder, place))
 
     def remove_others(self, places: list[Any]) -> int:
@@ -144,7 +144,6 @@ class SlotRows:
     def read(self, number: int, place: Any) -> Batch:
         """A segment, as views of its slot, which stays as it is while anything looks at it."""
         if not isinstance(place, list):
-            self._unpin(number)
             return decode_segment(place)
         known = self._looked_at.get((number, place[0]))
         if known is not None:
