@@ -28,7 +28,7 @@ SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
 """Free slots beyond this are given back to the system."""
 
-SLOT_NAME = re.compile(r"[0-9A-Za-z-]+\.slot")
+SLOT_NAME = re.compile(r"[0-9A-Za-z-]{1,100}\.slot")
 MAX_CAPACITY = 1 << 62
 
 Place = list[Any]
@@ -102,8 +102,9 @@ class SlotPool:
 
     def _make(self, name: str, capacity: int) -> None:
         path = self._folder / name
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        descriptor = -1
         try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             os.posix_fallocate(descriptor, 0, capacity)  # later, a full disk would kill whoever writes
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -111,7 +112,8 @@ class SlotPool:
             advice = " Free some, or set capacity_bytes." if is_full else ""
             raise JournalError(f"no room for {capacity} bytes in {self._folder}: {error.strerror}.{advice}") from error
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class SlotRows:

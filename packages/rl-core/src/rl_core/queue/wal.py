@@ -53,8 +53,8 @@ def read_wal(path: Path) -> WalReport:
         place += frame_bytes
         if pages_after:
             num_transactions, last_whole = num_transactions + 1, place
-    is_torn = place > last_whole or len(content) - place < FRAME_HEADER.size
-    return WalReport(num_transactions, (min(place, len(content)) if place > last_whole else len(content)) - last_whole if is_torn else 0)
+    end = len(content) if len(content) - place < FRAME_HEADER.size else place
+    return WalReport(num_transactions, end - last_whole)
 
 
 def _end_of_turn(content: bytes, place: int, salts: tuple[int, int], frame_bytes: int) -> int:
