@@ -1,12 +1,23 @@
 """The queue in shared memory: the conformance suite, and what is its own."""
 
+import resource
+import socket
 import threading
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rl_core import Batch, RowKey, TaskSpec
+from rl_core.columns import ColumnSpec, declare_column
+from rl_core.queue import shared_memory
+from rl_core.queue.messages import Hello, LeaseRequest, encode_frame
 from rl_core.queue.server import QueueServer
 from rl_core.queue.shared_memory import SharedMemoryQueue
-from rl_core.testing import QueueConformance
+from rl_core.testing import QueueConformance, make_prompts, make_trajectory, wait_until
+
+TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 
 
 class _Served(SharedMemoryQueue):
@@ -35,3 +46,80 @@ class TestSharedMemoryQueue(QueueConformance):
         queue = _Served.connect(str(self.tmp_path / str(self.num_made)))
         queue.server, queue.thread = server, thread
         return queue
+
+
+@pytest.fixture
+def queue():
+    queue = SharedMemoryQueue([TRAIN])
+    yield queue
+    queue.close()
+
+
+def connection_of(queue):
+    """One more connection of the queue's process, spoken to by hand."""
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.settimeout(20)
+    stream.connect(str(Path(queue.address) / "socket"))
+    stream.sendall(encode_frame(Hello(queue._client)))
+    shared_memory.receive(stream, time.monotonic() + 20)
+    return stream
+
+
+ASK_FOR_ONE = LeaseRequest("train", "groups", 1, 3600.0, 600.0, False)
+
+
+def test_a_lease_that_is_broken_off_while_it_waits_goes_to_nobody(queue):
+    queue.issue(make_prompts(1), num_sessions=1)
+    with connection_of(queue) as stream:
+        stream.sendall(encode_frame(ASK_FOR_ONE))
+        wait_until(lambda: queue.stats()["waiting/lease"] == 1, "the lease to wait")
+    wait_until(lambda: queue.stats()["waiting/lease"] == 0, "the lease to be forgotten")
+    queue.put("p0", 0, [make_trajectory("p0", 0)])
+    assert queue.lease("train", groups=1, deadline_s=0).prompts[0].uid == "p0"
+
+
+def test_a_lease_whose_answer_nobody_heard_is_taken_back(queue):
+    queue.issue(make_prompts(1), num_sessions=1)
+    queue.put("p0", 0, [make_trajectory("p0", 0)])
+    with connection_of(queue) as stream:
+        stream.sendall(encode_frame(ASK_FOR_ONE))
+        wait_until(lambda: queue.stats()["leases"] == 1, "the lease")
+    assert queue.lease("train", groups=1, deadline_s=20).prompts[0].uid == "p0"
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20, (1 << 32) - 1])
+def test_garbage_on_the_socket_harms_nobody(queue, size):
+    with connection_of(queue) as stream:
+        stream.sendall(size.to_bytes(4, "little") + b"\xc1" * 100)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.connect(str(Path(queue.address) / "socket"))
+        stream.sendall(encode_frame(ASK_FOR_ONE))  # without a hello
+        with pytest.raises(AssertionError, match="say hello"):
+            raise AssertionError(shared_memory.receive(stream, time.monotonic() + 20))
+    assert queue.ledger() == []
+
+
+def test_a_keeper_without_descriptors_turns_clients_away_and_goes_on(queue):
+    assert queue.ledger() == []  # its own connection is there
+    resource.prlimit(queue.keeper_pid, resource.RLIMIT_NOFILE, (24, 24))
+    streams = []
+    for _ in range(40):
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream.connect(str(Path(queue.address) / "socket"))
+        streams.append(stream)
+    queue.issue(make_prompts(1), num_sessions=1)
+    for stream in streams:
+        stream.close()
+    other = SharedMemoryQueue.connect(queue.address)
+    assert [entry.prompt_uid for entry in other.ledger()] == ["p0"]
+    other.close()
+
+
+def test_own_columns_can_be_needed_and_reach_another_process(queue):
+    declare_column("own_scores", ColumnSpec(dtype="float64", is_ragged=False, meaning="A test's."))
+    other = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset({"own_scores"}))])
+    other.issue(make_prompts(1), num_sessions=2)
+    keys = [RowKey("p0", session, 0) for session in range(2)]
+    other.put_batch(Batch(keys, {"own_scores": np.asarray([0.25, 0.5])}))
+    assert other.lease("train", groups=1, deadline_s=0).batch.dense("own_scores").tolist() == [0.25, 0.5]
+    other.close()

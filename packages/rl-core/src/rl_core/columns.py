@@ -54,6 +54,10 @@ COLUMNS: dict[str, ColumnSpec] = {
 }
 
 
+BUILT_IN = frozenset(COLUMNS)
+"""Names that nobody declares."""
+
+
 def declare_column(name: str, spec: ColumnSpec) -> None:
     """Add a column of one's own to the table; every process that makes or reads it declares it.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, StaleLeaseError
 from rl_core.queue.group import LatePart, Part, QueuedGroup
-from rl_core.queue.index import GroupIndex
+from rl_core.queue.index import SPARE_ENTRIES, GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import GENERATE, Ack, LeaseRequest, Put, part_numbers
 from rl_core.queue.segment_table import SegmentTable
@@ -187,7 +187,7 @@ class QueueCore:
             return None
         lease = RunningLease(next(self.lease_ids), task.spec, picked, now, now + request.lease_s, client)
         self.leases[lease.lease_id] = lease
-        heapq.heappush(self._expiries, (lease.expires_at, lease.lease_id))
+        self._note_expiry(lease)
         for group in picked:
             group.leased[request.task] = lease.lease_id
             task.let_go(group)
@@ -208,7 +208,7 @@ class QueueCore:
     def extend(self, lease: RunningLease, *, expires_at: float) -> None:
         """Move the end of a lease."""
         lease.expires_at = expires_at
-        heapq.heappush(self._expiries, (expires_at, lease.lease_id))
+        self._note_expiry(lease)
 
     def ack(self, ack: Ack, *, now: float) -> None:
         """Finish a lease, with the columns that it gives."""
@@ -387,6 +387,12 @@ class QueueCore:
         for number in group.segments():
             self.segments.release(number)
         group.clear()
+
+    def _note_expiry(self, lease: RunningLease) -> None:
+        heapq.heappush(self._expiries, (lease.expires_at, lease.lease_id))
+        if len(self._expiries) > 2 * len(self.leases) + SPARE_ENTRIES:
+            self._expiries = [(running.expires_at, number) for number, running in self.leases.items()]
+            heapq.heapify(self._expiries)
 
     def _note_end(self, lease_id: int, how: str) -> None:
         self.ended[lease_id] = how

@@ -15,6 +15,10 @@ from rl_core.queue.interface import PromptState, TaskSpec
 from rl_core.queue.messages import GENERATE
 
 
+SPARE_ENTRIES = 1_000
+"""Outdated entries that a heap may hold before it is swept."""
+
+
 class Counted(NamedTuple):
     """What a group added to the counts when it was last refreshed; bits of tasks in `ready` and `possible`."""
 
@@ -63,6 +67,8 @@ class TaskGroups:
         if not group.queued & self.bit and self._is_candidate(group):
             group.queued |= self.bit
             heapq.heappush(self._heap, (self._key(group), group.order, group))
+            if len(self._heap) > 2 * self.num_possible + SPARE_ENTRIES:
+                self._sweep()
 
     def peek(self) -> QueuedGroup | None:
         """The group that comes next, ready or, in the order of issue, not yet."""
@@ -91,6 +97,17 @@ class TaskGroups:
 
     def _key(self, group: QueuedGroup) -> int:
         return group.order if self.spec.order == "issue" else group.arrival
+
+    def _sweep(self) -> None:
+        """Take out what is no longer to be had, so that it does not keep finished groups alive."""
+        kept = []
+        for entry in self._heap:
+            if self._is_candidate(entry[2]):
+                kept.append(entry)
+            else:
+                entry[2].queued &= ~self.bit
+        heapq.heapify(kept)
+        self._heap = kept
 
     def _is_candidate(self, group: QueuedGroup) -> bool:
         if self.spec.order == "issue":

@@ -116,6 +116,7 @@ class SqliteJournal:
             raise
         try:
             with _translated(directory):
+                _refuse_foreign(self._connection, directory)
                 self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
                 self._epoch = self._begin_epoch()
         except BaseException:
@@ -325,4 +326,16 @@ def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -
 
 
 def _task_names(encoded: bytes) -> list[str]:
-    return sorted(task["name"] for task in msgspec.json.decode(encoded))
+    return sorted(
+        task["name"] + (f" (gives {', '.join(sorted(task['gives']))})" if task["gives"] else "")
+        for task in msgspec.json.decode(encoded)
+    )
+
+
+def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
+    """Write nothing into a database of another program."""
+    found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if found and not found >= {"meta", "groups", "segments"}:
+        raise JournalError(
+            f"{directory / DATABASE} is no queue's journal: it has tables {sorted(found)}. Choose another directory."
+        )

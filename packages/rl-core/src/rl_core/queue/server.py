@@ -29,6 +29,7 @@ from rl_core.queue.messages import (
     Ask,
     Done,
     Hello,
+    Leased,
     Refused,
     Reply,
     Unpin,
@@ -63,9 +64,11 @@ class _Connection:
         self.unsent: list[bytes] = []
         self.is_open = True
         self.is_behind = False
+        self.unheard: int | None = None
 
     def reply(self, reply: Reply) -> None:
         """Send an answer once the loop comes round."""
+        self.unheard = reply.lease_id if isinstance(reply, Leased) else None
         self.unsent.append(encode_frame(reply))
         self._answered(self)
 
@@ -110,6 +113,7 @@ class QueueServer:
         self._listener.bind(str(path))
         self._listener.listen(128)
         self._listener.setblocking(False)
+        self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._waker, self._alarm = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
@@ -141,7 +145,11 @@ class QueueServer:
             self._alarm.send(b"\0")
 
     def _accept(self) -> None:
-        stream, _ = self._listener.accept()
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:
+            self._turn_away()
+            return
         if hasattr(socket, "SO_PEERCRED"):
             _, user, _ = CREDENTIALS.unpack(
                 stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -152,6 +160,14 @@ class QueueServer:
         stream.setblocking(False)
         self._connections[stream] = _Connection(stream, lambda c: self._answered.__setitem__(id(c), c))
         self._selector.register(stream, selectors.EVENT_READ)
+
+    def _turn_away(self) -> None:
+        """Close a connection for which no descriptor is left, instead of being woken by it for ever."""
+        self._spare.close()
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def _attend(self, connection: _Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -196,6 +212,7 @@ class QueueServer:
         del received[:place]
 
     def _take(self, connection: _Connection, message: Any) -> None:
+        connection.unheard = None  # a client asks again when it has heard the last answer
         if isinstance(message, Hello):
             connection.client = message.client
             self._clients[message.client] = self._clients.get(message.client, 0) + 1
@@ -233,6 +250,7 @@ class QueueServer:
         self._selector.unregister(connection.stream)
         del self._connections[connection.stream]
         connection.stream.close()
+        self.service.withdraw(connection.reply, connection.unheard)
         client = connection.client
         if client is not None:
             self._clients[client] -= 1
@@ -248,7 +266,7 @@ class QueueServer:
                 connection.stream.settimeout(1.0)
                 connection.stream.sendall(b"".join(connection.unsent))
             connection.stream.close()
-        for stream in (self._listener, self._waker, self._alarm):
+        for stream in (self._listener, self._spare, self._waker, self._alarm):
             stream.close()
         self._selector.close()
         shutil.rmtree(self._folder, ignore_errors=True)

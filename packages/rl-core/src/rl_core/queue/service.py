@@ -208,6 +208,14 @@ class QueueService:
         overdue_s = self._next_overdue_s()
         return min(until_expiry_s, overdue_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
 
+    def withdraw(self, answer: Answer, unheard: int | None) -> None:
+        """Nobody hears these answers any more: forget who waits for them, and take back a lease that went unheard."""
+        self._leases = [waiting for waiting in self._leases if waiting.answer != answer]
+        self._puts = [waiting for waiting in self._puts if waiting.answer != answer]
+        if unheard is not None and unheard in self.core.leases:
+            self.core.end_lease(unheard, "was released, because its consumer broke off")
+            self._note(f"lease {unheard} went unheard")
+
     def disconnect(self, client: str) -> None:
         """A client is gone: what it held is given back, and nobody waits for it."""
         self._leases = [waiting for waiting in self._leases if waiting.client != client]

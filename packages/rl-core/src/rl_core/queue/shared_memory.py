@@ -47,6 +47,8 @@ START_DEADLINE_S = 60.0
 CLOSE_DEADLINE_S = 10.0
 GRACE_S = 20.0
 """How much longer than a request's own deadline its answer is waited for."""
+RESTART_DEADLINE_S = 30.0
+"""How long a keeper that died may take to come back."""
 RECONNECT_PAUSE_S = 0.02
 PAUSE_S = 1.0
 READ_BYTES = 1 << 17
@@ -174,6 +176,7 @@ class SharedMemoryQueue(QueueClient):
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         self._check_process()
         ends_at = time.monotonic() + deadline_s + GRACE_S
+        lost_at: float | None = None
         while True:
             if self._is_closed:
                 raise NotReadyError("the transfer queue is closed.")
@@ -185,7 +188,8 @@ class SharedMemoryQueue(QueueClient):
                     "which is there and does not answer. Is it stopped?"
                 ) from error
             except OSError as error:
-                self._refuse_lost(error, ends_at)
+                lost_at = time.monotonic() if lost_at is None else lost_at
+                self._refuse_lost(error, lost_at)
                 request = as_retry(request)
 
     def _exchange(self, request: Request, ends_at: float) -> Reply:
@@ -215,7 +219,7 @@ class SharedMemoryQueue(QueueClient):
         self._pid = hello[3]
         return stream
 
-    def _refuse_lost(self, error: Exception, ends_at: float) -> None:
+    def _refuse_lost(self, error: Exception, lost_at: float) -> None:
         """After a lost connection: go on where the keeper comes back, else say what happened."""
         with self._lock:
             for stream in self._idle:
@@ -223,16 +227,31 @@ class SharedMemoryQueue(QueueClient):
             self._idle.clear()
         if self._is_closed or (self._keeper is not None and self._keeper.is_closing):
             raise NotReadyError("the transfer queue is closed.") from error
-        if not self._has_journal:
+        if not self._has_journal and not self._is_keeper_there():
             raise RoleError(
                 f"the queue's keeper (pid {self._pid}) is gone{self._keeper.how_it_ended() if self._keeper else ''}, and "
                 "with it what it knew: the queue has no journal. Give it a directory, and it goes on after a crash."
             ) from error
         if self._keeper is not None:
             self._keeper.check()
-        if time.monotonic() > ends_at - GRACE_S + min(GRACE_S, START_DEADLINE_S):
-            raise DeadlineError(f"the queue's keeper (pid {self._pid}) ended, and no other came: {error}.") from error
+        if time.monotonic() > lost_at + RESTART_DEADLINE_S or not self._folder.is_dir():
+            raise RoleError(
+                f"the queue's keeper (pid {self._pid}) answers no more, and its owner started no other: {error}. Is the "
+                "owner gone, or are there too many connections? A journal can be opened again."
+            ) from error
         time.sleep(RECONNECT_PAUSE_S)
+
+    def _is_keeper_there(self) -> bool:
+        """True while the keeper's process runs: it may have turned this one away, having too many connections."""
+        if not self._folder.is_dir():
+            return False
+        try:
+            os.kill(self._pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
 
     def _check_process(self) -> None:
         """Use connections of this process only: a fork has copies of its parent's."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_core.columns import column_spec
+from rl_core.columns import BUILT_IN, column_spec
 from rl_core.errors import SettingsError
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import GENERATE
@@ -37,7 +37,8 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
         _check_numbers(task)
     for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
         column_spec(name)
-    available, waiting = ROLLOUT_COLUMNS, list(tasks)
+    own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may put them
+    available, waiting = ROLLOUT_COLUMNS | own.difference(*(task.gives for task in tasks)), list(tasks)
     while waiting:
         runnable = [task for task in waiting if task.needs <= available]
         if not runnable:
