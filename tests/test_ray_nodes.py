@@ -11,7 +11,9 @@ def test_nodes_that_own_rows_and_hold_leases_are_killed():
     """In a process of its own: a process joins one Ray cluster at a time."""
     found = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stderr
-    said = [line for line in found.stdout.splitlines() if line.split(" ")[0] in ("leased", "unsettled", "acked", "ledger")]
+    said = [
+        line for line in found.stdout.splitlines() if line.split(" ")[0] in ("leased", "unsettled", "acked", "ledger")
+    ]
     assert said == [
         "leased ['p0', 'p1']",
         "unsettled ['p0', 'p1']",

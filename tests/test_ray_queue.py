@@ -61,15 +61,15 @@ def kill_actor_process(ray, actor):
 
 def test_every_socket_of_ray_is_on_loopback(ray):
     listening = set()
-    for process in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray" not in Path(f"/proc/{process}/cmdline").read_bytes():
+            if b"ray" not in (process / "cmdline").read_bytes():
                 continue
-            inodes = {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()}
+            inodes = {str(link.readlink()) for link in (process / "fd").iterdir()}
         except OSError:
             continue
         for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            for line in (process / "net" / table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                     listening.add(fields[1].split(":")[0])
@@ -126,7 +126,9 @@ def test_rows_outlive_the_process_that_put_them(ray, queue_on):
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the producer to be gone", deadline_s=DEADLINE_S)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(producer.put.remote(queue), timeout=DEADLINE_S)
-    assert queue.lease("train", groups=1, deadline_s=DEADLINE_S).batch.ragged("input_ids").lengths.tolist() == [LONG + 2]
+    assert queue.lease("train", groups=1, deadline_s=DEADLINE_S).batch.ragged("input_ids").lengths.tolist() == [
+        LONG + 2
+    ]
 
 
 def test_rows_of_a_killed_storage_are_generated_again(ray, queue_on):
@@ -137,7 +139,9 @@ def test_rows_of_a_killed_storage_are_generated_again(ray, queue_on):
     kill_actor_process(ray, storages_of(queue, ray))
 
     def lost():
-        lease = queue.lease("train", groups=1, deadline_s=DEADLINE_S)  # the killed owner's rows may be there for a moment
+        lease = queue.lease(
+            "train", groups=1, deadline_s=DEADLINE_S
+        )  # the killed owner's rows may be there for a moment
         queue.release(lease)
         return [prompt.uid for prompt in lease.prompts] == ["p1"]
 

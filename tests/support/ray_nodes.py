@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 
@@ -35,9 +36,19 @@ class Worker:
         return [prompt.uid for prompt in self.held.prompts]
 
 
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 def start_cluster(folder):
     ray._private.utils.write_ray_address = lambda *args, **kwargs: None  # else it leaves a file for everybody
-    base = {"node_ip_address": "127.0.0.1", "num_cpus": 2, "object_store_memory": 200 << 20, "include_log_monitor": False}
+    base = {
+        "node_ip_address": "127.0.0.1",
+        "num_cpus": 2,
+        "object_store_memory": 200 << 20,
+        "include_log_monitor": False,
+    }
     head = {**base, "temp_dir": folder, "include_dashboard": False, "no_monitor": True, "resources": {"n0": 10}}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = [cluster.add_node(wait=False, resources={f"n{i}": 10}, **base) for i in (1, 2)]
@@ -61,7 +72,7 @@ def main():
         ray.get(producer.put.remote(queue, ["p0", "p1"]), timeout=DEADLINE_S)
         queue.put("p2", 0, [make_trajectory("p2", 0, num_response_tokens=LONG)])
         queue.put("p3", 0, [make_trajectory("p3", 0)])
-        print("leased", ray.get(consumer.lease.remote(queue, 5.0), timeout=DEADLINE_S), flush=True)
+        say("leased", ray.get(consumer.lease.remote(queue, 5.0), timeout=DEADLINE_S))
         kill(nodes[0])  # which owns p0's and p1's rows
         kill(nodes[1])  # which has leased them
         acked = []
@@ -75,13 +86,13 @@ def main():
         thread = threading.Thread(target=consume)
         thread.start()
         wait_until(lambda: len(queue.unsettled()) == 2, "the lost rows to be listed", deadline_s=3 * DEADLINE_S)
-        print("unsettled", [unsettled.prompt.uid for unsettled in queue.unsettled()], flush=True)
+        say("unsettled", [unsettled.prompt.uid for unsettled in queue.unsettled()])
         for uid in ("p0", "p1"):
             queue.put(uid, 0, [make_trajectory(uid, 0, num_response_tokens=LONG)], deadline_s=DEADLINE_S)
         thread.join(DEADLINE_S)
         stats = queue.stats()
-        print("acked", sorted(acked), int(stats["acks/train"]), int(stats["drops/lost"]), flush=True)
-        print("ledger", [(entry.state, entry.attempt) for entry in queue.ledger()], flush=True)
+        say("acked", sorted(acked), int(stats["acks/train"]), int(stats["drops/lost"]))
+        say("ledger", [(entry.state, entry.attempt) for entry in queue.ledger()])
         queue.close()
     finally:
         ray.shutdown()

@@ -26,7 +26,8 @@ def value_of(uid, session):
 
 
 def say(line):
-    print(line, flush=True)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def produce(queue):

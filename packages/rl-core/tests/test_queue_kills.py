@@ -218,7 +218,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     path = os.pathsep.join(p for p in sys.path if p)
     found = subprocess.run(
-        [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", source],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )
     pid, address = found.stdout.split()
     wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the keeper to end", deadline_s=DEADLINE_S)
@@ -251,7 +255,9 @@ def test_a_pickled_queue_and_one_in_a_fork_are_the_same_queue(started):
         except BaseException:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert queue.lease("train", groups=1, deadline_s=DEADLINE_S).batch.ragged("input_ids").lengths.tolist() == [LONG + 2]
+    assert queue.lease("train", groups=1, deadline_s=DEADLINE_S).batch.ragged("input_ids").lengths.tolist() == [
+        LONG + 2
+    ]
 
 
 def test_nobody_answers_at_an_address_that_is_gone():
@@ -269,7 +275,7 @@ def test_a_journal_in_use_is_refused(started, tmp_path):
 
 def run_faults(seed, directory, *, num_groups, num_sessions=2, deadline_s=300.0):
     """8 producers and 2 consumers of each of 3 tasks, killed at random with the keeper; gives what was acked."""
-    print(f"seed {seed}")
+    sys.stdout.write(f"seed {seed}\n")
     choose = random.Random(seed)
     queue = SharedMemoryQueue(
         FAULT_TASKS, options=QueueOptions(directory=directory, capacity_rows=num_groups // 2 * num_sessions)

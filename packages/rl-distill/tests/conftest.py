@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.batch import Batch, Ragged, RowKey
-from rl_core.ragged import offsets_of
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged, offsets_of
+from rl_core.row_keys import RowKey
 
 VOCAB_SIZE = 40
 

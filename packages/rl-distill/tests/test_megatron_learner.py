@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
 from rl_core.errors import DataError, NotReadyError, RLError, SettingsError, ShapeError
+from rl_core.ragged import Ragged
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron import model as model_module
 from rl_distill.megatron.learner import MegatronLearner

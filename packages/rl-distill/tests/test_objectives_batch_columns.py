@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
 from rl_core.errors import DataError, SettingsError
+from rl_core.ragged import Ragged
 from rl_core.records import Trajectory
 from rl_distill.objectives import with_advantages, with_correction_weights, with_loss_weights
 

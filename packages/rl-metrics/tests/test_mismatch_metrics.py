@@ -4,8 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch, Ragged, RowKey
+from rl_core.batch import Batch
 from rl_core.errors import DataError
+from rl_core.ragged import Ragged
+from rl_core.row_keys import RowKey
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.table import DEFINITIONS
 

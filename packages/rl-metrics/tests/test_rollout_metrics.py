@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
 from rl_core.errors import ShapeError
+from rl_core.ragged import Ragged
 from rl_core.records import Timings, Trajectory
 from rl_metrics.rollout_metrics import (
     spread,

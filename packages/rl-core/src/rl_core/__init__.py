@@ -1,11 +1,13 @@
 """Protocol and data transfer: records, batches, the transfer queue, weights with proof, roles."""
 
-from rl_core.batch import Batch, Ragged, RowKey
+from rl_core.batch import Batch
 from rl_core.cluster import LocalCluster, RoleSpec
 from rl_core.columns import COLUMNS, ColumnSpec
 from rl_core.errors import RLError
 from rl_core.queue import Claim, InProcessQueue, Lease, QueueOptions, TaskSpec, TransferQueue
+from rl_core.ragged import Ragged
 from rl_core.records import Group, Prompt, Timings, Trajectory
+from rl_core.row_keys import RowKey
 from rl_core.weights import Canary, WeightReceipt, WeightUpdate
 
 __all__ = [

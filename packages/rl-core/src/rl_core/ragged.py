@@ -1,5 +1,6 @@
 """Rows of different lengths, over pieces of memory that need not lie together."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -168,7 +169,7 @@ class Ragged:
         if piece is not None:
             follows &= piece[1:] == piece[:-1]
         bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(self)]
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in itertools.pairwise(bounds):
             array = pieces[0 if piece is None else int(piece[first])]
             yield array[int(starts[first]) : int(starts[end - 1] + self._lengths[end - 1])]
 

@@ -64,8 +64,8 @@ def start_ray(options: RayOptions | None = None) -> Any:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         if os.environ.get("RAY_AUTH_MODE") != "token":
             warnings.warn(
-                "Ray runs without token authentication: whoever reaches its ports can run code. Set RAY_AUTH_MODE=token "
-                "before ray is imported, or let rl_core.ray_session.start_ray start it.",
+                "Ray runs without token authentication: whoever reaches its ports can run code. Set "
+                "RAY_AUTH_MODE=token before ray is imported, or let rl_core.ray_session.start_ray start it.",
                 stacklevel=2,
             )
         return sys.modules["ray"]
@@ -79,7 +79,7 @@ def start_ray(options: RayOptions | None = None) -> Any:
         if options.address is not None:
             ray.init(address=options.address, **arguments)
         else:
-            folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")  # noqa: S108 - sockets need short paths
+            folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")
             _folders.append(folder)
             ray.init(
                 num_cpus=options.num_cpus,

@@ -103,9 +103,9 @@ class RowKeys(Sequence[RowKey]):
         """The keys at these indices, with their prompts alone."""
         uids, prompts = self.uids, self.prompts[rows]
         if len(uids) > 1:
-            used, prompts = np.unique(prompts, return_inverse=True)
-            uids = tuple(uids[index] for index in used.tolist())
-        return RowKeys(uids, prompts.astype(np.int32, copy=False), self.sessions[rows], self.outputs[rows])
+            used, numbers = np.unique(prompts, return_inverse=True)
+            uids, prompts = tuple(uids[index] for index in used.tolist()), numbers.astype(np.int32)
+        return RowKeys(uids, prompts, self.sessions[rows], self.outputs[rows])
 
     def by_first_appearance(self) -> Index:
         """[N] index of each row's prompt, numbered by first appearance."""

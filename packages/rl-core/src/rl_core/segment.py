@@ -77,7 +77,7 @@ class SegmentPlan(NamedTuple):
         pieces.append(b"\0" * (self.size_bytes - place))
         return b"".join(pieces)
 
-    def write(self, target: memoryview | bytearray) -> None:
+    def write(self, target: memoryview | bytearray | Bytes) -> None:
         """Copy the arrays into writable memory of at least `size_bytes`, the header last."""
         memory: Bytes = np.frombuffer(target, dtype=np.uint8)
         sums = [_copy(parts, memory[entry.place :]) for entry, parts in self.sources]
@@ -133,7 +133,7 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
     Raises:
         SegmentError: The segment is torn, altered, or asks for what cannot be; the message names the column.
     """
-    memory = memoryview(source)
+    memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
     schema, sums, start, size = _read_schema(memory)
     arrays: dict[str, Array] = {}
     for entry, expected in zip(schema.arrays, sums, strict=True):
@@ -159,7 +159,7 @@ def segment_size(source: bytes | memoryview | Bytes) -> int:
     Raises:
         SegmentError: It is torn or altered there, or longer than what is there.
     """
-    memory = memoryview(source)
+    memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
     return _read_schema(memory)[3]
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
 from rl_distill.options import LearnerOptions
 
 __all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "StepResult"]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
 from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
 from rl_distill.hf_folder import read_policy_tensors
 from rl_distill.learner import LearnerOptions, Objective, StepResult

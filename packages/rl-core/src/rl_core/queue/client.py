@@ -65,7 +65,6 @@ from rl_core.records import Prompt, Trajectory
 MAX_READERS = 8
 
 
-
 class QueueClient(ABC):
     """A `TransferQueue` whose state is kept elsewhere; backends say how requests travel and where rows lie."""
 
@@ -83,9 +82,7 @@ class QueueClient(ABC):
         """See `TransferQueue.issue`."""
         self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], num_sessions))
 
-    def claim(
-        self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S
-    ) -> Claim:
+    def claim(self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S) -> Claim:
         """See `TransferQueue.claim`."""
         request = LeaseRequest(GENERATE, "groups", prompts, claim_s, deadline_s, True)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)

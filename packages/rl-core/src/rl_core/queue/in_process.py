@@ -75,7 +75,7 @@ class InProcessQueue(QueueClient):
             self._service.close()
             self._condition.notify_all()
 
-    def _send(self, request: Request, *, deadline_s: float) -> Reply:
+    def _send(self, request: Request, *, deadline_s: float) -> Reply:  # noqa: ARG002 - the service keeps it
         replies: list[Reply] = []
         with self._condition:
             if self._unpinned:

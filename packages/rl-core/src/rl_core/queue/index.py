@@ -14,7 +14,6 @@ from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import PromptState, TaskSpec
 from rl_core.queue.messages import GENERATE
 
-
 SPARE_ENTRIES = 1_000
 """Outdated entries that a heap may hold before it is swept."""
 

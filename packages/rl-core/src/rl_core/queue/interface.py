@@ -162,9 +162,7 @@ class TransferQueue(Protocol):
         """
         ...
 
-    def claim(
-        self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S
-    ) -> Claim:
+    def claim(self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S) -> Claim:
         """Take up to so many prompts to generate for, in the order of issue; waits for the first.
 
         A producer that dies loses its claim by time (or at once, where the backend notices), and what it had not yet

@@ -41,7 +41,8 @@ UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, Valu
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
-    number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL, prompt BLOB NOT NULL, record BLOB NOT NULL
+    number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
+    prompt BLOB NOT NULL, record BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, place BLOB NOT NULL);
 """
@@ -49,6 +50,9 @@ WRITE_GROUP = """
 INSERT INTO groups VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.record
 """
+
+
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,7 +101,9 @@ class Recovery:
 class SqliteJournal:
     """The journal of one queue, held by one keeper at a time."""
 
-    def __init__(self, directory: Path, tasks: Sequence[TaskSpec], options: QueueOptions, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, directory: Path, tasks: Sequence[TaskSpec], options: QueueOptions, *, clock: Callable[[], float]
+    ) -> None:
         """Open or make the journal in a directory.
 
         Raises:
@@ -131,7 +137,11 @@ class SqliteJournal:
             cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
             cursor.executemany(
                 "INSERT INTO segments VALUES (?, ?)",
-                [(n, msgspec.msgpack.encode(core.segments.place(n))) for n in core.segments.added if n in core.segments],
+                [
+                    (n, msgspec.msgpack.encode(core.segments.place(n)))
+                    for n in core.segments.added
+                    if n in core.segments
+                ],
             )
             cursor.executemany("DELETE FROM segments WHERE number = ?", [(n,) for n, _ in core.segments.freed])
             cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
@@ -142,7 +152,11 @@ class SqliteJournal:
         core.lease_ids = itertools.count(self._epoch * EPOCH_LEASES + 1)
         with _translated(self._directory):
             groups, places, counts = read_journal(self._connection)
-        core.policy_version, core.drops, core.counts = counts.policy_version, Counter(counts.drops), Counter(counts.counts)
+        core.policy_version, core.drops, core.counts = (
+            counts.policy_version,
+            Counter(counts.drops),
+            Counter(counts.counts),
+        )
         shift = self._clock() - time.time()
         for group in groups:
             group.issued_at += shift
@@ -150,7 +164,9 @@ class SqliteJournal:
         core.segments.number_from(self._epoch * EPOCH_LEASES + 1)
         return core
 
-    def recover(self, check: Callable[[Any], None], remove_others: Callable[[list[Any]], int]) -> tuple[QueueCore, Recovery]:
+    def recover(
+        self, check: Callable[[Any], None], remove_others: Callable[[list[Any]], int]
+    ) -> tuple[QueueCore, Recovery]:
         """The state after a crash or a stop, with what cannot be read issued again, and a report.
 
         Args:

@@ -9,7 +9,7 @@ GENERATE = "generate"
 """Task name of claims."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+class Message(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages."""
 
 
@@ -158,19 +158,7 @@ class Ask(Message):
 
 
 Request = (
-    Issue
-    | Reserve
-    | Put
-    | Fail
-    | Drop
-    | LeaseRequest
-    | Extend
-    | Ack
-    | Release
-    | Lost
-    | Unpin
-    | SetPolicyVersion
-    | Ask
+    Issue | Reserve | Put | Fail | Drop | LeaseRequest | Extend | Ack | Release | Lost | Unpin | SetPolicyVersion | Ask
 )
 
 

@@ -61,7 +61,7 @@ class HeldRows:
         """Never called: rows need no room."""
         raise NotImplementedError
 
-    def read(self, number: int, place: Any) -> Batch:
+    def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002
         """The batch itself."""
         batch: Batch = place
         return batch

@@ -1,4 +1,4 @@
-"""The actors of a queue on Ray: a keeper that knows, and storages that own the rows. Ray imports this in its workers."""
+"""The actors of a queue on Ray: a keeper that knows, and storages that own the rows; imported by Ray's workers."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ RESERVATION_S = 600.0
 MAX_WAITING = 100_000
 """Calls that may wait in the keeper at once; beyond this, Ray would hold back even those that wake others."""
 
-Reference = ray.ObjectRef
+Reference = ray.ObjectRef[Any]
 KeeperWords = tuple[bytes, str | None, bool, int]
 Answered = tuple[bytes, dict[str, list[Reference]]]
 
@@ -99,9 +99,7 @@ class Keeper:
         if options.directory is not None:
             self._journal = SqliteJournal(Path(options.directory), tasks, options, clock=clock)
             core, self._recovery = self._journal.recover(self._check, self._remove_others)
-        self._service = QueueService(
-            core, clock=clock, journal=self._journal, store=self, reservation_s=RESERVATION_S
-        )
+        self._service = QueueService(core, clock=clock, journal=self._journal, store=self, reservation_s=RESERVATION_S)
         self._timer: asyncio.TimerHandle | None = None
 
     # -- what clients call
@@ -137,8 +135,8 @@ class Keeper:
             node = str(ray.get_runtime_context().get_node_id())
         if node not in self._storages:
             where = NodeAffinitySchedulingStrategy(node, soft=False)  # a soft one is sometimes not kept
-            actor = ray.remote(num_cpus=0, max_concurrency=2)(Storage)
-            self._storages[node] = actor.options(scheduling_strategy=where).remote()
+            actor: Any = ray.remote(Storage)
+            self._storages[node] = actor.options(num_cpus=0, max_concurrency=2, scheduling_strategy=where).remote()
         return self._storages[node], node
 
     async def storage_is_gone(self, node: str, actor_id: str) -> None:

@@ -72,6 +72,9 @@ class RayQueue(QueueClient):
         self._is_owner = True
         self._join(actor.options(scheduling_strategy=here).remote(list(tasks), options, clock))
 
+    _is_closed: bool
+    _pid: int
+
     @classmethod
     def _of(cls, keeper: Any) -> "RayQueue":
         self = cls.__new__(cls)
@@ -136,8 +139,8 @@ class RayQueue(QueueClient):
             except ray.exceptions.GetTimeoutError as error:
                 ray.cancel(asked)
                 raise DeadlineError(
-                    f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's keeper, which is there "
-                    "and does not answer."
+                    f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's keeper, which is "
+                    "there and does not answer."
                 ) from error
             except ray.exceptions.RayActorError as error:
                 self._refuse_gone(error, ends_at)
@@ -177,7 +180,7 @@ class RayRows:
         plan = plan_segment(batch)
         return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
 
-    def write(self, prepared: Prepared, place: Any) -> Any:
+    def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - rooms have no place here
         """Give a segment to this node's storage."""
         from rl_core.queue.ray_actors import STORED
 
@@ -185,15 +188,15 @@ class RayRows:
         spill = None if self._folder is None else str(Path(self._folder) / f"{key}.seg")
         if self._is_near():
             with self._scratches.take(prepared.size_bytes) as scratch:
-                prepared.plan.write(memoryview(scratch.memory))
+                prepared.plan.write(np.frombuffer(scratch.memory, dtype=np.uint8))
                 references = self._of_storage("store_scratch", tuple(scratch.name), prepared.size_bytes, spill)
         else:
             segment = np.empty(prepared.size_bytes, dtype=np.uint8)
-            prepared.plan.write(memoryview(segment))
+            prepared.plan.write(segment)
             references = self._of_storage("store", segment, spill)
         return _Written(key, [STORED, key, prepared.size_bytes, spill], references)
 
-    def read(self, number: int, place: Any) -> Batch:
+    def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002
         """A segment from the object store, or from its file where its owner is gone."""
         import ray
 

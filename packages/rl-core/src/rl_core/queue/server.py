@@ -54,7 +54,7 @@ class KeeperConfig(msgspec.Struct, frozen=True):
 
 
 class _Connection:
-    """One client's connection: bytes that came, bytes that could not be sent yet; `answered` collects those with any."""
+    """One client's connection: bytes that came, and bytes to send; `answered` is told when there are any."""
 
     def __init__(self, stream: socket.socket, answered: Callable[["_Connection"], None]) -> None:
         self.stream = stream
@@ -151,9 +151,7 @@ class QueueServer:
             self._turn_away()
             return
         if hasattr(socket, "SO_PEERCRED"):
-            _, user, _ = CREDENTIALS.unpack(
-                stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            )
+            _, user, _ = CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
             if user not in (os.getuid(), 0):
                 stream.close()
                 return
@@ -216,7 +214,9 @@ class QueueServer:
         if isinstance(message, Hello):
             connection.client = message.client
             self._clients[message.client] = self._clients.get(message.client, 0) + 1
-            connection.reply(Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()]))
+            connection.reply(
+                Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()])
+            )
         elif connection.client is None:
             connection.reply(Refused("NotReadyError", "say hello first."))
         elif isinstance(message, Unpin):

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from rl_core.errors import DataError, DeadlineError, JournalError, NothingToLeaseError, NotReadyError, RLError
+from rl_core.errors import DataError, DeadlineError, JournalError, NothingToLeaseError, RLError
+from rl_core.queue.answers import answer_of, leased_of, stats_of
 from rl_core.queue.core import QueueCore, RunningLease
 from rl_core.queue.messages import (
     GENERATE,
@@ -19,7 +20,6 @@ from rl_core.queue.messages import (
     Fail,
     Issue,
     Leased,
-    LeasedGroup,
     LeaseRequest,
     Lost,
     Put,
@@ -32,7 +32,7 @@ from rl_core.queue.messages import (
     SetPolicyVersion,
     Unpin,
 )
-from rl_core.queue.tasks import ROLLOUT_COLUMNS
+from rl_core.queue.room import OwnPlaces, Room, SegmentStore
 
 SHORTEST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 1.0
@@ -60,32 +60,6 @@ class Journal(Protocol):
         ...
 
 
-class SegmentStore(Protocol):
-    """Where segments of a certain size can be written."""
-
-    def allocate(self, size_bytes: int, client: str) -> Any:
-        """Room for a segment, such as a file's name; None where the client brings its own.
-
-        Raises:
-            JournalError: There is no space left.
-        """
-        ...
-
-    def free(self, place: Any) -> None:
-        """The segment there is needed no longer."""
-        ...
-
-
-class OwnPlaces:
-    """The store of backends whose clients say where rows are."""
-
-    def allocate(self, size_bytes: int, client: str) -> Any:
-        """Nothing to allocate."""
-
-    def free(self, place: Any) -> None:
-        """Nothing to free: the place is let go of."""
-
-
 class _Waiting(NamedTuple):
     """A request that cannot be answered yet."""
 
@@ -95,15 +69,6 @@ class _Waiting(NamedTuple):
     since: float
     ends_at: float
     turn: int
-
-
-class _Reservation(NamedTuple):
-    """Room that a client writes into."""
-
-    client: str
-    request: Reserve
-    place: Any
-    ends_at: float
 
 
 class QueueService:
@@ -136,14 +101,10 @@ class QueueService:
         self.core = core
         self._clock = clock
         self._journal = journal
-        self._store = store or OwnPlaces()
+        self._room = Room(store or OwnPlaces(), reservation_s=reservation_s)
         self._is_pinning = is_pinning
-        self._reservation_s = reservation_s
         self._leases: list[_Waiting] = []
         self._puts: list[_Waiting] = []
-        self._reservations: dict[int, _Reservation] = {}
-        self._num_reservations = 0
-        self._held = [0, 0]
         self._answers: list[tuple[Answer, Reply]] = []
         self._waited_s = {"put": 0.0, "lease": 0.0}
         self._event: tuple[str, float] = ("nothing yet", time.time())
@@ -220,9 +181,7 @@ class QueueService:
         """A client is gone: what it held is given back, and nobody waits for it."""
         self._leases = [waiting for waiting in self._leases if waiting.client != client]
         self._puts = [waiting for waiting in self._puts if waiting.client != client]
-        for number in [number for number, held in self._reservations.items() if held.client == client]:
-            held = self._end_reservation(number)
-            self._store.free(held.place)
+        self._room.give_up_of(client)
         self.core.drop_client(client)
         self._note(f"the process {client} went away")
 
@@ -294,48 +253,25 @@ class QueueService:
         self.core.current(request.lease_id, request.task)  # a keeper that was started anew knows no reservation
         place = request.place
         if request.reservation:
-            place = self._reservation(request.reservation).place or place
+            place = self._room.find(request.reservation).place or place
         self.core.ack(msgspec.structs.replace(request, place=place), now=self._clock())
         if request.reservation:
-            self._end_reservation(request.reservation)
+            self._room.end(request.reservation)
         self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
 
     def _answer(self, what: str) -> Any:
-        core = self.core
         if what == "stats":
             return self._stats()
-        if what == "ledger":
-            return msgspec.to_builtins([group.entry() for group in core.groups])
-        if what == "unsettled":
-            now = self._clock()
-            return [
-                (g.prompt, g.missing_sessions, now - g.issued_at, g.attempt, GENERATE in g.leased)
-                for g in sorted(core.groups.issued.values(), key=lambda group: group.order)
-            ]
         if what == "forget_finished":
             self._is_changed = True
-            return core.forget_finished()
-        if what == "tasks":
-            return msgspec.to_builtins(list(core.specs.values()))
-        raise DataError(f"unknown question {what!r}.")
+            return self.core.forget_finished()
+        return answer_of(self.core, what, now=self._clock())
 
     def _stats(self) -> dict[str, float]:
-        core, now = self.core, self._clock()
-        stats: dict[str, float] = dict(core.groups.counts())
-        leases = [lease for lease in core.leases.values() if lease.task.name != GENERATE]
-        stats["rows"], stats["size_bytes"] = core.groups.num_rows, core.groups.size_bytes
-        leased = {group.order: group for lease in leases for group in lease.groups}.values()
-        stats["rows/leased"] = sum(group.num_rows for group in leased)
-        stats["size_bytes/leased"] = sum(group.size_bytes for group in leased)
-        stats["rows/reserved"], stats["size_bytes/reserved"] = self._held
-        stats["leases"], stats["claims"] = len(leases), len(core.leases) - len(leases)
-        stats["oldest_lease_s"] = now - min((lease.leased_at for lease in leases), default=now)
-        stats["oldest_issued_s"] = now - min((group.issued_at for group in core.groups.issued.values()), default=now)
+        stats = stats_of(self.core, now=self._clock())
+        stats["rows/reserved"], stats["size_bytes/reserved"] = self._room.num_rows, self._room.size_bytes
         stats["waiting/put"], stats["waiting/lease"] = len(self._puts), len(self._leases)
         stats |= {f"waited_s/{name}": waited for name, waited in self._waited_s.items()}
-        stats |= {name: core.counts[name] for name in ("leases_expired", "reissued", "sessions_left_out")}
-        stats |= {name: core.counts[name] for name in (f"acks/{task}" for task in core.specs)}
-        stats |= {f"drops/{reason}": count for reason, count in sorted(core.drops.items())}
         return {name: float(value) for name, value in stats.items()}
 
     # -- requests that may wait
@@ -390,56 +326,29 @@ class QueueService:
         return None
 
     def _leased(self, lease: RunningLease, client: str) -> Leased:
-        groups = [
-            LeasedGroup(
-                group.prompt,
-                group.missing_sessions if lease.task.name == GENERATE else [],
-                [part[:3] for part in group.parts] if lease.task.name != GENERATE else [],
-                [(*part[:3], list(part.columns)) for part in group.late] if lease.task.name != GENERATE else [],
-            )
-            for group in lease.groups
-        ]
-        names = self._visible(lease) if lease.task.name != GENERATE else frozenset()
-        numbers = {part[0] for group in groups for part in (*group.parts, *group.late)}
-        places = {number: self.core.segments.place(number) for number in numbers}
+        leased = leased_of(self.core, lease)
         if self._is_pinning:
-            for number, place in places.items():
+            for number, place in leased.places.items():
                 if not isinstance(place, bytes):  # those travel with the answer
                     self.core.segments.pin(number, client)
-        return Leased(lease.lease_id, lease.expires_at, groups, sorted(names), places)
-
-    def _visible(self, lease: RunningLease) -> frozenset[str]:
-        """Columns from rollouts and those that the task needs.
-
-        Groups may differ in the late columns that other tasks have given so far, which this task did not ask for.
-        """
-        late = frozenset().union(*(task.gives for task in self.core.specs.values()))
-        common = frozenset.intersection(*(group.columns for group in lease.groups))
-        return frozenset(name for name in common if name in lease.task.needs or name not in late - ROLLOUT_COLUMNS)
+        return leased
 
     def _try_put(self, request: Reserve | Put, client: str) -> Reply | None:
-        if isinstance(request, Put) and request.reservation:
-            held = self._reservation(request.reservation)
-            self.core.check_sessions(request.sessions)
-            self.core.put(msgspec.structs.replace(request, place=held.place or request.place))
-            self._end_reservation(request.reservation)
-            return self._has_put(request)
         self.core.check_sessions(request.sessions)
+        if isinstance(request, Put) and request.reservation:
+            held = self._room.find(request.reservation)
+            self.core.put(msgspec.structs.replace(request, place=held.place or request.place))
+            self._room.end(request.reservation)
+            return self._has_put(request)
         if isinstance(request, Put):
-            rows = sum(part.num_rows for part in request.parts)
-            if not self._has_room(rows, sum(part.size_bytes for part in request.parts)):
+            size_bytes = sum(part.size_bytes for part in request.parts)
+            if not self._has_room(sum(part.num_rows for part in request.parts), size_bytes):
                 return None
             self.core.put(request)
             return self._has_put(request)
         if not self._has_room(request.num_rows, request.size_bytes):
             return None
-        place = self._store.allocate(request.segment_bytes, client)
-        self._num_reservations += 1
-        self._reservations[self._num_reservations] = _Reservation(
-            client, request, place, time.monotonic() + self._reservation_s
-        )
-        self._hold(request, 1)
-        return Reserved(self._num_reservations, place)
+        return Reserved(*self._room.reserve(request, client))
 
     def _has_put(self, request: Put) -> Done:
         uid, indices = request.sessions[0]
@@ -451,41 +360,13 @@ class QueueService:
         return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
 
     def _has_room(self, num_rows: int, size_bytes: int) -> bool:
-        """True when rows fit, or when waiting for room could last for ever.
-
-        That is so while nothing is settled, and while consumers wait for more than there is and none is at work.
-        """
-        groups, options = self.core.groups, self.core.options
-        held_rows, held_bytes = self._held
-        fits_rows = options.capacity_rows is None or groups.num_rows + held_rows + num_rows <= options.capacity_rows
-        fits_bytes = (
-            options.capacity_bytes is None or groups.size_bytes + held_bytes + size_bytes <= options.capacity_bytes
-        )
-        if (fits_rows and fits_bytes) or num_rows == 0 or groups.num_in("settled") == 0:
-            return True
-        is_worked_on = any(lease.task.name != GENERATE for lease in self.core.leases.values())
         is_waited_for = any(waiting.request.task != GENERATE for waiting in self._leases)  # type: ignore[union-attr]
-        return is_waited_for and not is_worked_on
-
-    def _reservation(self, number: int) -> _Reservation:
-        held = self._reservations.get(number)
-        if held is None:
-            raise NotReadyError(f"reservation {number} is not known; reserve again.")
-        return held
-
-    def _end_reservation(self, number: int) -> _Reservation:
-        held = self._reservations.pop(number)
-        self._hold(held.request, -1)
-        return held
+        return self._room.fits(self.core, num_rows, size_bytes, is_waited_for=is_waited_for)
 
     def _give_up_room(self, request: Any) -> None:
         """Free the room of what is refused; its client reserves again."""
-        if isinstance(request, Put | Ack) and request.reservation in self._reservations:
-            self._store.free(self._end_reservation(request.reservation).place or request.place)
-
-    def _hold(self, request: Reserve, sign: int) -> None:
-        self._held[0] += sign * request.num_rows
-        self._held[1] += sign * request.size_bytes
+        if isinstance(request, Put | Ack) and request.reservation:
+            self._room.give_up(request.reservation, request.place)
 
     # -- time
 
@@ -515,8 +396,8 @@ class QueueService:
         held = f"{groups.num_rows} of {options.capacity_rows} held"
         if options.capacity_bytes is not None:
             held += f", {groups.size_bytes} of {options.capacity_bytes} bytes"
-        if self._held[0]:
-            held += f", {self._held[0]} rows being written by {sorted({r.client for r in self._reservations.values()})}"
+        if self._room.num_rows:
+            held += f", {self._room.num_rows} rows being written by {self._room.clients}"
         return f"put of {rows} rows waited for room: {held}, {groups.describe_states()}"
 
     @property
@@ -529,9 +410,7 @@ class QueueService:
         self._is_changed = True
 
     def _expire(self) -> None:
-        while self._reservations and (first := next(iter(self._reservations.items())))[1].ends_at <= time.monotonic():
-            self._store.free(self._end_reservation(first[0]).place)
-            self._note(f"the room that {first[1].client} reserved was given up")
+        self._room.give_up_late(self._note)
         for lease_id in self.core.expire(now=self._clock()):
             self._pause_s = SHORTEST_PAUSE_S
             self._note(f"lease {lease_id} ran out")
@@ -557,7 +436,7 @@ class QueueService:
                 return
             self._written_version = core.policy_version
         for _, place in core.segments.freed:
-            self._store.free(place)
+            self._room.store.free(place)
         core.dirty.clear()
         core.forgotten.clear()
         core.segments.added.clear()
@@ -568,14 +447,14 @@ class QueueService:
         core, old = self.core, self.core.segments
         for _, reply in self._answers:
             if isinstance(reply, Reserved):
-                self._store.free(self._end_reservation(reply.reservation).place)
+                self._room.give_up(reply.reservation)
             if isinstance(reply, Leased) and self._is_pinning and reply.lease_id in core.leases:
                 for number in reply.places:
                     old.unpin(number, core.leases[reply.lease_id].client)
         places = {number: place for number, place in old.freed if number in old.added}
         places |= {number: old.place(number) for number in old.added if number in old}
         for place in places.values():
-            self._store.free(place)
+            self._room.store.free(place)
         if self._journal is not None:
             self.core = self._journal.load(old.pins())
             self.core.number_after(core)
@@ -587,4 +466,3 @@ class QueueService:
 def refusal(error: RLError) -> Refused:
     """An error as an answer."""
     return Refused(type(error).__name__, str(error))
-

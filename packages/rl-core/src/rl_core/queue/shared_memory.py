@@ -57,9 +57,9 @@ READ_BYTES = 1 << 17
 class SharedMemoryQueue(QueueClient):
     """A `TransferQueue` for the processes of one host.
 
-    The process that makes it starts a keeper process, and the queue ends with it. Others connect by its address; a queue
-    that is pickled, as an argument of a process or an actor, connects too. Rows are read where they were written, as
-    read-only views, and their memory is used again only when nothing looks at them any more.
+    The process that makes it starts a keeper process, and the queue ends with it. Others connect by its address; a
+    queue that is pickled, as an argument of a process or an actor, connects too. Rows are read where they were
+    written, as read-only views, and their memory is used again only when nothing looks at them any more.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], *, options: QueueOptions | None = None) -> None:
@@ -78,7 +78,7 @@ class SharedMemoryQueue(QueueClient):
         options = options or QueueOptions()
         check_tasks(tasks)
         check_options(options)
-        self._keeper = _Keeper(tasks, options)
+        self._keeper: _Keeper | None = _Keeper(tasks, options)
         try:
             self._connect(self._keeper.folder)
         except BaseException:
@@ -184,8 +184,8 @@ class SharedMemoryQueue(QueueClient):
                 return self._exchange(request, ends_at)
             except TimeoutError as error:
                 raise DeadlineError(
-                    f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's keeper (pid {self._pid}), "
-                    "which is there and does not answer. Is it stopped?"
+                    f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's keeper (pid "
+                    f"{self._pid}), which is there and does not answer. Is it stopped?"
                 ) from error
             except OSError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
@@ -229,15 +229,15 @@ class SharedMemoryQueue(QueueClient):
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal and not self._is_keeper_there():
             raise RoleError(
-                f"the queue's keeper (pid {self._pid}) is gone{self._keeper.how_it_ended() if self._keeper else ''}, and "
-                "with it what it knew: the queue has no journal. Give it a directory, and it goes on after a crash."
+                f"the queue's keeper (pid {self._pid}) is gone{self._keeper.how_it_ended() if self._keeper else ''}, "
+                "and with it what it knew: the queue has no journal. Give it a directory, and it goes on after a crash."
             ) from error
         if self._keeper is not None:
             self._keeper.check()
         if time.monotonic() > lost_at + RESTART_DEADLINE_S or not self._folder.is_dir():
             raise RoleError(
-                f"the queue's keeper (pid {self._pid}) answers no more, and its owner started no other: {error}. Is the "
-                "owner gone, or are there too many connections? A journal can be opened again."
+                f"the queue's keeper (pid {self._pid}) answers no more, and its owner started no other: {error}. Is "
+                "the owner gone, or are there too many connections? A journal can be opened again."
             ) from error
         time.sleep(RECONNECT_PAUSE_S)
 
@@ -364,7 +364,8 @@ def receive(stream: socket.socket, ends_at: float) -> Reply:
             if size > MAX_FRAME_BYTES:
                 raise ConnectionError(f"an answer of {size} bytes")
     try:
-        return decode_reply(memoryview(received)[FRAME.size :])
+        reply: Reply = decode_reply(memoryview(received)[FRAME.size :])
+        return reply
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"an answer that cannot be read: {error}") from error
 
@@ -383,5 +384,3 @@ def remove_left_behind() -> None:
 
 def _client_name() -> str:
     return f"pid {os.getpid()} ({Path(sys.argv[0] or sys.executable).name}) {uuid.uuid4().hex[:8]}"
-
-

@@ -42,13 +42,19 @@ class SlotPool:
         """Own a folder of slots; what is in it already stays until it is freed, and is never used again.
 
         A process that outlived the last keeper may still look at those.
+
+        Raises:
+            JournalError: There can be no such folder.
         """
         self._folder = folder
         self._spare_bytes = spare_bytes
         self._free: dict[int, list[tuple[str, str]]] = {}
         self._users: dict[str, str] = {}
         self._free_bytes = 0
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalError(f"{folder} cannot be a folder of slots: {error.strerror}.") from error
         self._token = secrets.token_hex(4)  # names never come back: others may have old ones mapped
         self._number = 0
 
@@ -141,7 +147,7 @@ class SlotRows:
 
     def write(self, prepared: Prepared, place: Any) -> Any:
         """Write a segment into a slot."""
-        prepared.plan.write(memoryview(self._mapped(place)))
+        prepared.plan.write(self._mapped(place))
 
     def read(self, number: int, place: Any) -> Batch:
         """A segment, as views of its slot, which stays as it is while anything looks at it."""

@@ -3,9 +3,9 @@
 
 import numpy as np
 
-from rl_core.batch import Ragged
 from rl_core.errors import DataError, DeadlineError, ShapeError
 from rl_core.queue.interface import TaskSpec
+from rl_core.ragged import Ragged
 from rl_core.testing.queue_checks import REFERENCE, TEACHER, TRAIN, TRAIN_LATE, QueueChecks, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 

@@ -2,6 +2,7 @@
 """Checks of prompts that are issued again, and of what is listed as not yet there."""
 
 from rl_core.errors import NothingToLeaseError, OutdatedLeaseError
+from rl_core.row_keys import RowKey
 from rl_core.testing.queue_checks import REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
@@ -21,7 +22,7 @@ class DropChecks(QueueChecks):
             queue.put("p0", session, [make_trajectory("p0", session, num_response_tokens=7)])
         lease = queue.lease("train", groups=2, deadline_s=0)
         lengths = dict(zip(lease.batch.keys, lease.batch.ragged("input_ids").lengths.tolist(), strict=True))
-        assert [lengths["p0", session, 0] for session in range(2)] == [9, 9]
+        assert [lengths[RowKey("p0", session, 0)] for session in range(2)] == [9, 9]
         queue.ack(lease)
         assert [(entry.state, entry.attempt) for entry in queue.ledger()] == [("done", 3), ("done", 1)]
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
 from rl_core.columns import column_dtype
+from rl_core.ragged import Ragged
 from rl_core.records import NO_VERSION, Prompt, Trajectory
 
 

@@ -12,7 +12,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
 from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
 from rl_distill.learner import LearnerOptions, MetricSums, Objective, StepResult
 from rl_distill.megatron.convert import from_megatron, to_megatron, whole_policy

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_core.batch import Batch, Ragged
+from rl_core.batch import Batch
 from rl_core.columns import COLUMNS
+from rl_core.ragged import Ragged
 from rl_distill.objectives.advantages import RewardedRows
 from rl_distill.objectives.aggregation import token_weights
 from rl_distill.objectives.correction import CorrectionLevel, truncated_weights

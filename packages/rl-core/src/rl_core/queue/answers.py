@@ -1,0 +1,76 @@
+"""What a queue says of itself, and how a lease is described to whom it is given."""
+
+from typing import Any
+
+import msgspec
+
+from rl_core.errors import DataError
+from rl_core.queue.core import QueueCore, RunningLease
+from rl_core.queue.messages import GENERATE, Leased, LeasedGroup
+from rl_core.queue.tasks import ROLLOUT_COLUMNS
+
+
+def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
+    """The answer of an `Ask`.
+
+    Raises:
+        DataError: It asks for something unknown.
+    """
+    match what:
+        case "ledger":
+            return msgspec.to_builtins([group.entry() for group in core.groups])
+        case "unsettled":
+            return [
+                (group.prompt, group.missing_sessions, now - group.issued_at, group.attempt, GENERATE in group.leased)
+                for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
+            ]
+        case "tasks":
+            return msgspec.to_builtins(list(core.specs.values()))
+        case _:
+            raise DataError(f"unknown question {what!r}.")
+
+
+def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:
+    """Rows, bytes and groups by state, leases and their ages, drops by reason."""
+    stats: dict[str, float] = dict(core.groups.counts())
+    leases = [lease for lease in core.leases.values() if lease.task.name != GENERATE]
+    stats["rows"], stats["size_bytes"] = core.groups.num_rows, core.groups.size_bytes
+    leased = {group.order: group for lease in leases for group in lease.groups}.values()
+    stats["rows/leased"] = sum(group.num_rows for group in leased)
+    stats["size_bytes/leased"] = sum(group.size_bytes for group in leased)
+    stats["leases"], stats["claims"] = len(leases), len(core.leases) - len(leases)
+    stats["oldest_lease_s"] = now - min((lease.leased_at for lease in leases), default=now)
+    stats["oldest_issued_s"] = now - min((group.issued_at for group in core.groups.issued.values()), default=now)
+    stats |= {name: core.counts[name] for name in ("leases_expired", "reissued", "sessions_left_out")}
+    stats |= {name: core.counts[name] for name in (f"acks/{task}" for task in core.specs)}
+    stats |= {f"drops/{reason}": count for reason, count in sorted(core.drops.items())}
+    return stats
+
+
+def leased_of(core: QueueCore, lease: RunningLease) -> Leased:
+    """What a consumer is told of its lease, or a producer of its claim."""
+    if lease.task.name == GENERATE:
+        claimed = [LeasedGroup(group.prompt, group.missing_sessions, [], []) for group in lease.groups]
+        return Leased(lease.lease_id, lease.expires_at, claimed, [], {})
+    groups = [
+        LeasedGroup(
+            group.prompt,
+            [],
+            [part[:3] for part in group.parts],
+            [(part.segment, part.first, part.num_rows, list(part.columns)) for part in group.late],
+        )
+        for group in lease.groups
+    ]
+    numbers = {number for group in lease.groups for number in group.segments()}
+    places = {number: core.segments.place(number) for number in numbers}
+    return Leased(lease.lease_id, lease.expires_at, groups, sorted(_visible(core, lease)), places)
+
+
+def _visible(core: QueueCore, lease: RunningLease) -> frozenset[str]:
+    """Columns from rollouts and those that the task needs.
+
+    Groups may differ in the late columns that other tasks have given so far, which this task did not ask for.
+    """
+    late = frozenset().union(*(task.gives for task in core.specs.values())) - ROLLOUT_COLUMNS
+    common = frozenset.intersection(*(group.columns for group in lease.groups))
+    return frozenset(name for name in common if name in lease.task.needs or name not in late)

@@ -1,0 +1,136 @@
+"""Room in a queue: what is held, what is reserved for rows that are being written, and who may come in."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from rl_core.errors import NotReadyError
+from rl_core.queue.core import QueueCore
+from rl_core.queue.messages import GENERATE, Reserve
+
+
+class SegmentStore(Protocol):
+    """Where segments of a certain size can be written."""
+
+    def allocate(self, size_bytes: int, client: str) -> Any:
+        """Room for a segment, such as a file's name; None where the client brings its own.
+
+        Raises:
+            JournalError: There is no space left.
+        """
+        ...
+
+    def free(self, place: Any) -> None:
+        """The segment there is needed no longer."""
+        ...
+
+
+class OwnPlaces:
+    """The store of backends whose clients say where rows are."""
+
+    def allocate(self, size_bytes: int, client: str) -> Any:
+        """Nothing to allocate."""
+
+    def free(self, place: Any) -> None:
+        """Nothing to free: the place is let go of."""
+
+
+class Reservation(NamedTuple):
+    """Room that a client writes into."""
+
+    client: str
+    request: Reserve
+    place: Any
+    ends_at: float
+
+
+class Room:
+    """Reservations, and the bounds of a queue."""
+
+    def __init__(self, store: SegmentStore, *, reservation_s: float) -> None:
+        """Nothing is reserved yet.
+
+        Args:
+            store: Where segments are.
+            reservation_s: How long a client may take to write, where nothing tells that it is gone.
+        """
+        self.store = store
+        self._reservation_s = reservation_s
+        self._reservations: dict[int, Reservation] = {}
+        self._number = 0
+        self.num_rows = 0
+        self.size_bytes = 0
+
+    @property
+    def clients(self) -> list[str]:
+        """Who writes."""
+        return sorted({held.client for held in self._reservations.values()})
+
+    def fits(self, core: QueueCore, num_rows: int, size_bytes: int, *, is_waited_for: bool) -> bool:
+        """True when rows fit, or when waiting for room could last for ever.
+
+        That is so while nothing is settled, and while consumers wait for more than there is and none is at work.
+
+        Args:
+            core: What is held, and the bounds.
+            num_rows: Rows that want in.
+            size_bytes: Their bytes.
+            is_waited_for: A consumer waits.
+        """
+        groups, options = core.groups, core.options
+        rows, size = groups.num_rows + self.num_rows + num_rows, groups.size_bytes + self.size_bytes + size_bytes
+        fits_rows = options.capacity_rows is None or rows <= options.capacity_rows
+        fits_bytes = options.capacity_bytes is None or size <= options.capacity_bytes
+        if (fits_rows and fits_bytes) or num_rows == 0 or groups.num_in("settled") == 0:
+            return True
+        return is_waited_for and all(lease.task.name == GENERATE for lease in core.leases.values())
+
+    def reserve(self, request: Reserve, client: str) -> tuple[int, Any]:
+        """Hold room; gives its number and place.
+
+        Raises:
+            JournalError: There is no space left.
+        """
+        place = self.store.allocate(request.segment_bytes, client)
+        self._number += 1
+        self._reservations[self._number] = Reservation(client, request, place, time.monotonic() + self._reservation_s)
+        self.num_rows += request.num_rows
+        self.size_bytes += request.size_bytes
+        return self._number, place
+
+    def find(self, number: int) -> Reservation:
+        """A reservation.
+
+        Raises:
+            NotReadyError: It is not known: the queue was opened anew meanwhile.
+        """
+        held = self._reservations.get(number)
+        if held is None:
+            raise NotReadyError(f"reservation {number} is not known; reserve again.")
+        return held
+
+    def end(self, number: int) -> Reservation:
+        """Let go of a reservation, whose room now belongs to a segment or is freed."""
+        held = self._reservations.pop(number)
+        self.num_rows -= held.request.num_rows
+        self.size_bytes -= held.request.size_bytes
+        return held
+
+    def give_up(self, number: int, written: Any = None) -> None:
+        """Free the room of a reservation, if it is still there, or what was written elsewhere for it."""
+        if number in self._reservations:
+            self.store.free(self.end(number).place or written)
+
+    def give_up_late(self, note: Callable[[str], None]) -> None:
+        """Free the room of those that took too long."""
+        while self._reservations:
+            number, held = next(iter(self._reservations.items()))
+            if held.ends_at > time.monotonic():
+                return
+            self.give_up(number)
+            note(f"the room that {held.client} reserved was given up")
+
+    def give_up_of(self, client: str) -> None:
+        """Free the room of a client that is gone."""
+        for number in [number for number, held in self._reservations.items() if held.client == client]:
+            self.give_up(number)
