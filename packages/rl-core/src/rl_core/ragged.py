@@ -71,9 +71,9 @@ class Ragged:
         if len(parts) == 1:
             return parts[0]
         layouts = [part._layout for part in parts]  # read once: another thread may put rows end to end
-        kinds = {(str(layout.pieces[0].dtype), layout.pieces[0].shape[1:]) for layout in layouts}
+        kinds = {(layout.pieces[0].dtype, layout.pieces[0].shape[1:]) for layout in layouts}
         if len(kinds) > 1:
-            raise ShapeError(f"ragged columns to join must have one dtype and shape; found {sorted(kinds)}.")
+            raise ShapeError(f"ragged columns to join must have one dtype and shape; found {sorted(map(str, kinds))}.")
         known: dict[int, int] = {}
         pieces: list[Array] = []
         numbers: list[Index] = []

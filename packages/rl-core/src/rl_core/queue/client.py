@@ -1,6 +1,7 @@
 """A queue as its users see it: one implementation over whatever carries requests and keeps rows."""
 
 import contextlib
+import itertools
 import os
 import time
 import uuid
@@ -73,6 +74,7 @@ class QueueClient(ABC):
         self._tasks: Mapping[str, TaskSpec] = {task.name: task for task in tasks}
         self._payload = payload
         self._reserves = True
+        self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())
 
     @abstractmethod
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
@@ -120,7 +122,7 @@ class QueueClient(ABC):
         sessions = sessions_of(batch, empty_sessions)
         if not sessions:
             return
-        put = Put(sessions, describe_parts(batch), sorted(batch.names), None, uuid.uuid4().hex, 0, deadline_s)
+        put = Put(sessions, describe_parts(batch), sorted(batch.names), None, self._new_put_id(), 0, deadline_s)
         ends_at = time.monotonic() + deadline_s
         while True:
             with contextlib.suppress(_ReservationLostError):
@@ -217,6 +219,12 @@ class QueueClient(ABC):
         return dict(self._ask("stats"))
 
     # -- inside
+
+    def _new_put_id(self) -> str:
+        """A name that no other put has, of this client or of another."""
+        if self._put_ids[0] != os.getpid():
+            self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())  # a fork would go on counting
+        return f"{self._put_ids[1]}-{next(self._put_ids[2])}"
 
     def _pack(self, prompt: Prompt) -> Any:
         return encode_prompt(prompt)

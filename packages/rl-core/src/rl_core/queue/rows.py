@@ -79,6 +79,8 @@ def sessions_of(batch: Batch, empty: Sequence[tuple[str, int]]) -> list[tuple[st
     """The sessions of each prompt that rows in group order are of, and those that gave none."""
     found: dict[str, list[int]] = {}
     uids, prompts, sessions = batch.keys.uids, batch.keys.prompts, batch.keys.sessions
+    if len(uids) == 1 and not empty:
+        return [(uids[0], list(dict.fromkeys(sessions.tolist())))]
     is_first = (np.diff(prompts, prepend=-1) != 0) | (np.diff(sessions, prepend=-1) != 0)
     for prompt, session in zip(prompts[is_first].tolist(), sessions[is_first].tolist(), strict=True):
         found.setdefault(uids[prompt], []).append(session)
@@ -159,7 +161,7 @@ def _gather(
         piece = segment.only(names & segment.names)
         is_whole = len(rows) == len(piece) and bool((rows == np.arange(len(rows))).all())
         pieces.append(piece if is_whole else piece.select(rows))
-        positions.append(np.flatnonzero(np.isin(places, own)))
+        positions.append(np.flatnonzero(numbers[places] == number))
     batch = Batch.concat(pieces)
     order = np.argsort(np.concatenate(positions))
     if not is_sorted and len(parts) > len(groups):

@@ -41,6 +41,7 @@ from rl_core.queue.slots import SlotPool
 
 SOCKET = "socket"
 READ_BYTES = 1 << 18
+NICENESS = -10
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -288,6 +289,8 @@ def main() -> None:
             owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")
             sys.exit(1)
         signal.signal(signal.SIGTERM, lambda *_: server.stop())
+        with contextlib.suppress(OSError):  # everybody waits for this process; only root may say so
+            os.nice(NICENESS)
         owner.sendall(msgspec.json.encode(["ready", os.getpid()]) + b"\n")
         server.serve(owner=owner)
 

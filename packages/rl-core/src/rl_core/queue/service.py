@@ -124,9 +124,13 @@ class QueueService:
             self._expire()
             if isinstance(request, LeaseRequest | Reserve | Put) and not self._is_settled_put(request):
                 self._check(request)
-                self._wait(request, client, answer)
-                return
-            reply = self._handle(request, client)
+                now = self._attempt(request, client)
+                if now is None:
+                    self._wait(request, client, answer)
+                    return
+                reply = now
+            else:
+                reply = self._handle(request, client)
         except RLError as error:
             self._give_up_room(request)
             reply = refusal(error)
@@ -292,17 +296,17 @@ class QueueService:
         (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
 
     def _retry_leases(self) -> bool:
-        return self._retry(self._leases, self._try_lease, "lease")
+        return self._retry(self._leases, "lease")
 
     def _retry_puts(self) -> bool:
-        return self._retry(self._puts, self._try_put, "put")
+        return self._retry(self._puts, "put")
 
-    def _retry(self, queue: list[_Waiting], attempt: Callable[[Any, str], Reply | None], kind: str) -> bool:
+    def _retry(self, queue: list[_Waiting], kind: str) -> bool:
         """Answer those that can go on, first come first served; True when somebody could."""
         done, num_changes = [], self.core.num_changes
         for waiting in queue:
             try:
-                reply = attempt(waiting.request, waiting.client)
+                reply = self._attempt(waiting.request, waiting.client)
             except RLError as error:
                 self._give_up_room(waiting.request)
                 reply = refusal(error)
@@ -312,6 +316,10 @@ class QueueService:
                 self._answers.append((waiting.answer, reply))
         queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
         return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale, and takes what is late
+
+    def _attempt(self, request: LeaseRequest | Reserve | Put, client: str) -> Reply | None:
+        """The answer of a request that may wait, or None while it cannot go on."""
+        return self._try_lease(request, client) if isinstance(request, LeaseRequest) else self._try_put(request, client)
 
     def _try_lease(self, request: LeaseRequest, client: str) -> Reply | None:
         lease = self.core.try_lease(request, now=self._clock(), client=client)
