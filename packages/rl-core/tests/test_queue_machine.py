@@ -226,7 +226,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.expire()
         group = self.pick([group for group in self.open_groups() if group.missing], group)
         session = self.pick(group.missing, session)
-        if fails and not outputs:
+        if fails:
             self.queue.fail(group.uid, session, reason="failed")
             group.failures[session] = "failed"
         else:
@@ -251,6 +251,16 @@ class QueueMachine(RuleBasedStateMachine):
         with_rows = list(dict.fromkeys(row.prompt_uid for row in rows[::-1]))
         for uid in [*with_rows, *dict.fromkeys(uid for uid, _ in empty if uid not in with_rows)]:
             self.settle(self.find(uid))
+
+    @rule(num_prompts=st.integers(1, 3), behind=st.integers(-1, 2), is_reversed=st.booleans())
+    def make_ready(self, num_prompts, behind, is_reversed):
+        """Whole groups with the reference's column, so that there is something to train on."""
+        self.issue(num_prompts)
+        num_missing = sum(len(group.missing) for group in self.open_groups())
+        self.settle_many([[behind]] * num_missing, is_reversed)
+        ready = [group for group in self.groups if self.is_ready(group, "reference")]
+        if ready:
+            self.work("reference", len(ready), more=0, seconds=0)
 
     def rows_of(self, group, session, outputs):
         """Trajectories whose tokens are so many versions behind, and these versions."""
@@ -333,10 +343,28 @@ class QueueMachine(RuleBasedStateMachine):
         ]
         return {"reference_logprobs": ragged_like(held.lease.batch, "reference_logprobs", values)}
 
+    @rule(
+        task=st.sampled_from(["reference", "train", "train", "log"]),
+        amount=st.integers(1, 3),
+        more=st.sampled_from([0, 0, 1, 2]),
+        seconds=st.sampled_from([0, 0, 0, LEASE_S]),
+    )
+    def work(self, task, amount, more, seconds):
+        """The usual way of a consumer, to whom something may happen meanwhile."""
+        before = set(self.held)
+        self.lease(task, "groups", amount, allow_fewer=True)
+        if self.held.keys() - before:
+            held = self.held[max(self.held)]
+            self.publish(more)
+            self.let_time_pass(seconds)
+            self.ack_one(held)
+
     @precondition(lambda self: any(held.task != "generate" for held in self.held.values()))
     @rule(index=INDEX)
     def ack(self, index):
-        held = self.pick([held for held in self.held.values() if held.task != "generate"], index)
+        self.ack_one(self.pick([held for held in self.held.values() if held.task != "generate"], index))
+
+    def ack_one(self, held):
         given = self.given(held)
         self.expire()
         if held.lease.lease_id not in self.held:
@@ -407,7 +435,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.set_policy_version(self.version + more)
         self.version = max(self.version, self.version + more)
 
-    @rule(seconds=st.sampled_from([1.0, 5.0, 11.0]))
+    @rule(seconds=st.sampled_from([1.0, 5.0, 10.0, 11.0]))
     def let_time_pass(self, seconds):
         self.clock.advance(seconds)
         self.expire()
@@ -500,9 +528,9 @@ class CrashMachine(QueueMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestCrashMachine = CrashMachine.TestCase
-TestCrashMachine.settings = settings(max_examples=8, stateful_step_count=30, deadline=None)
+TestCrashMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.soak
