@@ -1,0 +1,191 @@
+"""What a transfer queue should do with groups, leases, claims and staleness, without waits, heaps or files."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_core import QueueOptions, TaskSpec
+from rl_core.errors import DeadlineError, NothingToLeaseError
+from rl_core.testing import FakeClock
+
+NUM_SESSIONS = 2
+LEASE_S = 10
+
+
+def tasks_of(max_staleness):
+    """A task for each order, and one that adds a column."""
+    return {
+        "reference": TaskSpec(
+            name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"})
+        ),
+        "train": TaskSpec(
+            name="train",
+            needs=frozenset({"reward", "reference_logprobs"}),
+            order="issue",
+            max_staleness=max_staleness,
+        ),
+        "log": TaskSpec(name="log", needs=frozenset({"reward"})),
+    }
+
+
+@dataclass(eq=False)
+class Group:
+    """What should be known of a prompt; `rows` has the versions of each session's rows, None for no version."""
+
+    uid: str
+    attempt: int = 1
+    rows: dict = field(default_factory=dict)
+    failures: dict = field(default_factory=dict)
+    acked: set = field(default_factory=set)
+    reason: str | None = None
+    is_dropped: bool = False
+    arrival: int = -1
+
+    @property
+    def missing(self):
+        return [s for s in range(NUM_SESSIONS) if s not in self.rows and s not in self.failures]
+
+    @property
+    def state(self):
+        if self.is_dropped:
+            return "dropped"
+        return "issued" if self.missing else "done" if len(self.acked) == 3 else "settled"
+
+    @property
+    def is_open(self):
+        return self.state in ("issued", "settled")
+
+    @property
+    def keys(self):
+        return [(self.uid, session, row) for session in sorted(self.rows) for row in range(len(self.rows[session]))]
+
+    @property
+    def versions(self):
+        found = [version for rows in self.rows.values() for version in rows if version is not None]
+        return (min(found), max(found)) if found else None
+
+    def value(self, session):
+        """What the reference says of a row."""
+        return float(np.float32(-1000.0 * self.attempt - int(self.uid[1:]) - session / 4))
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease or claim that runs."""
+
+    lease: object
+    task: str
+    groups: list
+    expires_at: float
+
+
+class QueueModel:
+    """Groups, who holds which, and what was dropped; each change is made here as well as in the queue."""
+
+    tasks: dict
+    options: QueueOptions
+
+    def __init__(self):
+        super().__init__()
+        self.clock = FakeClock()
+        self.groups, self.known = [], []
+        self.held, self.ended = {}, []
+        self.version = self.arrivals = 0
+        self.drops, self.counts = Counter(), Counter()
+
+    def find(self, uid):
+        return next(group for group in self.groups if group.uid == uid)
+
+    def pick(self, items, index):
+        return items[index % len(items)]
+
+    def open_groups(self):
+        return [group for group in self.groups if group.is_open]
+
+    def taken(self, task):
+        return [group for held in self.held.values() if held.task == task for group in held.groups]
+
+    def is_ready(self, group, task):
+        is_given = task != "train" or "reference" in group.acked
+        is_there = group.state == "settled" and is_given
+        return is_there and task not in group.acked and group not in self.taken(task)
+
+    def is_stale(self, group, task):
+        bound = self.tasks[task].max_staleness
+        return bound is not None and group.versions is not None and self.version - group.versions[0] > bound
+
+    def possible(self, task):
+        return [group for group in self.open_groups() if task not in group.acked]
+
+    def queue_of(self, task):
+        """Groups that may come next, in the task's order; one that is not ready holds up those after it."""
+        if self.tasks[task].order == "issue":
+            return [group for group in self.possible(task) if group not in self.taken(task)]
+        return sorted(filter(lambda group: self.is_ready(group, task), self.groups), key=lambda group: group.arrival)
+
+    def end(self, held):
+        self.held.pop(held.lease.lease_id)
+        self.ended.append(held)
+
+    def expire(self):
+        for held in list(self.held.values()):
+            if held.expires_at <= self.clock():
+                self.end(held)
+
+    def settle(self, group):
+        if group.missing:
+            return
+        for claim in [held for held in self.held.values() if held.task == "generate" and group in held.groups]:
+            claim.groups.remove(group)
+            if not claim.groups:
+                self.end(claim)
+        if group.keys:
+            group.arrival = self.arrivals = self.arrivals + 1
+        else:
+            why = "; ".join(sorted(set(group.failures.values()))) or "its sessions gave no trajectory"
+            group.is_dropped, group.reason = True, f"no rows: {why}"
+            self.drops["no rows"] += 1
+
+    def take_out(self, group, reason, *, reissue):
+        for held in [held for held in self.held.values() if group in held.groups]:
+            self.end(held)
+        self.drops[reason] += 1
+        group.reason, group.rows = reason, {}
+        if not reissue:
+            group.is_dropped = True
+            return
+        self.counts["reissued"] += 1
+        group.failures = {}
+        group.attempt += 1
+        group.acked -= {"reference"}
+
+    def expected_lease(self, task, unit, amount, allow_fewer):
+        """Groups that a lease should give, or the error; stale ones are dropped on the way."""
+        while True:
+            size = {"groups": lambda group: 1, "rows": lambda group: len(group.keys)}[unit]
+            ready = [group for group in self.groups if self.is_ready(group, task)]
+            is_last = allow_fewer and 0 < len(ready) == len(self.possible(task))
+            picked, total, num_dropped = [], 0, 0
+            if sum(map(size, ready)) >= amount or is_last:
+                for group in self.queue_of(task):
+                    does_fit = not total or total + size(group) <= amount
+                    if total >= amount or not self.is_ready(group, task) or not does_fit:
+                        break
+                    if self.is_stale(group, task):
+                        self.take_out(group, "stale", reissue=self.options.reissue_stale)
+                        num_dropped += 1
+                        if self.tasks[task].order == "issue" and self.options.reissue_stale:
+                            break
+                        continue
+                    picked.append(group)
+                    total += size(group)
+            rest = [group for group in self.queue_of(task) if group not in picked]
+            is_next_ready = bool(rest) and self.is_ready(rest[0], task)
+            is_full = total >= amount or (total and is_next_ready and total + size(rest[0]) > amount)
+            if picked and (is_full or (allow_fewer and len(picked) == len(self.possible(task)))):
+                return picked
+            if not self.possible(task):
+                return NothingToLeaseError
+            if not num_dropped:
+                return DeadlineError
