@@ -245,7 +245,15 @@ def check_alignment(columns: Mapping[str, Column]) -> None:
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """Join columns of one kind, row after row; ragged values are not copied."""
+    """Join columns of one kind, row after row; ragged values are not copied.
+
+    Raises:
+        ShapeError: They differ in the shape of an element.
+    """
     if isinstance(columns[0], Ragged):
         return Ragged.concat([column for column in columns if isinstance(column, Ragged)])
-    return np.concatenate([column for column in columns if not isinstance(column, Ragged)])
+    dense = [column for column in columns if not isinstance(column, Ragged)]
+    shapes = {column.shape[1:] for column in dense}
+    if len(shapes) > 1:
+        raise ShapeError(f"dense columns to join must have one shape besides their rows; found {sorted(shapes)}.")
+    return np.concatenate(dense)

@@ -158,7 +158,12 @@ class QueueClient(ABC):
             remaining_s = max(ends_at - time.monotonic(), 0.0)
             request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer)
             reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
-            batch = self._fetch(reply)
+            try:
+                batch = self._fetch(reply)
+            except BaseException:
+                with contextlib.suppress(errors.RLError):
+                    self._call(Release(reply.lease_id))  # nobody else knows of it
+                raise
             if batch is not None:
                 prompts = tuple(self._unpack(group.prompt) for group in reply.groups)
                 return Lease(

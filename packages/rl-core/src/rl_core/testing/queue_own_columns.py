@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from rl_core.batch import Batch, Column
-from rl_core.columns import COLUMNS, ColumnSpec, declare_column
-from rl_core.errors import DataError
+from rl_core.columns import COLUMNS, ColumnSpec, column_dtype, declare_column
+from rl_core.errors import DataError, ShapeError
 from rl_core.queue.interface import TaskSpec, TransferQueue
 from rl_core.ragged import Ragged
 from rl_core.testing.queue_checks import REFERENCE, TEACHER, QueueChecks, put_all, refuses, uids_of
@@ -85,6 +85,20 @@ class OwnColumnChecks(QueueChecks):
             found = queue.lease("train", groups=2, deadline_s=0).batch
             assert found.dense("own_embedding").tolist() == embedding[[1, 0, 3, 2]].tolist()
             assert found.ragged("own_top_ids").values.tolist() == top_of(found)["own_top_ids"].values.tolist()  # type: ignore[union-attr]
+
+    def test_a_lease_of_rows_that_do_not_fit_together_is_given_back(self) -> None:
+        for name, shape in (("own_top_logprobs", (5,)), ("own_embedding", (1,))):
+            with declared():
+                queue = self.queue()
+                queue.issue(make_prompts(2), num_sessions=1)
+                for width, uid in ((2, "p0"), (3, "p1")):
+                    values = np.zeros((*shape, width), dtype=column_dtype(name))
+                    column = Ragged(values, np.asarray([0, 5])) if OWN[name].is_ragged else values
+                    queue.put_batch(Batch.from_trajectories([make_trajectory(uid, 0)]).with_columns({name: column}))
+                with refuses(ShapeError, "(2,)", "(3,)"):
+                    queue.lease("train", groups=2, deadline_s=0)
+                assert queue.stats()["leases"] == 0
+                assert [uids_of(queue.lease("train", groups=1, deadline_s=0)) for _ in range(2)] == [["p0"], ["p1"]]
 
     def test_the_token_of_a_wide_column_is_named(self) -> None:
         with declared():
