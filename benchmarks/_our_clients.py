@@ -63,13 +63,14 @@ class Client:
         self._queue.put_batch(batch)
         return time.perf_counter() - starts_at
 
-    def get_bulk(self, topic: str) -> float:  # noqa: ARG002 - as the peers have it
-        """Get all producers' samples, read them, and ack; seconds."""
+    def get_bulk(self, topic: str) -> tuple[float, float]:  # noqa: ARG002 - as the peers have it
+        """Get all producers' samples, every byte read once; seconds of that, and of the ack, which the peers lack."""
         started = time.perf_counter()
         lease = self._queue.lease("train", rows=NUM_SAMPLES, deadline_s=CALL_TIMEOUT_S)
         self._look(lease)
+        got = time.perf_counter()
         self._queue.ack(lease)
-        return time.perf_counter() - started
+        return got - started, time.perf_counter() - got
 
     def put_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:
         """Put one sample again and again."""
@@ -77,14 +78,18 @@ class Client:
         batches = iter([batch_of(self._small, topic=topic, group_size=1) for topic in topics])
         return times_ms(lambda: self._queue.put_batch(next(batches)), num_calls=num_calls, starts_at=starts_at)
 
-    def get_small(self, topic: str, starts_at: float, num_calls: int) -> list[float]:  # noqa: ARG002
-        """Get one sample, and ack it, again and again."""
-        return times_ms(self._get_one, num_calls=num_calls, starts_at=starts_at)
+    def get_small(self, topic: str, starts_at: float, num_calls: int) -> list[tuple[float, float]]:  # noqa: ARG002
+        """Get one sample, and ack it, again and again; milliseconds of each."""
+        wait_until(starts_at)
+        return [self._get_one() for _ in range(num_calls)]
 
-    def _get_one(self) -> None:
+    def _get_one(self) -> tuple[float, float]:
+        started = time.perf_counter()
         lease = self._queue.lease("train", groups=1, deadline_s=CALL_TIMEOUT_S)
         self._look(lease)
+        got = time.perf_counter()
         self._queue.ack(lease)
+        return (got - started) * 1_000, (time.perf_counter() - got) * 1_000
 
     def _look(self, lease: Lease) -> None:
         if not self._is_verified:
@@ -110,9 +115,9 @@ class OurQueue:
         for producer in range(NUM_PRODUCERS):
             issue(self._queue, f"{topic}/{producer}", NUM_SAMPLES // NUM_PRODUCERS // GROUP_SIZE, GROUP_SIZE)
         put_s = max(self._together("put_bulk", topic))
-        (get_s,) = self._crew([0], "get_bulk", [topic])
+        ((get_s, ack_s),) = self._crew([0], "get_bulk", [topic])
         self._queue.forget_finished()
-        return {"put_s": put_s, "get_s": get_s}
+        return {"put_s": put_s, "get_s": get_s, "ack_s": ack_s}
 
     def small(self, *, num_calls: int) -> dict[str, list[float]]:
         """Small puts, then small gets."""
@@ -121,9 +126,10 @@ class OurQueue:
             for call in range(share):
                 issue(self._queue, f"{topic}/{client}/{call}", 1, 1)
         put_ms = self._together("put_small", topic, share)
-        get_ms = self._together("get_small", topic, share)
+        got = list(itertools.chain(*self._together("get_small", topic, share)))
         self._queue.forget_finished()
-        return {"put_ms": list(itertools.chain(*put_ms)), "get_ms": list(itertools.chain(*get_ms))}
+        get_ms, ack_ms = ([times[i] for times in got] for i in range(2))
+        return {"put_ms": list(itertools.chain(*put_ms)), "get_ms": get_ms, "ack_ms": ack_ms}
 
     def lease(self, *, num_rows: int, batch_rows: int, num_calls: int) -> dict[str, Any]:
         """Leases with so many rows held."""

@@ -33,7 +33,8 @@ class System(Protocol):
 
         Returns:
             put_s, from the common start to the end of the last put; get_s, the consumer's time for metadata, data and
-            reading every byte once: by `look`, unless the system itself did it for a checksum. What clears the round afterwards is not timed.
+            reading every byte once (by `look`, unless the system itself did it for a checksum); ack_s where there is
+            an ack. What clears the round afterwards is not timed.
         """
 
     def small(self, *, num_calls: int) -> dict[str, list[float]]:

@@ -22,6 +22,12 @@ class Measured:
     call_ms: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in OPERATIONS[2:]})
     """Milliseconds of each call in all rounds, by operation."""
 
+    ack_ms: list[float] = field(default_factory=list)
+    """Milliseconds of the ack after each bulk get, where a system has any."""
+
+    small_ack_ms: list[float] = field(default_factory=list)
+    """The same after each small one."""
+
     reasons: dict[str, str] = field(default_factory=dict)
     """Why an operation was not measured."""
 
@@ -91,6 +97,12 @@ def system_rows(
         else:
             row["reason"] = measured.reasons.get(operation) or measured.failure or "not asked for"
         rows.append({"system": system, "operation": operation, **row})
+    for operation, times_ms, at_once in (
+        ("ack", measured.ack_ms, num_samples),
+        ("small_ack", measured.small_ack_ms, num_clients),
+    ):
+        if times_ms:
+            rows.append({"system": system, "operation": operation, **call_row(times_ms, samples_at_once=at_once)})
     return rows
 
 

@@ -91,9 +91,11 @@ def one_round(peers: dict[str, Peer], measured: Mapping[str, Measured]) -> list[
         for system, answer in ask_all(peers, measured, {"operation": "bulk"}):
             measured[system].bulk_s["put"].append(answer["put_s"])
             measured[system].bulk_s["get"].append(answer["get_s"])
+            measured[system].ack_ms += [answer["ack_s"] * 1_000] if "ack_s" in answer else []
     for system, answer in ask_all(peers, measured, {"operation": "small", "num_calls": SMALL_CALLS_PER_ROUND}):
         measured[system].call_ms["small_put"] += answer["put_ms"]
         measured[system].call_ms["small_get"] += answer["get_ms"]
+        measured[system].small_ack_ms += answer.get("ack_ms", [])
     say(f"{time.strftime('%H:%M:%S')}  a round of {', '.join(peers) or 'none'} (load {os.getloadavg()[0]:.1f})")
     return speeds
 

@@ -119,8 +119,11 @@ class QueueCore:
 
     def drop(self, group: QueuedGroup, reason: str, *, reissue: bool, now: float) -> None:
         """Take a group out, or issue it again; running leases on it end."""
-        for lease_id in set(group.leased.values()):
-            self.end_lease(lease_id, f"prompt {group.uid!r} was dropped: {reason}")
+        for name, lease_id in list(group.leased.items()):
+            if name == GENERATE:
+                self._leave_claim(group, lease_id)
+            elif lease_id in self.leases:
+                self.end_lease(lease_id, f"prompt {group.uid!r} was dropped: {reason}")
         self.drops[reason.partition(": ")[0]] += 1
         self._free_rows(group)
         group.reason = reason

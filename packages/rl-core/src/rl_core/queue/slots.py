@@ -31,6 +31,8 @@ SPARE_BYTES = 1 << 30
 SLOT_NAME = re.compile(r"[0-9A-Za-z-]{1,100}\.slot")
 MAX_CAPACITY = 1 << 62
 
+OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
 Place = list[Any]
 """[name, capacity] of a slot."""
 
@@ -197,6 +199,8 @@ def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
     try:
         descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno in OWN_LIMITS:
+            raise  # this process has too many open files: the rows are there
         raise SegmentError(f"slot {name} of {folder} cannot be opened: {error.strerror}.") from error
     try:
         found = os.fstat(descriptor).st_size
