@@ -1,9 +1,9 @@
 """The transfer queue side by side with TransferQueue 0.1.11 and plain Ray: the same samples, producers and consumer.
 
-    nox -s bench -- transfer [--rounds 7] [--systems memory,shm,ray,transferqueue,plain_ray] [--json FILE]
+    nox -s bench -- transfer [--rounds 3] [--systems memory,shm,ray,transferqueue,plain_ray] [--json FILE]
 
-All systems are started first and stand idle; in each round they take turns, so that a slow minute of the machine
-meets all. benchmarks/README.md says what is timed.
+In each round the systems take turns, so that a slow minute of the machine meets all; each is started for its turn and
+ended after it, as an idle Ray still takes a part of a core. benchmarks/README.md says what is timed.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from _payload import NUM_PRODUCERS, NUM_SAMPLES, payload_bytes
 from _transfer_peers import SYSTEMS, Peer, PeerFailedError
 from _transfer_summary import Measured, system_rows, targets
 
-BULKS_PER_ROUND = 3
-SMALL_CALLS_PER_ROUND = 400
+BULKS_PER_ROUND = 8
+SMALL_CALLS_PER_ROUND = 800
 LEASE_CALLS, LEASE_ROWS = 100, 64
 LEASES = {"lease_10k": 10_000, "lease_1m": 1_000_000}
 ANSWER_TIMEOUT_S = 150.0
@@ -46,11 +46,11 @@ def main(words: Sequence[str]) -> int:
     environment = machine()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bt-", dir="/tmp")))  # short, for sockets
-        peers = start(measured, folder, stack)
         copies = copy_speeds()
-        for _ in range(options.rounds if peers else 0):
-            copies += one_round(peers, measured)
-        finish(peers, measured)
+        for number in range(options.rounds):
+            copies += copy_speeds()
+            for system in [system for system in options.systems if measured[system].failure is None]:
+                one_turn(system, measured[system], folder, is_last=number == options.rounds - 1)
     report = new_report(measured, copies, {**environment, "rounds": options.rounds, "load_after": os.getloadavg()[0]})
     print_report(report)
     if options.json is not None:
@@ -63,7 +63,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     about = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="nox -s bench -- transfer", description=about)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds in which all systems take turns")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in which all systems take turns")
     parser.add_argument(
         "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="which to run, with commas between"
     )
@@ -71,69 +71,36 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def start(measured: Mapping[str, Measured], folder: Path, stack: contextlib.ExitStack) -> dict[str, Peer]:
-    """The systems that start, one after the other; the stack stops them."""
-    peers = {}
-    for system, found in measured.items():
-        started = time.monotonic()
-        try:
-            peers[system] = stack.enter_context(Peer(system, folder))
-            say(f"{time.strftime('%H:%M:%S')}  {system}: ready after {time.monotonic() - started:.0f} s")
-        except PeerFailedError as error:
-            fail(system, found, error)
-    return peers
+def one_turn(system: str, found: Measured, folder: Path, *, is_last: bool) -> None:
+    """Start a system, measure it alone, and end it; what is asked once is asked in the last round."""
+    started = time.monotonic()
+    try:
+        with Peer(system, folder) as peer:
+            say(f"{time.strftime('%H:%M:%S')}  {system}: warm after {time.monotonic() - started:.0f} s")
+            for _ in range(BULKS_PER_ROUND):
+                answer = peer.ask({"operation": "bulk"}, timeout_s=ANSWER_TIMEOUT_S)
+                found.bulk_s["put"].append(answer["put_s"])
+                found.bulk_s["get"].append(answer["get_s"])
+                found.ack_ms += [answer["ack_s"] * 1_000] if "ack_s" in answer else []
+            answer = peer.ask({"operation": "small", "num_calls": SMALL_CALLS_PER_ROUND}, timeout_s=ANSWER_TIMEOUT_S)
+            found.call_ms["small_put"] += answer["put_ms"]
+            found.call_ms["small_get"] += answer["get_ms"]
+            found.small_ack_ms += answer.get("ack_ms", [])
+            if is_last:
+                finish(peer, found)
+    except PeerFailedError as error:
+        fail(system, found, error)
 
 
-def one_round(peers: dict[str, Peer], measured: Mapping[str, Measured]) -> list[float]:
-    """Have the systems take turns, and give the speeds of some copies."""
-    speeds = copy_speeds()
-    for _ in range(BULKS_PER_ROUND):
-        for system, answer in ask_all(peers, measured, {"operation": "bulk"}):
-            measured[system].bulk_s["put"].append(answer["put_s"])
-            measured[system].bulk_s["get"].append(answer["get_s"])
-            measured[system].ack_ms += [answer["ack_s"] * 1_000] if "ack_s" in answer else []
-    for system, answer in ask_all(peers, measured, {"operation": "small", "num_calls": SMALL_CALLS_PER_ROUND}):
-        measured[system].call_ms["small_put"] += answer["put_ms"]
-        measured[system].call_ms["small_get"] += answer["get_ms"]
-        measured[system].small_ack_ms += answer.get("ack_ms", [])
-    say(f"{time.strftime('%H:%M:%S')}  a round of {', '.join(peers) or 'none'} (load {os.getloadavg()[0]:.1f})")
-    return speeds
-
-
-def finish(peers: dict[str, Peer], measured: Mapping[str, Measured]) -> None:
+def finish(peer: Peer, found: Measured) -> None:
     """What is asked once: memory and versions, then leases."""
-    for system, answer in ask_all(peers, measured, {"operation": "memory"}):
-        measured[system].memory = answer
-    for system, answer in ask_all(peers, measured, {"operation": "versions"}):
-        measured[system].versions = answer
+    found.memory = peer.ask({"operation": "memory"}, timeout_s=ANSWER_TIMEOUT_S)
+    found.versions = peer.ask({"operation": "versions"}, timeout_s=ANSWER_TIMEOUT_S)
     for operation, num_rows in LEASES.items():
-        request = {
-            "operation": "lease",
-            "num_rows": num_rows,
-            "batch_rows": LEASE_ROWS,
-            "num_calls": LEASE_CALLS,
-        }
-        for system, answer in ask_all(peers, measured, request, timeout_s=LEASE_TIMEOUT_S):
-            measured[system].call_ms[operation] += answer.get("lease_ms", [])
-            measured[system].reasons[operation] = answer.get("reason", "")
-
-
-def ask_all(
-    peers: dict[str, Peer],
-    measured: Mapping[str, Measured],
-    request: Mapping[str, Any],
-    *,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-) -> list[tuple[str, Any]]:
-    """Each system's answer, one system at a time; one that fails is stopped and left out from then on."""
-    answers = []
-    for system in list(peers):
-        try:
-            answers.append((system, peers[system].ask(request, timeout_s=timeout_s)))
-        except PeerFailedError as error:
-            fail(system, measured[system], error)
-            peers.pop(system).stop()
-    return answers
+        request = {"operation": "lease", "num_rows": num_rows, "batch_rows": LEASE_ROWS, "num_calls": LEASE_CALLS}
+        answer = peer.ask(request, timeout_s=LEASE_TIMEOUT_S)
+        found.call_ms[operation] += answer.get("lease_ms", [])
+        found.reasons[operation] = answer.get("reason", "")
 
 
 def fail(system: str, found: Measured, error: PeerFailedError) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,13 @@ def memory() -> Iterator[OurQueue]:
             calls = [threads.submit(getattr(clients[number], method), *arguments) for number in numbers]
             return [call.result(CALL_TIMEOUT_S) for call in calls]
 
-        system = OurQueue(queue, crew, lambda: None)
+        def measure() -> dict[str, int]:
+            before = private_bytes(os.getpid())  # with the payload, which is held as it is
+            system.bulk()
+            grown = max(private_bytes(os.getpid()) - before, 0)
+            return {"peak_bytes": payload_bytes() + grown, "payload_bytes": payload_bytes()}
+
+        system = OurQueue(queue, crew, measure)
         yield system
     queue.close()
 

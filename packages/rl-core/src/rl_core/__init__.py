@@ -4,7 +4,16 @@ from rl_core.batch import Batch
 from rl_core.cluster import LocalCluster, RoleSpec
 from rl_core.columns import COLUMNS, ColumnSpec
 from rl_core.errors import RLError
-from rl_core.queue import Claim, InProcessQueue, Lease, QueueOptions, TaskSpec, TransferQueue
+from rl_core.queue import (
+    Claim,
+    InProcessQueue,
+    Lease,
+    QueueOptions,
+    RayQueue,
+    SharedMemoryQueue,
+    TaskSpec,
+    TransferQueue,
+)
 from rl_core.ragged import Ragged
 from rl_core.records import Group, Prompt, Timings, Trajectory
 from rl_core.row_keys import RowKey
@@ -24,8 +33,10 @@ __all__ = [
     "QueueOptions",
     "RLError",
     "Ragged",
+    "RayQueue",
     "RoleSpec",
     "RowKey",
+    "SharedMemoryQueue",
     "TaskSpec",
     "Timings",
     "Trajectory",

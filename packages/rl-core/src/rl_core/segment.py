@@ -28,7 +28,7 @@ from rl_core.row_keys import RowKeys
 MAGIC = b"RLSEGMT\0"
 FORMAT_VERSION = 1
 ALIGNMENT = 64
-COPY_BYTES = 1 << 18  # small enough to be in the cache still when its checksum is taken
+COPY_BYTES = 1 << 19  # small enough to be in the cache still when its checksum is taken
 HEADER = struct.Struct("<8sIIQQI28x")
 FLOATS = ("float16", "float32", "float64")
 DTYPES = {

@@ -2,6 +2,8 @@
 
 from rl_core.queue.in_process import InProcessQueue
 from rl_core.queue.interface import Claim, Lease, LedgerEntry, QueueOptions, TaskSpec, TransferQueue, Unsettled
+from rl_core.queue.ray_queue import RayQueue
+from rl_core.queue.shared_memory import SharedMemoryQueue
 
 __all__ = [
     "Claim",
@@ -9,6 +11,8 @@ __all__ = [
     "Lease",
     "LedgerEntry",
     "QueueOptions",
+    "RayQueue",
+    "SharedMemoryQueue",
     "TaskSpec",
     "TransferQueue",
     "Unsettled",

@@ -1,25 +1,21 @@
 """The keeper of a shared-memory queue: one process, one thread, one socket, which never waits for a client.
 
-Started by `SharedMemoryQueue`; ends when told, or when the process that started it ends.
+Run by `keeper_process`; ends when told, or when the process that started it ends.
 """
 
 import contextlib
 import os
 import selectors
 import shutil
-import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl_core.errors import JournalError, RLError
 from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal import SEGMENTS, SqliteJournal, lock_directory
@@ -41,7 +37,6 @@ from rl_core.queue.slots import SlotPool
 
 SOCKET = "socket"
 READ_BYTES = 1 << 18
-NICENESS = -10
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -272,28 +267,3 @@ class QueueServer:
         self._selector.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
-
-
-def main() -> None:
-    """Run one keeper: `python -m rl_core.queue.server FD`, with its configuration coming from that socket."""
-    with socket.socket(fileno=int(sys.argv[1])) as owner:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
-        with owner.makefile("rb") as stream:
-            config = msgspec.json.decode(stream.readline(), type=KeeperConfig)
-        try:
-            directory = None if config.directory is None else Path(config.directory)
-            options = replace(QueueOptions(**config.options), directory=directory)
-            server = QueueServer(Path(config.folder), config.tasks, options)
-        except (RLError, OSError) as error:
-            kind = type(error).__name__ if isinstance(error, RLError) else JournalError.__name__
-            owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")
-            sys.exit(1)
-        signal.signal(signal.SIGTERM, lambda *_: server.stop())
-        with contextlib.suppress(OSError):  # everybody waits for this process; only root may say so
-            os.nice(NICENESS)
-        owner.sendall(msgspec.json.encode(["ready", os.getpid()]) + b"\n")
-        server.serve(owner=owner)
-
-
-if __name__ == "__main__":
-    main()

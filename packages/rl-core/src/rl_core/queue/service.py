@@ -287,8 +287,6 @@ class QueueService:
                 raise DataError(f"unknown task {request.task!r}; declared tasks: {sorted(core.specs)}.")
             if request.amount < 1 or request.unit not in ("groups", "rows", "tokens"):
                 raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
-        else:
-            core.check_sessions(request.sessions)  # now: a wrong put does not wait to be refused
 
     def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer) -> None:
         now = time.monotonic()

@@ -306,7 +306,7 @@ class _Keeper:
     def _start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "rl_core.queue.server", str(theirs.fileno())]
+            command = [sys.executable, "-m", "rl_core.queue.keeper_process", str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             process = subprocess.Popen(  # noqa: S603 - our own module
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
