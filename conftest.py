@@ -1,7 +1,11 @@
-"""What all tests share: the seed of fuzz and soak runs, and how many examples hypothesis tries."""
+"""What all tests share: the seed of fuzz and soak runs, how many examples hypothesis tries, how Ray authenticates."""
 
 import pytest
 from hypothesis import settings
+
+from rl_core.ray_session import RayOptions, prepare_environment
+
+prepare_environment(RayOptions())  # before a test imports what imports Ray, which reads it then
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("soak", deadline=None, max_examples=2000)
