@@ -346,7 +346,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Run the long fault and fuzz tests: `nox -s soak -- queue --seed 7`; the seed is printed when none is given."""
+    """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; the seed is printed when none is given."""
     parser = argparse.ArgumentParser(prog="nox -s soak --")
     parser.add_argument("name", nargs="?", help="part of a test's name; all when left out")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))

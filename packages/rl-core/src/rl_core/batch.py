@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rl_core.columns import column_dtype, column_spec
+from rl_core.columns import BUILT_IN, column_dtype, column_spec
 from rl_core.errors import DataError, ShapeError
 from rl_core.ragged import Array, Ragged, offsets_of, row_indices
 from rl_core.records import Json, Trajectory
@@ -46,8 +46,12 @@ class Batch:
         """
         self.keys = RowKeys.of(keys)
         self.keys.check_unique()
+        self.keys.check_outputs()
         if extras is not None and len(extras) != len(self.keys):
             raise ShapeError(f"extras must have {len(self.keys)} rows; found {len(extras)}.")
+        for key, extra in zip(self.keys, extras or (), strict=False):
+            if not isinstance(extra, Mapping):
+                raise DataError(f"extras of row {tuple(key)} must be a JSON object; found {type(extra).__name__}.")
         self._extras = tuple(extras) if extras is not None and any(extras) else None
         for name, column in columns.items():
             check_column(name, column, num_rows=len(self.keys))
@@ -178,7 +182,7 @@ class Batch:
         """
         indices = row_indices(rows, num_rows=len(self))
         columns: dict[str, Column] = {
-            name: column.select(indices) if isinstance(column, Ragged) else column[indices]
+            name: column.select(indices) if isinstance(column, Ragged) else column[_as_slice(indices)]
             for name, column in self._columns.items()
         }
         extras = None if self._extras is None else tuple(self._extras[i] for i in indices)
@@ -203,9 +207,28 @@ class Batch:
         return self.keys.by_first_appearance()
 
 
+def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """A run of rows as a slice, which copies nothing."""
+    if len(indices) and bool((indices[1:] == indices[:-1] + 1).all()):
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return indices
+
+
 def _join(rows: Sequence[Array], name: str) -> Array:
     dtype = column_dtype(name)
-    return np.concatenate(rows, dtype=dtype, casting="same_kind") if rows else np.empty(0, dtype=dtype)
+    for index, row in enumerate(rows):
+        if row.dtype != dtype:
+            _check_fits(row, name, dtype, index)
+    return np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype=dtype)
+
+
+def _check_fits(row: Array, name: str, dtype: np.dtype[np.generic], index: int) -> None:
+    """Refuse values that would change: of another kind, or too large."""
+    is_kind = np.can_cast(row.dtype, dtype, casting="same_kind")
+    is_changed = is_kind and dtype.kind in "iu" and not np.array_equal(row, row.astype(dtype))
+    if not is_kind or is_changed:
+        values = "values that do not fit" if is_changed else "values of another kind"
+        raise ShapeError(f"{name} of trajectory {index} must have dtype {dtype}; found {row.dtype} with {values}.")
 
 
 def check_column(name: str, column: Column, *, num_rows: int) -> None:
@@ -222,6 +245,11 @@ def check_column(name: str, column: Column, *, num_rows: int) -> None:
         raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {column.dtype}.")
     if len(column) != num_rows:
         raise ShapeError(f"column {name!r} must have {num_rows} rows; found {len(column)}.")
+    element = column.element_shape if isinstance(column, Ragged) else column.shape[1:]
+    if name in BUILT_IN and element:
+        raise ShapeError(
+            f"column {name!r} must have one value a {'token' if spec.is_ragged else 'row'}; found {element}."
+        )
 
 
 def check_alignment(columns: Mapping[str, Column]) -> None:

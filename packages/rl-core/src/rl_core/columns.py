@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, UnknownColumnError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,13 @@ def column_spec(name: str) -> ColumnSpec:
     """Look a column up by name.
 
     Raises:
-        DataError: The name is not in the table; the message lists the known ones.
+        UnknownColumnError: The name is not in the table; the message lists the known ones.
     """
     try:
         return COLUMNS[name]
     except KeyError:
         known = ", ".join(sorted(COLUMNS))
-        raise DataError(
+        raise UnknownColumnError(
             f"unknown column {name!r}; known columns: {known}. Declare one of your own with `declare_column`."
         ) from None
 

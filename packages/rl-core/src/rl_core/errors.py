@@ -17,6 +17,10 @@ class DataError(RLError, ValueError):
     """A file, row or field of the user's data cannot be used."""
 
 
+class UnknownColumnError(DataError):
+    """A column is not in the table of columns, nor declared in this process."""
+
+
 class NotReadyError(RLError, RuntimeError):
     """An object was used before it was started, or after it was closed."""
 
@@ -26,7 +30,7 @@ class DeadlineError(RLError, TimeoutError):
 
 
 class NothingToLeaseError(RLError, LookupError):
-    """A lease asked for rows that will never come: everything issued is already acked or dropped."""
+    """A lease asked for rows that will never come: nothing was issued that is not acked or dropped."""
 
 
 class OutdatedLeaseError(RLError, RuntimeError):
@@ -43,6 +47,10 @@ class AlreadySettledError(DataError):
 
 class SegmentError(RLError, ValueError):
     """A stored or received segment is torn, has a wrong checksum, or asks for what cannot be."""
+
+
+class UndeclaredColumnError(SegmentError, DataError):
+    """A segment has a column that this process has not declared; the segment may be sound."""
 
 
 class JournalError(RLError, OSError):

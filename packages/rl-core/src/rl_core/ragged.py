@@ -48,6 +48,8 @@ class Ragged:
                 f"offsets must run from 0 to len(values) = {len(values)}; found shape {list(offsets.shape)}"
                 + (f", {offsets[0]} to {offsets[-1]}." if offsets.ndim == 1 and len(offsets) else ".")
             )
+        if offsets.dtype != np.int64:
+            raise ShapeError(f"offsets must have dtype int64; found {offsets.dtype}.")
         lengths = offsets[1:] - offsets[:-1]
         if len(lengths) and int(lengths.min()) < 0:
             raise ShapeError("offsets must never fall; found a negative row length.")
@@ -127,6 +129,11 @@ class Ragged:
     def dtype(self) -> np.dtype[Any]:
         """Of the values."""
         return self._layout.pieces[0].dtype
+
+    @property
+    def element_shape(self) -> tuple[int, ...]:
+        """Shape of one element, such as one token's; () for a number."""
+        return self._layout.pieces[0].shape[1:]
 
     @property
     def width(self) -> int:

@@ -120,6 +120,16 @@ class RowKeys(Sequence[RowKey]):
         order: Index = np.lexsort((self.outputs, self.sessions, groups))
         return order
 
+    def check_outputs(self) -> None:
+        """Refuse output indices below 0; which sessions there are, the queue knows.
+
+        Raises:
+            DataError: There is one; the message names its row.
+        """
+        is_below = self.outputs < 0
+        if is_below.any():
+            raise DataError(f"row {tuple(self[int(np.argmax(is_below))])} has an output index below 0.")
+
     def check_unique(self) -> None:
         """Refuse a row that appears twice.
 

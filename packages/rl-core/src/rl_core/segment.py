@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rl_core.batch import Batch, Column
 from rl_core.checksums import checksum
-from rl_core.errors import DataError, RLError, SegmentError, ShapeError
+from rl_core.errors import DataError, RLError, SegmentError, ShapeError, UndeclaredColumnError, UnknownColumnError
 from rl_core.ragged import Array, Ragged
 from rl_core.row_keys import RowKeys
 
@@ -132,6 +132,7 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
 
     Raises:
         SegmentError: The segment is torn, altered, or asks for what cannot be; the message names the column.
+        UndeclaredColumnError: It has a column that this process has not declared.
     """
     memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
     schema, sums, start, size = _read_schema(memory)
@@ -150,6 +151,8 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
     try:
         return _batch_of(schema, arrays)
     except (RLError, KeyError, IndexError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        if isinstance(error, UnknownColumnError):  # unknown here: the segment may be sound
+            raise UndeclaredColumnError(f"a segment of {_rows_of(schema)} cannot be read here: {error}") from error
         raise SegmentError(f"a segment of {_rows_of(schema)} contradicts itself: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 import os
 import time
 import uuid
@@ -16,7 +17,7 @@ import msgspec
 
 from rl_core import errors
 from rl_core.batch import Batch, Column
-from rl_core.errors import DataError, SegmentError
+from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LEASE_S,
@@ -82,15 +83,22 @@ class QueueClient(ABC):
 
     def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """See `TransferQueue.issue`."""
-        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], num_sessions))
+        number = whole(num_sessions, "num_sessions")
+        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number))
 
     def claim(self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S) -> Claim:
         """See `TransferQueue.claim`."""
-        request = LeaseRequest(GENERATE, "groups", prompts, claim_s, deadline_s, True)
+        request = LeaseRequest(GENERATE, "groups", whole(prompts, "prompts"), claim_s, deadline_s, True)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
+        try:
+            unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
+        except BaseException:
+            with contextlib.suppress(errors.RLError):
+                self._call(Release(reply.lease_id))  # nobody else knows of it
+            raise
         return Claim(
             lease_id=reply.lease_id,
-            prompts=tuple(self._unpack(group.prompt) for group in reply.groups),
+            prompts=unpacked,
             sessions=tuple(tuple(group.sessions) for group in reply.groups),
             expires_at=reply.expires_at,
         )
@@ -119,7 +127,7 @@ class QueueClient(ABC):
         """See `TransferQueue.put_batch`."""
         check_finite(batch)
         batch = in_group_order(batch)
-        sessions = sessions_of(batch, empty_sessions)
+        sessions = sessions_of(batch, [(uid, whole(index, "session_index")) for uid, index in empty_sessions])
         if not sessions:
             return
         put = Put(sessions, describe_parts(batch), sorted(batch.names), None, self._new_put_id(), 0, deadline_s)
@@ -131,11 +139,11 @@ class QueueClient(ABC):
 
     def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
         """See `TransferQueue.fail`."""
-        self._call(Fail(prompt_uid, session_index, reason))
+        self._call(Fail(prompt_uid, whole(session_index, "session_index"), printable(reason)))
 
     def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
         """See `TransferQueue.drop`."""
-        self._call(Drop(prompt_uid, reason, reissue))
+        self._call(Drop(prompt_uid, printable(reason), bool(reissue)))
 
     def lease(
         self,
@@ -152,20 +160,21 @@ class QueueClient(ABC):
         asked = {unit: n for unit, n in (("groups", groups), ("rows", rows), ("tokens", tokens)) if n is not None}
         if len(asked) != 1 or task == GENERATE:
             raise DataError(f"a lease asks for groups, rows or tokens of a task; found {asked or 'none'} of {task!r}.")
-        ((unit, amount),) = asked.items()
+        ((unit, found),) = asked.items()
+        amount = whole(found, unit)
         ends_at = time.monotonic() + deadline_s
         while True:
             remaining_s = max(ends_at - time.monotonic(), 0.0)
             request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer)
             reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
             try:
+                prompts = tuple(self._unpack(group.prompt) for group in reply.groups)
                 batch = self._fetch(reply)
             except BaseException:
                 with contextlib.suppress(errors.RLError):
                     self._call(Release(reply.lease_id))  # nobody else knows of it
                 raise
             if batch is not None:
-                prompts = tuple(self._unpack(group.prompt) for group in reply.groups)
                 return Lease(
                     lease_id=reply.lease_id, task=task, prompts=prompts, batch=batch, expires_at=reply.expires_at
                 )
@@ -200,7 +209,7 @@ class QueueClient(ABC):
 
     def set_policy_version(self, version: int) -> None:
         """See `TransferQueue.set_policy_version`."""
-        self._call(SetPolicyVersion(version))
+        self._call(SetPolicyVersion(whole(version, "version")))
 
     def unsettled(self) -> list[Unsettled]:
         """See `TransferQueue.unsettled`."""
@@ -283,6 +292,8 @@ class QueueClient(ABC):
             number, place = item
             try:
                 return number, self._payload.read(number, place)
+            except UndeclaredColumnError:
+                raise  # the rows are sound, and others can read them
             except SegmentError as error:
                 return number, error
 
@@ -303,6 +314,26 @@ class QueueClient(ABC):
         if not isinstance(reply, kind):
             raise errors.RoleError(f"the queue's keeper answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
+
+
+def whole(value: Any, name: str) -> int:
+    """A whole number that fits 63 bits, of any integer type.
+
+    Raises:
+        DataError: It is none.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise DataError(f"{name} must be a whole number; found {value!r}.") from None
+    if not -(1 << 62) < number < 1 << 62:
+        raise DataError(f"{name} must be a number of 63 bits; found {number}.")
+    return number
+
+
+def printable(reason: str) -> str:
+    """A reason as text that can be stored, whatever bytes an error message brought."""
+    return str(reason).encode("utf-8", "backslashreplace").decode() or "no reason"
 
 
 @cache

@@ -48,8 +48,8 @@ class QueueCore:
         self.ended: dict[int, str] = {}
         self.dirty: dict[str, QueuedGroup] = {}
         self.forgotten: list[int] = []
-        self.last_event = "nothing yet"
-        self.lease_ids = itertools.count(1)
+        self.first_lease = 1
+        self.lease_ids = itertools.count(self.first_lease)
         self.num_changes = 0
         self._expiries: list[tuple[float, int]] = []
 
@@ -200,6 +200,11 @@ class QueueCore:
     def current(self, lease_id: int, task: str) -> RunningLease:
         """A lease that has not ended."""
         lease = self.leases.get(lease_id)
+        if lease is None and lease_id < self.first_lease:
+            raise OutdatedLeaseError(
+                f"lease {lease_id} of task {task!r} is outdated: the queue was opened again since. Its groups are "
+                "delivered again, or are done with, so drop this result and lease anew."
+            )
         if lease is None:
             how = self.ended.get(lease_id, "ran out, was released or was acked")
             raise OutdatedLeaseError(

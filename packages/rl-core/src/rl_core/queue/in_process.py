@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_core.queue.client import QueueClient
@@ -12,7 +13,7 @@ from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal import SEGMENTS, Recovery, SqliteJournal
 from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
-from rl_core.queue.prompts import encode_prompt
+from rl_core.queue.prompts import check_prompt, encode_prompt
 from rl_core.queue.service import QueueService
 from rl_core.queue.slots import SlotPool, SlotRows
 from rl_core.queue.tasks import check_options, check_tasks
@@ -59,10 +60,11 @@ class InProcessQueue(QueueClient):
             super().__init__(tasks, HeldRows())
             self._service = QueueService(QueueCore(tasks, options), clock=clock)
             return
-        journal = SqliteJournal(options.directory, tasks, options, clock=clock)
-        store = SlotPool(options.directory / SEGMENTS)
+        directory = Path(options.directory)
+        journal = SqliteJournal(directory, tasks, options, clock=clock)
+        store = SlotPool(directory / SEGMENTS)
         core, self._recovery = journal.recover(store.check, store.remove_others)
-        super().__init__(tasks, SlotRows(options.directory / SEGMENTS, self._unpinned.append))
+        super().__init__(tasks, SlotRows(directory / SEGMENTS, self._unpinned.append))
         self._service = QueueService(core, clock=clock, journal=journal, store=store, is_pinning=True)
 
     def recovery(self) -> Recovery | None:
@@ -106,6 +108,7 @@ class InProcessQueue(QueueClient):
         return max(self._service.next_wake_s(), 0.0)
 
     def _pack(self, prompt: Prompt) -> Any:
+        check_prompt(prompt)
         return prompt if self._recovery is None else encode_prompt(prompt)  # now: a journal could not refuse it later
 
 

@@ -149,7 +149,8 @@ class SqliteJournal:
     def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
         """See `Journal.load`."""
         core = QueueCore(self._tasks, self._options)
-        core.lease_ids = itertools.count(self._epoch * EPOCH_LEASES + 1)
+        core.first_lease = self._epoch * EPOCH_LEASES + 1
+        core.lease_ids = itertools.count(core.first_lease)
         with _translated(self._directory):
             groups, places, counts = read_journal(self._connection)
         core.policy_version, core.drops, core.counts = (
@@ -351,6 +352,12 @@ def _task_names(encoded: bytes) -> list[str]:
 def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
     """Write nothing into a database of another program."""
     found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    segments = [path for path in (directory / SEGMENTS).glob("*") if path.is_file()]
+    if not found and segments:
+        raise JournalError(
+            f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Bring it back, "
+            "or remove the segments to begin anew."
+        )
     if found and not found >= {"meta", "groups", "segments"}:
         raise JournalError(
             f"{directory / DATABASE} is no queue's journal: it has tables {sorted(found)}. Choose another directory."

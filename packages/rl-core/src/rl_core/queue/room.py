@@ -1,7 +1,7 @@
 """Room in a queue: what is held, what is reserved for rows that are being written, and who may come in."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Protocol
 
 from rl_core.errors import NotReadyError
@@ -66,16 +66,17 @@ class Room:
         """Who writes."""
         return sorted({held.client for held in self._reservations.values()})
 
-    def fits(self, core: QueueCore, num_rows: int, size_bytes: int, *, is_waited_for: bool) -> bool:
+    def fits(self, core: QueueCore, num_rows: int, size_bytes: int, *, waiting_tasks: Set[str]) -> bool:
         """True when rows fit, or when waiting for room could last for ever.
 
-        That is so while nothing is settled, and while consumers wait for more than there is and none is at work.
+        That is so while nothing is settled, and while no consumer is at work and each task for which something is
+        ready has one that waits for more than there is.
 
         Args:
             core: What is held, and the bounds.
             num_rows: Rows that want in.
             size_bytes: Their bytes.
-            is_waited_for: A consumer waits.
+            waiting_tasks: Tasks of which a consumer waits.
         """
         groups, options = core.groups, core.options
         rows, size = groups.num_rows + self.num_rows + num_rows, groups.size_bytes + self.size_bytes + size_bytes
@@ -83,7 +84,9 @@ class Room:
         fits_bytes = options.capacity_bytes is None or size <= options.capacity_bytes
         if (fits_rows and fits_bytes) or num_rows == 0 or groups.num_in("settled") == 0:
             return True
-        return is_waited_for and all(lease.task.name == GENERATE for lease in core.leases.values())
+        with_ready = {name for name, task in groups.tasks.items() if task.num_ready and name != GENERATE}
+        is_worked_on = any(lease.task.name != GENERATE for lease in core.leases.values())
+        return bool(waiting_tasks) and with_ready <= waiting_tasks and not is_worked_on
 
     def reserve(self, request: Reserve, client: str) -> tuple[int, Any]:
         """Hold room; gives its number and place.

@@ -63,7 +63,7 @@ def _refuse_values(batch: Batch, name: str) -> None:
             where = f" at token {int(bad[0][0])}" if isinstance(column, Ragged) else ""
             raise DataError(
                 f"{name} of prompt {key.prompt_uid!r}, session {key.session_index}, output {key.output_index} must be "
-                f"finite; found {np.atleast_1d(row)[tuple(bad[0])]}{where}. Nothing of this put is kept."
+                f"finite; found {np.atleast_1d(row)[tuple(bad[0])]}{where}. Nothing of it is kept."
             )
 
 

@@ -114,6 +114,7 @@ class QueueServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._is_ending = False
+        self._is_over = not self._has_journal  # else another keeper may come to the same folder
 
     def serve(self, *, owner: socket.socket | None = None) -> None:
         """Answer clients until `stop`, or until the owner's end of this socket is closed."""
@@ -125,7 +126,7 @@ class QueueServer:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fileobj is owner or key.fileobj is self._waker:
-                        self._is_ending = True
+                        self._is_ending, self._is_over = True, self._is_over or key.fileobj is owner
                     else:
                         self._attend(self._connections[key.fileobj], events)  # type: ignore[index]
                 self.service.run()
@@ -198,7 +199,7 @@ class QueueServer:
                 break
             try:
                 message = decode_request(memoryview(received)[place + FRAME.size : end])
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 connection.reply(Refused("DataError", f"a request cannot be read: {error}."))
             else:
                 self._take(connection, message)
@@ -207,12 +208,14 @@ class QueueServer:
 
     def _take(self, connection: _Connection, message: Any) -> None:
         connection.unheard = None  # a client asks again when it has heard the last answer
-        if isinstance(message, Hello):
+        if isinstance(message, Hello) and connection.client is None:
             connection.client = message.client
             self._clients[message.client] = self._clients.get(message.client, 0) + 1
             connection.reply(
                 Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()])
             )
+        elif isinstance(message, Hello):
+            connection.reply(Refused("NotReadyError", "this connection has said hello."))
         elif connection.client is None:
             connection.reply(Refused("NotReadyError", "say hello first."))
         elif isinstance(message, Unpin):
@@ -265,5 +268,6 @@ class QueueServer:
         for stream in (self._listener, self._spare, self._waker, self._alarm):
             stream.close()
         self._selector.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._is_over:
+            shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)

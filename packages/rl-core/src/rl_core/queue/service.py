@@ -36,6 +36,7 @@ from rl_core.queue.room import OwnPlaces, Room, SegmentStore
 
 SHORTEST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 1.0
+LARGEST_SEGMENT = 1 << 40
 
 Answer = Callable[[Reply], None]
 
@@ -222,6 +223,7 @@ class QueueService:
                     core.drop(core.open_group(request.prompt_uid), request.reason, reissue=request.reissue, now=now)
                 self._note(f"drop of prompt {request.prompt_uid!r}")
             case Extend():
+                _check_lease_s(request.lease_s)
                 value = now + request.lease_s
                 core.extend(core.current(request.lease_id, request.task), expires_at=value)
                 self._note(f"lease {request.lease_id} extended")
@@ -282,11 +284,16 @@ class QueueService:
 
     def _check(self, request: LeaseRequest | Reserve | Put) -> None:
         core = self.core
+        if not request.deadline_s >= 0:  # not a number, too
+            raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
             if request.task not in core.groups.tasks:
                 raise DataError(f"unknown task {request.task!r}; declared tasks: {sorted(core.specs)}.")
             if request.amount < 1 or request.unit not in ("groups", "rows", "tokens"):
                 raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
+            _check_lease_s(request.lease_s)
+        elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
+            raise DataError(f"a segment has at most {LARGEST_SEGMENT} bytes; found {request.segment_bytes}.")
 
     def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer) -> None:
         now = time.monotonic()
@@ -366,8 +373,8 @@ class QueueService:
         return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
 
     def _has_room(self, num_rows: int, size_bytes: int) -> bool:
-        is_waited_for = any(waiting.request.task != GENERATE for waiting in self._leases)  # type: ignore[union-attr]
-        return self._room.fits(self.core, num_rows, size_bytes, is_waited_for=is_waited_for)
+        waiting = {waiting.request.task for waiting in self._leases}  # type: ignore[union-attr]
+        return self._room.fits(self.core, num_rows, size_bytes, waiting_tasks=waiting - {GENERATE})
 
     def _give_up_room(self, request: Any) -> None:
         """Free the room of what is refused; its client reserves again."""
@@ -440,6 +447,9 @@ class QueueService:
             except JournalError as error:
                 self._fall_back(error)
                 return
+            except (TypeError, ValueError, msgspec.MsgspecError) as error:  # something that cannot be stored came in
+                self._fall_back(JournalError(f"a change cannot be stored: {error}."))
+                return
             self._written_version = core.policy_version
         for _, place in core.segments.freed:
             self._room.store.free(place)
@@ -467,6 +477,11 @@ class QueueService:
             self._written_version = self.core.policy_version
         self._answers = [(answer, refusal(error)) for answer, _ in self._answers]
         self._note(f"the journal could not be written: {error}")
+
+
+def _check_lease_s(lease_s: float) -> None:
+    if not 0 < lease_s < float("inf"):
+        raise DataError(f"lease_s must be a number of seconds above 0; found {lease_s}.")
 
 
 def refusal(error: RLError) -> Refused:

@@ -143,6 +143,8 @@ class SharedMemoryQueue(QueueClient):
 
     def _unpin(self, number: int) -> None:
         """Say that a segment is no longer looked at; called as arrays go, so it may not wait, nor take a lock."""
+        if os.getpid() != self._owner_pid:
+            return  # a fork's copy went; its parent still looks
         try:
             self._unpinner.send(encode_frame(Unpin([number])), socket.MSG_DONTWAIT)
         except OSError:  # it is said with the next request

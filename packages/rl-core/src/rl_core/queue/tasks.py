@@ -31,6 +31,8 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
     names = [task.name for task in tasks]
     if len(set(names)) != len(names):
         raise SettingsError(f"each task needs a name of its own; found {names}.")
+    if not names or not all(names):
+        raise SettingsError(f"a queue needs tasks, each with a name; found {names}.")
     if GENERATE in names:
         raise SettingsError(f"{GENERATE!r} is the name of producers' claims; choose another one for the task.")
     for task in tasks:
