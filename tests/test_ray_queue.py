@@ -63,8 +63,8 @@ def test_every_socket_of_ray_is_on_loopback(ray):
     listening = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ray" not in (process / "cmdline").read_bytes():
-                continue
+            if os.environ["RAY_AUTH_TOKEN"].encode() not in (process / "environ").read_bytes():
+                continue  # not of this Ray
             inodes = {str(link.readlink()) for link in (process / "fd").iterdir()}
         except OSError:
             continue
