@@ -256,9 +256,9 @@ class SqliteJournal:
             raise
 
 
-def connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
+def connect(path: Path) -> sqlite3.Connection:
     """A connection without transactions of its own, usable from several threads one after the other."""
-    uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
+    uri = f"{path.resolve().as_uri()}?mode=rwc"
     return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rl_core.batch import Batch, Column
+from rl_core.batch import Batch, Column, concat_columns
 from rl_core.errors import DataError
 from rl_core.queue.messages import Leased, PartInfo
 from rl_core.ragged import Array, Ragged
@@ -138,7 +138,7 @@ def join(leased: Leased, read: Callable[[int], Batch]) -> Batch:
         else:  # some groups have it from the producer
             mixed = [(last or group.parts, last is None) for last, group in zip(lasts, leased.groups, strict=True)]
             pieces = [_gather([part], {name}, read, is_sorted=not is_put)[name] for part, is_put in mixed]
-            given[name] = _join_columns(pieces)
+            given[name] = concat_columns(pieces)
     return batch.with_columns(given) if given else batch
 
 
@@ -168,12 +168,6 @@ def _gather(
         group_of_row = np.asarray([index for _, index in parts])[places[np.concatenate(positions)]]
         order = batch.keys.in_order(group_of_row)
     return batch if bool((order[1:] > order[:-1]).all()) else batch.select(order)
-
-
-def _join_columns(pieces: Sequence[Column]) -> Column:
-    if isinstance(pieces[0], Ragged):
-        return Ragged.concat([piece for piece in pieces if isinstance(piece, Ragged)])
-    return np.concatenate([piece for piece in pieces if not isinstance(piece, Ragged)])
 
 
 def _lengths(batch: Batch) -> Array:
