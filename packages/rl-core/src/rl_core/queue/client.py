@@ -250,29 +250,25 @@ class QueueClient(ABC):
         return self._expect(self._call(Ask(what)), Done).value
 
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
-        prepared = self._payload.prepare(batch)
-        place, reservation = prepared.place, 0
-        if place is None and not self._reserves:
-            place = self._payload.write(prepared, None)
-        elif place is None:
-            reserve = Reserve(put.sessions, len(batch), batch.size_bytes, prepared.size_bytes, put.put_id, deadline_s)
-            reserved = self._expect(self._call(reserve, deadline_s=deadline_s), Reserved)
-            reservation = reserved.reservation
-            place = self._payload.write(prepared, reserved.place)
+        reserve = Reserve(put.sessions, len(batch), batch.size_bytes, 0, put.put_id, deadline_s)
+        place, reservation = self._placed(batch, reserve)
         request = msgspec.structs.replace(put, place=place, reservation=reservation, deadline_s=deadline_s)
         self._call(request, deadline_s=deadline_s)
 
     def _ack(self, lease: Lease, late: Batch) -> None:
-        prepared = self._payload.prepare(late)
-        place, reservation = prepared.place, 0
-        if place is None and not self._reserves:
-            place = self._payload.write(prepared, None)
-        elif place is None:
-            reserve = Reserve([], 0, late.size_bytes, prepared.size_bytes, "", DEFAULT_DEADLINE_S)
-            reserved = self._expect(self._call(reserve), Reserved)
-            reservation = reserved.reservation
-            place = self._payload.write(prepared, reserved.place)
-        self._call(Ack(lease.lease_id, lease.task, sorted(late.names), late.size_bytes, place, reservation))
+        place, reservation = self._placed(late, Reserve([], 0, late.size_bytes, 0, "", DEFAULT_DEADLINE_S))
+        self._call(Ack(lease.lease_id, lease.task, sorted(late.names), late.size_bytes, place, reservation=reservation))
+
+    def _placed(self, batch: Batch, reserve: Reserve) -> tuple[Any, int]:
+        """Where a batch is, written there if it does not travel with its request; and the reservation, 0 for none."""
+        prepared = self._payload.prepare(batch)
+        if prepared.place is not None:
+            return prepared.place, 0
+        if not self._reserves:
+            return self._payload.write(prepared, None), 0
+        request = msgspec.structs.replace(reserve, segment_bytes=prepared.size_bytes)
+        reserved = self._expect(self._call(request, deadline_s=reserve.deadline_s), Reserved)
+        return self._payload.write(prepared, reserved.place), reserved.reservation
 
     def _fetch(self, leased: Leased) -> Batch | None:
         """The rows of a lease; None when some cannot be read, which are generated again, and the lease is over."""
