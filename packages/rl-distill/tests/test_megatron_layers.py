@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_distill.megatron.model import SwiGLU
 from rl_distill.megatron.norm import RMSNorm
+from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.megatron.vocabulary import vocabulary_logprobs
 
 

@@ -12,7 +12,8 @@ from rl_core.errors import DataError
 from rl_distill.checkpoint import PolicySource
 from rl_distill.hf_folder import read_policy_tensors
 from rl_distill.megatron.convert import Shard, to_megatron
-from rl_distill.megatron.model import PolicyModel, transformer_config
+from rl_distill.megatron.model import PolicyModel
+from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.parallel import undisturbed_random_numbers
 
 
