@@ -32,3 +32,36 @@ class LearnerOptions:
     dtype: str = "float32"
     num_threads: int | None = None
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """How a policy is spread over ranks; data parallelism takes what the others leave of `ranks`.
+
+    Attributes:
+        ranks: Processes that train together; one GPU each, where there are GPUs.
+        tensor: Ranks that share each weight matrix.
+        pipeline: Stages of layers.
+        virtual_pipeline: Chunks of layers on each stage; above 1 is the interleaved schedule.
+        context: Ranks that share the tokens of each micro-batch.
+        expert: Ranks that share the experts of a mixture.
+        expert_tensor: Ranks that share each expert's matrices; None takes `tensor`.
+        sequence: Also share the tokens between the matrices over the `tensor` ranks; a mixture of experts with
+            tensor > 1 needs it.
+        distributed_optimizer: Share Adam's moments and float32 weights over the data-parallel ranks.
+    """
+
+    ranks: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence: bool = False
+    distributed_optimizer: bool = False
+
+    @property
+    def data(self) -> int:
+        """Ranks that each train on a part of the trajectories."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
