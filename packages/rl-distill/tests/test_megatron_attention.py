@@ -24,7 +24,8 @@ def core_attention() -> attention.PackedAttention:
 
 def layout_of(lengths: list[int]) -> layout_module.PackedLayout:
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return packed_layout(positions, offsets_of(lengths), head_dim=HEAD_DIM, base=BASE, head_counts=(HEADS, GROUPS))
+    frequencies = 1.0 / BASE ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    return packed_layout(positions, offsets_of(lengths), frequencies=frequencies, head_counts=(HEADS, GROUPS))
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

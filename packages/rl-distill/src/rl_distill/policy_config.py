@@ -9,18 +9,92 @@ from typing import Any
 
 from rl_core.errors import DataError, SettingsError
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What models of one architecture have in common.
+
+    Attributes:
+        has_qkv_bias: True when queries, keys and values have a bias.
+        has_qk_norm: True when queries and keys are normalised, head by head.
+        has_experts: True when layers can be mixtures of experts.
+        default_head_dim: Size of a head where config.json has none; None for hidden_size / num_attention_heads.
+    """
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    has_experts: bool = False
+    default_head_dim: int | None = None
+
+
+FAMILIES = {
+    "Qwen3ForCausalLM": Family(has_qk_norm=True, default_head_dim=128),
+    "Qwen3MoeForCausalLM": Family(has_qk_norm=True, has_experts=True),
+    "Qwen2ForCausalLM": Family(has_qkv_bias=True),
+    "LlamaForCausalLM": Family(),
+}
+"""Families by the architecture that config.json names; Qwen2ForCausalLM is also Qwen2.5's."""
+
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 """Architectures that the learners train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyConfig:
-    """Shape of a dense Qwen3 decoder.
+class LinearRopeScaling:
+    """Positions divided by a factor.
 
     Attributes:
+        factor: Divides every position.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3's scaling of long waves.
+
+    Attributes:
+        factor: Divides the frequencies of long waves.
+        low_freq_factor: Waves longer than the original length by this are long.
+        high_freq_factor: Waves shorter than the original length by this stay.
+        original_max_position_embeddings: The original length, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig:
+    """The mixtures of experts of a policy.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        top_k: Experts of a token.
+        norm_topk_prob: True when the probabilities of a token's experts are divided by their sum.
+        ffn_hidden_size: Width of an expert.
+        layers: Which layers are mixtures; the others have one feed-forward layer.
+    """
+
+    num_experts: int
+    top_k: int
+    norm_topk_prob: bool
+    ffn_hidden_size: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Shape of a decoder.
+
+    Attributes:
+        architecture: One of SUPPORTED_ARCHITECTURES.
         num_layers: Decoder layers.
         hidden_size: Width of the residual stream.
-        ffn_hidden_size: Width of the gated feed-forward layer.
+        ffn_hidden_size: Width of the gated feed-forward layer, where a layer is no mixture of experts.
         num_heads: Query heads.
         num_key_value_heads: Key and value heads.
         head_dim: Size of a head.
@@ -28,10 +102,13 @@ class PolicyConfig:
         max_position_embeddings: Longest sequence that the model was made for.
         norm_eps: Of the RMS norms.
         rope_base: Base of the rotary embedding.
+        rope_scaling: Of its positions; None for none.
         is_tied: True when the head is the embedding.
         initializer_range: Standard deviation of random weights.
+        mixture: The mixtures of experts; None for a dense policy.
     """
 
+    architecture: str = "Qwen3ForCausalLM"
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -42,8 +119,24 @@ class PolicyConfig:
     max_position_embeddings: int
     norm_eps: float
     rope_base: float
+    rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
     is_tied: bool
     initializer_range: float
+    mixture: MixtureConfig | None = None
+
+    @property
+    def family(self) -> Family:
+        """What the architecture implies."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 for a dense policy."""
+        return 0 if self.mixture is None else self.mixture.num_experts
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer with this index is a mixture of experts."""
+        return self.mixture is not None and layer in self.mixture.layers
 
     @property
     def digest(self) -> str:
@@ -80,32 +173,75 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
 
     Raises:
         SettingsError: The architecture, or something in it, is not supported.
-        DataError: A field is missing.
+        DataError: A field is missing, or impossible.
     """
-    architectures = config.get("architectures") or ["(none)"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    if architecture not in FAMILIES:
         raise SettingsError(
-            f"architecture {architectures[0]} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
+            f"architecture {architecture} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    _refuse_unsupported(config)
+    try:
+        return _policy_config(config, architecture)
+    except KeyError as error:
+        raise DataError(f"config.json has no field {error}; a {architecture} needs it.") from None
+    except (TypeError, ValueError) as error:
+        raise DataError(f"config.json has a field of the wrong kind: {error}.") from error
+
+
+def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
+    family = FAMILIES[architecture]
+    num_heads, hidden_size = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    groups = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads
+    if num_heads % groups:
+        raise DataError(
+            f"num_attention_heads must be divisible by num_key_value_heads; found {num_heads} and {groups}."
         )
     rope = _rope(config)
-    _refuse_unsupported(config, rope)
-    try:
-        return PolicyConfig(
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_size=int(config["hidden_size"]),
-            ffn_hidden_size=int(config["intermediate_size"]),
-            num_heads=int(config["num_attention_heads"]),
-            num_key_value_heads=int(config["num_key_value_heads"]),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
-            vocab_size=int(config["vocab_size"]),
-            max_position_embeddings=int(config["max_position_embeddings"]),
-            norm_eps=float(config["rms_norm_eps"]),
-            rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            is_tied=bool(config.get("tie_word_embeddings", False)),
-            initializer_range=float(config.get("initializer_range", 0.02)),
-        )
-    except KeyError as error:
-        raise DataError(f"config.json has no field {error}; a {architectures[0]} needs it.") from None
+    return PolicyConfig(
+        architecture=architecture,
+        num_layers=_count(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=_count(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_key_value_heads=groups,
+        head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
+        vocab_size=_count(config, "vocab_size"),
+        max_position_embeddings=_count(config, "max_position_embeddings"),
+        norm_eps=float(config["rms_norm_eps"]),
+        rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=_rope_scaling(rope),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        initializer_range=float(config.get("initializer_range", 0.02)),
+        mixture=_mixture(config) if family.has_experts else None,
+    )
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    value = int(config[name])
+    if value < 1:
+        raise DataError(f"config.json must have {name} >= 1; found {config[name]!r}.")
+    return value
+
+
+def _mixture(config: Mapping[str, Any]) -> MixtureConfig | None:
+    # transformers 5 calls num_local_experts what Qwen3's own files call num_experts.
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    every, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    num_layers = _count(config, "num_hidden_layers")
+    layers = tuple(index for index in range(num_layers) if index not in dense and (index + 1) % every == 0)
+    if not layers or int(config[name]) == 0:
+        return None
+    mixture = MixtureConfig(
+        num_experts=_count(config, name),
+        top_k=_count(config, "num_experts_per_tok"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        ffn_hidden_size=_count(config, "moe_intermediate_size"),
+        layers=layers,
+    )
+    if mixture.top_k > mixture.num_experts:
+        raise DataError(f"num_experts_per_tok must be <= {name} = {mixture.num_experts}; found {mixture.top_k}.")
+    return mixture
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,13 +250,35 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope if isinstance(rope, Mapping) else {}
 
 
-def _refuse_unsupported(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "linear":
+        return LinearRopeScaling(factor=float(rope["factor"]))
+    if kind == "llama3":
+        return Llama3RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=_count(rope, "original_max_position_embeddings"),
+        )
+    if kind != "default":
+        raise SettingsError(
+            f"rope_type {kind!r} is not supported by the learners; supported: default, linear, llama3. "
+            "Remove the scaling from config.json to train on lengths that need none."
+        )
+    return None
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    # json's null is the same as no field.
+    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     expected: dict[str, tuple[Any, Any]] = {
-        "rope_type": (rope_type, "default"),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(config.get("attention_bias", False)), False),
-        "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
+        "hidden_act": (config.get("hidden_act") or "silu", "silu"),
+        "attention_bias": (bool(config.get("attention_bias")), False),
+        "mlp_bias": (bool(config.get("mlp_bias")), False),
+        "use_sliding_window": (bool(config.get("use_sliding_window")), False),
+        "layer_types": (min(layer_types, default="full_attention"), "full_attention"),
+        "partial_rotary_factor": (float(_rope(config).get("partial_rotary_factor") or 1.0), 1.0),
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:

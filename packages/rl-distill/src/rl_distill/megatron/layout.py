@@ -46,6 +46,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
         sin: [T, 1, 1, head_dim / 2] float32.
         heads: HeadIndex by number of heads.
         kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
+        experts: [T, layers, top_k] int64 experts that the engine chose, -1 where it gave none; None where it
+            gave none at all. T counts this rank's tokens, layers all of the policy.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
@@ -53,6 +55,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     sin: Tensor | None = None
     heads: dict[int, HeadIndex] = field(default_factory=dict)
     kept: Tensor | None = None
+    experts: Tensor | None = None
 
     def bucket_places(self) -> list[int]:
         """Tokens of each bucket, padding included."""
@@ -103,32 +106,27 @@ def _head_index(places: Sequence[Places], *, num_tokens: int, num_heads: int, de
     return HeadIndex(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def rotary_tables(position_ids: Tensor, *, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos [T, 1, 1, head_dim] and sin [T, 1, 1, head_dim / 2] of positions, float32.
-
-    Source: Su et al. 2021, arXiv:2104.09864.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=position_ids.device).float() / head_dim
-    angles = position_ids.float()[:, None] * (1.0 / (base**exponents))
+def rotary_tables(position_ids: Tensor, *, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos [T, 1, 1, head_dim] and sin [T, 1, 1, head_dim / 2] of positions, float32."""
+    angles = position_ids.float()[:, None] * frequencies.to(position_ids.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1)[:, None, None], sin[:, None, None]
 
 
 def packed_layout(
-    position_ids: Tensor, offsets: NDArray[np.int64], *, head_dim: int, base: float, head_counts: Sequence[int]
+    position_ids: Tensor, offsets: NDArray[np.int64], *, frequencies: Tensor, head_counts: Sequence[int]
 ) -> PackedLayout:
     """Lay out a pack.
 
     Args:
         position_ids: [T] int64.
         offsets: [S + 1] int64; every trajectory has at least one token.
-        head_dim: Size of an attention head.
-        base: Base of the rotary embedding.
+        frequencies: [head_dim / 2] float32 of the rotary embedding; see `rotary_frequencies`.
         head_counts: Numbers of heads (of queries, of keys) on this rank.
     """
     buckets = plan_buckets(np.diff(offsets))
     places = _token_places(offsets, buckets)
-    cos, sin = rotary_tables(position_ids, head_dim=head_dim, base=base)
+    cos, sin = rotary_tables(position_ids, frequencies=frequencies)
     device = position_ids.device
     heads = {
         count: _head_index(places, num_tokens=int(offsets[-1]), num_heads=count, device=device)

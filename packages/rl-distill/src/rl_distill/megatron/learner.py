@@ -22,6 +22,7 @@ from rl_distill.megatron.layout import packed_layout
 from rl_distill.megatron.model import Scored
 from rl_distill.megatron.optimizer import MegatronAdam
 from rl_distill.megatron.parallel import Rank, initialize_rank, learner_device
+from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import build_policy
 from rl_distill.packing import Pack, pack_batch, scored_tokens, unpack_values
 from rl_distill.schedule import learning_rate_at
@@ -67,6 +68,7 @@ class MegatronLearner:
         install_cpu_compatibility()
         initialize_rank(rank or Rank(), seed=options.seed)
         self._device = learner_device()
+        self._frequencies = rotary_frequencies(self._source.config).to(self._device)
         self._shard = whole_policy(self._source.config)
         self._model = build_policy(self._source, self._shard, dtype=dtype, seed=options.seed, device=self._device)
         self._adam = MegatronAdam(self._model, options)
@@ -238,8 +240,7 @@ class MegatronLearner:
         layout = packed_layout(
             micro_batch.position_ids,
             pack.offsets,
-            head_dim=config.head_dim,
-            base=config.rope_base,
+            frequencies=self._frequencies,
             head_counts=(config.num_heads, config.num_key_value_heads),
         )
         return model(
