@@ -8,7 +8,7 @@ from rl_core.batch import Batch
 from rl_core.errors import ShapeError
 from rl_core.ragged import Ragged
 from rl_core.row_keys import RowKey
-from rl_distill.packing import pack_batch, pack_rows, plan_micro_batches, scored_tokens, unpack_values
+from rl_distill.packing import pack_batch, pack_rows, plan_micro_batches, plan_ranks, scored_tokens, unpack_values
 
 CPU = torch.device("cpu")
 
@@ -98,3 +98,36 @@ def test_unpack_values_restores_the_order_of_the_batch():
 
     assert [row.tolist() for row in values] == [[50, 60, 70], [80], [90, 100]]
     assert values.values.dtype == np.float32
+
+
+def test_ranks_get_equally_many_micro_batches_and_nearly_equal_tokens():
+    lengths = np.random.default_rng(0).integers(1, 60, size=101)
+
+    plans = plan_ranks(lengths, max_tokens=100, num_ranks=4)
+
+    rows = np.concatenate([rows for plan in plans for rows in plan])
+    assert sorted(rows.tolist()) == list(range(101))
+    assert len({len(plan) for plan in plans}) == 1
+    tokens = [sum(int(lengths[rows].sum()) for rows in plan) for plan in plans]
+    assert max(tokens) - min(tokens) <= 2
+    assert all(lengths[rows].sum() <= 100 for plan in plans for rows in plan)
+
+
+def test_one_rank_is_cut_as_a_batch_without_ranks():
+    lengths = np.random.default_rng(1).integers(1, 60, size=30)
+
+    (plan,) = plan_ranks(lengths, max_tokens=128, num_ranks=1)
+
+    expected = plan_micro_batches(lengths, max_tokens=128)
+    assert [rows.tolist() for rows in plan] == [rows.tolist() for rows in expected]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 9])
+def test_the_number_of_micro_batches_is_a_multiple_and_the_last_are_empty_where_rows_are_few(num_rows: int):
+    plans = plan_ranks(np.full(num_rows, 5), max_tokens=10, num_ranks=2, multiple_of=4)
+
+    assert {len(plan) for plan in plans} == {4}
+    assert sorted(int(row) for plan in plans for rows in plan for row in rows) == list(range(num_rows))
+    for plan in plans:
+        sizes = [len(rows) for rows in plan]
+        assert sizes == sorted(sizes, key=lambda size: size == 0)

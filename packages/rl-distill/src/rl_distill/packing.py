@@ -1,5 +1,6 @@
 """Rows into micro-batches by a budget of tokens: packed end to end, without padding."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,25 +47,88 @@ def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[R
     Raises:
         ShapeError: max_tokens is below 1, or a row is empty.
     """
+    lengths = _checked(lengths, max_tokens)
+    if len(lengths) == 0:
+        return []
+    order = np.argsort(lengths, kind="stable")
+    return _evened(order, lengths[order], num_cuts=len(_cuts(lengths[order], max_tokens)), max_tokens=max_tokens)
+
+
+def plan_ranks(
+    lengths: NDArray[np.int64], *, max_tokens: int, num_ranks: int, multiple_of: int = 1
+) -> list[list[Rows]]:
+    """Balance rows over data-parallel ranks by tokens, and cut each rank's into equally many micro-batches.
+
+    Args:
+        lengths: [N] tokens of each row.
+        max_tokens: Most tokens of a micro-batch; a longer row gets its own.
+        num_ranks: Data-parallel ranks.
+        multiple_of: What the number of micro-batches of a rank must be a multiple of.
+
+    Returns:
+        For each rank, the rows of each of its micro-batches. Where rows are few, the last micro-batches are empty.
+
+    Raises:
+        ShapeError: max_tokens is below 1, or a row is empty.
+    """
+    lengths = _checked(lengths, max_tokens)
+    shares = _balanced(lengths, num_ranks)
+    fewest = max((len(plan_micro_batches(lengths[share], max_tokens=max_tokens)) for share in shares), default=0)
+    num_micro_batches = -(-max(fewest, 1) // multiple_of) * multiple_of
+    plans = []
+    for share in shares:
+        order = share[np.argsort(lengths[share], kind="stable")]
+        plan = _evened(order, lengths[order], num_cuts=num_micro_batches, max_tokens=max_tokens)
+        plans.append(plan + [np.zeros(0, dtype=np.int64)] * (num_micro_batches - len(plan)))
+    return plans
+
+
+def _checked(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
     if max_tokens < 1:
         raise ShapeError(f"micro_batch_tokens must be at least 1; found {max_tokens}.")
     lengths = np.asarray(lengths, dtype=np.int64)
-    if len(lengths) == 0:
-        return []
-    if int(lengths.min()) < 1:
+    if len(lengths) and int(lengths.min()) < 1:
         raise ShapeError(f"row {int(lengths.argmin())} has no tokens; every row needs at least one.")
-    order = np.argsort(lengths, kind="stable")
-    ordered = lengths[order]
-    fewest = len(_cuts(ordered, max_tokens))
-    low, high = min(max_tokens, -(-int(ordered.sum()) // fewest)), max_tokens
-    while low < high:  # the smallest budget that needs no more micro-batches
+    return lengths
+
+
+def _balanced(lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
+    """Rows of each rank: the longest first, each to the rank that has the fewest tokens so far."""
+    if num_ranks == 1:
+        return [np.arange(len(lengths), dtype=np.int64)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for row in np.argsort(-lengths, kind="stable"):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(int(row))
+        heapq.heappush(loads, (load + int(lengths[row]), rank))
+    return [np.array(sorted(share), dtype=np.int64) for share in shares]
+
+
+def _evened(order: Rows, ordered: NDArray[np.int64], *, num_cuts: int, max_tokens: int) -> list[Rows]:
+    """Cut sorted rows under the smallest budget that needs no more than num_cuts, then halve the largest parts.
+
+    Args:
+        order: [N] rows by length.
+        ordered: [N] their lengths.
+        num_cuts: Parts to make; fewer only where there are fewer rows.
+        max_tokens: A budget that needs no more than num_cuts.
+    """
+    if len(order) == 0:
+        return []
+    low, high = min(max_tokens, -(-int(ordered.sum()) // num_cuts)), max_tokens
+    while low < high:
         middle = (low + high) // 2
-        if len(_cuts(ordered, middle)) <= fewest:
+        if len(_cuts(ordered, middle)) <= num_cuts:
             high = middle
         else:
             low = middle + 1
-    cuts = _cuts(ordered, high)
-    return [order[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(order)], strict=True)]
+    starts = _cuts(ordered, high)
+    while len(starts) < min(num_cuts, len(order)):
+        sizes = np.diff([*starts, len(order)])
+        largest = int(sizes.argmax())
+        starts.insert(largest + 1, starts[largest] + int(sizes[largest]) // 2)
+    return [order[start:stop] for start, stop in zip(starts, [*starts[1:], len(order)], strict=True)]
 
 
 def _cuts(ordered: NDArray[np.int64], max_tokens: int) -> list[int]:
