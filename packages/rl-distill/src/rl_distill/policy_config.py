@@ -241,6 +241,11 @@ def _mixture(config: Mapping[str, Any]) -> MixtureConfig | None:
     )
     if mixture.top_k > mixture.num_experts:
         raise DataError(f"num_experts_per_tok must be <= {name} = {mixture.num_experts}; found {mixture.top_k}.")
+    if mixture.top_k == 1 and mixture.norm_topk_prob:
+        raise SettingsError(
+            "norm_topk_prob must be False where num_experts_per_tok is 1: an expert's share would be 1 whatever the "
+            "router says, and the router would never learn."
+        )
     return mixture
 
 

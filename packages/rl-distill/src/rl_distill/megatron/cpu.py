@@ -17,6 +17,7 @@ from typing import Any
 import megatron.core.tensor_parallel.random as random
 import torch
 from megatron.core.package_info import __version__
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 TESTED_VERSIONS = ("0.16.1",)
 """megatron-core versions whose modules this file was written against."""
@@ -36,6 +37,10 @@ class _Stream:
 
     def wait_event(self, event: object) -> None:
         """Nothing runs, so nothing is waited for."""
+
+    def record_event(self, event: object = None) -> "_Event":  # noqa: ARG002 - as torch's
+        """Everything before has happened."""
+        return _Event()
 
     def synchronize(self) -> None:
         """Nothing runs, so nothing is waited for."""
@@ -138,12 +143,24 @@ def _rng_on_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
+def _as_numpy_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001 - megatron's signature
+    """megatron's own leaves a tensor that is on the CPU already as it is, where it was asked for numbers."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def fix_missing_names() -> None:
+    """Give megatron's router the name that it looks for where Transformer Engine is not installed, on GPUs too."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def install_cpu_compatibility() -> None:
-    """Prepare megatron's loaded modules for a CPU; no-op with CUDA. Can be called again.
+    """Prepare megatron's loaded modules for a CPU; with CUDA, only names that are missing. Can be called again.
 
     Call it before any of megatron's objects is built.
     """
     check_megatron_version()
+    fix_missing_names()
     if torch.cuda.is_available():
         return
     overlay = _torch_overlay()
@@ -151,3 +168,5 @@ def install_cpu_compatibility() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = overlay  # type: ignore[attr-defined]
     _rng_on_cpu()
+    for module in (moe_utils, token_dispatcher):
+        module.maybe_move_tensor_to_cpu = _as_numpy_on_cpu

@@ -11,15 +11,21 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from rl_distill.megatron.attention import PackedAttention
 from rl_distill.megatron.layout import PackedLayout
+from rl_distill.megatron.mixture import mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
+from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig
 
 _WITHOUT_FUSIONS = dict.fromkeys(
@@ -52,19 +58,51 @@ class _Keep(torch.autograd.Function):
         return grads[0].new_zeros(ctx.num_rows, *grads[0].shape[1:]).index_copy_(0, kept, grads[0]), None
 
 
-class LastLayer(TransformerLayer):  # type: ignore[misc]
-    """The layer before the head: nobody reads other tokens after its attention, so only `kept` go on."""
+class PolicyLayer(TransformerLayer):  # type: ignore[misc]
+    """megatron's layer; its mixture of experts, where it is one, takes the experts that the layout gives."""
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
-        """As megatron's layer, giving [M, 1, hidden] of the layout's kept tokens."""
+        """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
         hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if packed_seq_params.kept is not None:
-            hidden = _Keep.apply(hidden, packed_seq_params.kept)  # type: ignore[no-untyped-call]
-        return self._forward_mlp(hidden), context
+        kept = self.kept(packed_seq_params)
+        if kept is not None:
+            hidden = _Keep.apply(hidden, kept)  # type: ignore[no-untyped-call]
+        if not self.is_moe_layer:
+            return self._forward_mlp(hidden), context
+        with self.mlp.router.replaying(self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0])):
+            return self._forward_mlp(hidden), context
+
+    def kept(self, layout: PackedLayout) -> Tensor | None:  # noqa: ARG002 - of the last layer
+        """[M] int64 tokens that go on after the attention; None for all."""
+        return None
+
+    def _experts(self, layout: PackedLayout, kept: Tensor | None, *, num_tokens: int) -> Tensor | None:
+        """[num_tokens, top_k] experts that this layer's tokens must take."""
+        if layout.experts is None:
+            return None
+        experts = layout.experts[:, self.layer_number - 1]
+        if kept is not None:
+            return experts.index_select(0, kept)
+        if self.config.sequence_parallel:
+            return experts.narrow(0, self.tp_group.rank() * num_tokens, num_tokens)
+        return experts
+
+
+class LastLayer(PolicyLayer):
+    """The layer before the head: nobody reads other tokens after its attention, so only `kept` go on."""
+
+    def kept(self, layout: PackedLayout) -> Tensor | None:
+        """The layout's kept tokens."""
+        return layout.kept
 
 
 def transformer_config(
-    policy: PolicyConfig, *, dtype: torch.dtype, init_method: Callable[[Tensor], object] | None
+    policy: PolicyConfig,
+    *,
+    dtype: torch.dtype,
+    init_method: Callable[[Tensor], object] | None,
+    parallel: ParallelOptions = ParallelOptions(),  # noqa: B008 - frozen
+    recompute: bool = False,
 ) -> TransformerConfig:
     """megatron's configuration of a policy.
 
@@ -72,6 +110,8 @@ def transformer_config(
         policy: What config.json says.
         dtype: Of the parameters.
         init_method: Fills a weight; None draws from a normal distribution with the policy's deviation.
+        parallel: How the policy is spread over ranks.
+        recompute: Make each layer's activations again in the backward pass.
     """
     return TransformerConfig(
         num_layers=policy.num_layers,
@@ -82,16 +122,15 @@ def transformer_config(
         kv_channels=policy.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=policy.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=policy.family.has_qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         use_te_activation_func=True,  # builds SwiGLU below; nothing of Transformer Engine
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=policy.family.has_qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         init_method=init_method,
         output_layer_init_method=init_method,
@@ -100,15 +139,50 @@ def transformer_config(
         # False would skip marking tensor-parallel parameters, and grad norms would be wrong without a word.
         perform_initialization=True,
         cuda_graph_scope=[],
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no secret; variable_seq_lengths asks for it, dense too
-        variable_seq_lengths=True,
         calculate_per_token_loss=True,
+        **_recompute(is_on=recompute),
+        **_sizes(parallel, dtype),
+        **mixture_settings(policy),
         **_WITHOUT_FUSIONS,
     )
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Decoder of pre-norm layers with packed attention, without Transformer Engine."""
+def _recompute(*, is_on: bool) -> dict[str, Any]:
+    if not is_on:
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _sizes(parallel: ParallelOptions, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Pre-norm layers with packed attention, without Transformer Engine: those of this rank's pipeline stage.
+
+    Args:
+        config: What `transformer_config` gave.
+        vp_stage: Which of the stage's chunks; None where it has one.
+    """
+    start = get_transformer_layer_offset(config, vp_stage)
+    stop = start + get_num_layers_to_build(config, vp_stage)
+    layers = [_layer_spec(config, index) for index in range(start, stop)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, index: int) -> ModuleSpec:
+    norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -116,26 +190,24 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             linear_qkv=tensor_parallel.ColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=tensor_parallel.RowParallelLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
+            q_layernorm=norm,
+            k_layernorm=norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=tensor_parallel.ColumnParallelLinear,
-            linear_fc2=tensor_parallel.RowParallelLinear,
-            activation_func=SwiGLU,
-        ),
+    dense = MLPSubmodules(
+        linear_fc1=tensor_parallel.ColumnParallelLinear,
+        linear_fc2=tensor_parallel.RowParallelLinear,
+        activation_func=SwiGLU,
     )
+    is_mixture = config.num_moe_experts is not None and bool(config.moe_layer_freq[index])
     submodules = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm,
-        mlp=mlp,
+        mlp=mixture_spec(dense) if is_mixture else ModuleSpec(module=MLP, submodules=dense),
         mlp_bda=get_bias_dropout_add,
     )
-    kinds = [TransformerLayer] * (config.num_layers - 1) + [LastLayer]
-    layers = [ModuleSpec(module=kind, submodules=submodules) for kind in kinds]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    # Sequence parallelism gives each rank a part of the tokens, and the head gathers all: none can be left out.
+    is_last = index == config.num_layers - 1 and not config.sequence_parallel
+    return ModuleSpec(module=LastLayer if is_last else PolicyLayer, submodules=submodules)
