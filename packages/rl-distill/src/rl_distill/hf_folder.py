@@ -1,8 +1,10 @@
-"""Hugging Face folders of safetensors: what tensors a policy has, reading and writing them."""
+"""Hugging Face folders of safetensors: what tensors a policy has, reading parts of them, writing them."""
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError
 from rl_distill.policy_config import PolicyConfig
@@ -26,34 +29,26 @@ COMPANION_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
 )
 """Files beside the weights that belong to a policy; copied as they are."""
 
+STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of a number, for each dtype that weights may be stored in."""
+
 ReadError = type[DataError] | type[CheckpointError]
+Shape = tuple[int, ...]
 
 
-def tensor_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: PolicyConfig) -> dict[str, Shape]:
     """Shape of every tensor of a policy by Hugging Face name; a tied head is left out."""
-    hidden, ffn, head_dim = config.hidden_size, config.ffn_hidden_size, config.head_dim
-    queries, keys = config.num_heads * head_dim, config.num_key_value_heads * head_dim
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.k_norm.weight": (head_dim,),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    hidden = config.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.num_layers):
+        layer = {**_attention_shapes(config), **_feed_forward_shapes(config, index)}
         shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
     shapes["model.norm.weight"] = (hidden,)
     if not config.is_tied:
@@ -61,91 +56,318 @@ def tensor_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _attention_shapes(config: PolicyConfig) -> dict[str, Shape]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+    for letter, rows in (("q", queries), ("k", keys), ("v", keys)):
+        shapes[f"self_attn.{letter}_proj.weight"] = (rows, hidden)
+        if config.family.has_qkv_bias:
+            shapes[f"self_attn.{letter}_proj.bias"] = (rows,)
+    if config.family.has_qk_norm:
+        shapes.update({f"self_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"})
+    shapes["self_attn.o_proj.weight"] = (hidden, queries)
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
+    hidden = config.hidden_size
+
+    def gated(prefix: str, ffn: int) -> dict[str, Shape]:
+        rows = {f"{prefix}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        return {**rows, f"{prefix}.down_proj.weight": (hidden, ffn)}
+
+    mixture = config.mixture
+    if mixture is None or not config.is_mixture(layer):
+        return gated("mlp", config.ffn_hidden_size)
+    shapes: dict[str, Shape] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
+    for expert in range(mixture.num_experts):
+        shapes.update(gated(f"mlp.experts.{expert}", mixture.ffn_hidden_size))
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is: in a file, under a name, and for an expert of a fused tensor, which rows of which expert."""
+
+    path: Path
+    name: str
+    shape: Shape
+    dtype: str
+    expert: int | None = None
+    first_row: int = 0
+
+    def slices(self, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
+        """Of the stored tensor, for a rectangle of this one."""
+        starts = (self.first_row + offsets[0], *offsets[1:]) if offsets else ()
+        parts = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        return parts if self.expert is None else (slice(self.expert, self.expert + 1), *parts)
+
+
+class PolicyTensors:
+    """The tensors of a Hugging Face folder, read rectangle by rectangle.
+
+    Names are those of `tensor_shapes`, each expert by itself; a folder that has a layer's experts fused
+    (`mlp.experts.gate_up_proj`, `mlp.experts.down_proj`) is read as well. Weights may be stored in one file or in
+    shards, as float32, bfloat16 or float16.
+
+    Attributes:
+        num_bytes_read: Bytes of all rectangles read so far, as stored.
+    """
+
+    def __init__(
+        self,
+        policy_dir: Path,
+        config: PolicyConfig,
+        error: ReadError = DataError,
+        *,
+        optional: frozenset[str] = frozenset(),
+    ) -> None:
+        """Open the files, and check from their headers that everything is there.
+
+        Args:
+            policy_dir: The folder.
+            config: What its config.json says.
+            error: Raised where something is wrong.
+            optional: Names of tensors that may be missing.
+
+        Raises:
+            DataError: Or the given error: a file or tensor is missing, torn, of another shape or dtype.
+        """
+        self.num_bytes_read = 0
+        self._error = error
+        paths, listed = _weight_files(policy_dir, error)
+        self._files = {path: _open(path, error) for path in paths}
+        stored = _stored_tensors(self._files, listed, error)
+        self._stored = {**stored, **_unfused(stored)}
+        shapes = tensor_shapes(config)
+        where = paths[0] if len(paths) == 1 else policy_dir
+        _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional}, error)
+        used = {(self._stored[name].path, self._stored[name].name) for name in shapes if name in self._stored}
+        extra = sorted(n for n, t in stored.items() if (t.path, t.name) not in used and n not in config.tied)
+        if extra:
+            _log.warning("tensors_ignored", policy_dir=str(policy_dir), num_tensors=len(extra), first=extra[0])
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the folder has a tensor with this name."""
+        return name in self._stored
+
+    def read(self, name: str, offsets: Shape, sizes: Shape, *, dtype: torch.dtype) -> Tensor:
+        """A rectangle of a tensor; nothing else of it is read.
+
+        Args:
+            name: The tensor's.
+            offsets: Where the rectangle starts, for each axis.
+            sizes: Its extent.
+            dtype: Of what is given.
+
+        Raises:
+            DataError: Or the error given at the start: there is no such tensor, or it is smaller.
+        """
+        stored = self._stored.get(name)
+        if stored is None:
+            raise self._error(f"there is no tensor {name!r} in the folder; it has {len(self._stored)} others.")
+        ends = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
+        if len(ends) != len(stored.shape) or any(e > s for e, s in zip(ends, stored.shape, strict=True)):
+            raise self._error(
+                f"{stored.path}: tensor {name!r} must reach to {list(ends)}; found shape {list(stored.shape)}."
+            )
+        _check_dtype(name, stored, self._error)
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=dtype)
+        try:
+            value = self._files[stored.path].get_slice(stored.name)[stored.slices(offsets, sizes)]
+        except (SafetensorError, OSError) as cause:
+            raise self._error(f"{stored.path}: tensor {name!r} cannot be read: {cause}") from cause
+        self.num_bytes_read += math.prod(sizes) * STORED_DTYPES[stored.dtype]
+        return value.reshape(sizes).to(dtype)  # type: ignore[no-any-return]
+
+
 def read_policy_tensors(
     policy_dir: Path, config: PolicyConfig, *, dtype: torch.dtype, error: ReadError = DataError
-) -> dict[str, torch.Tensor]:
-    """All tensors of a policy from a Hugging Face folder, in one file or in shards.
+) -> dict[str, Tensor]:
+    """All tensors of a policy from a Hugging Face folder, whole.
 
     Raises:
         DataError: Or the given error: a file or tensor is missing, torn or of another shape.
     """
-    files = _weight_files(policy_dir, error)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = PolicyTensors(policy_dir, config, error)
     shapes = tensor_shapes(config)
-    for path in files:
-        tensors.update(read_tensors(path, {}, dtype=dtype, error=error))
-    extra = sorted(tensors.keys() - shapes.keys() - config.tied.keys())
-    if extra:
-        _log.warning("tensors_ignored", policy_dir=str(policy_dir), num_tensors=len(extra), first=extra[0])
-    check_tensors(files[0] if len(files) == 1 else policy_dir, tensors, shapes, error)
-    return {name: tensors[name] for name in shapes}
+    return {name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def read_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype, error: ReadError = CheckpointError
-) -> dict[str, torch.Tensor]:
+    path: Path, shapes: Mapping[str, Shape], *, dtype: torch.dtype, error: ReadError = CheckpointError
+) -> dict[str, Tensor]:
     """Tensors of one safetensors file; all of them, or those of `shapes`, which then must all be there.
 
     Raises:
         CheckpointError: Or the given error: the file is missing or torn, or a tensor missing or of another shape.
     """
+    file = _open(path, error)
+    stored = _stored_tensors({path: file}, {}, error)
+    _check(path, stored, shapes, error)
+    return {name: file.get_tensor(name).to(dtype) for name in stored if not shapes or name in shapes}
+
+
+def _open(path: Path, error: ReadError) -> Any:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if not shapes or name in shapes]  # noqa: SIM118 - not a dict
-            tensors = {name: file.get_tensor(name).to(dtype) for name in names}
+        return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise error(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as cause:
         raise error(f"{path} is torn or no safetensors file: {cause}") from cause
-    check_tensors(path, tensors, shapes, error)
-    return tensors
 
 
-def check_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], error: ReadError
-) -> None:
-    """Refuse a missing tensor, or one of another shape, naming file and tensor."""
+def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str], error: ReadError) -> dict[str, _Stored]:
+    """What the headers of files say; of a tensor in several, the one where the index lists it."""
+    stored: dict[str, _Stored] = {}
+    for path, file in files.items():
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            if listed.get(name, path.name) == path.name:
+                part = file.get_slice(name)
+                stored[name] = _Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+    missing = sorted(listed.keys() - stored.keys())
+    if missing:
+        raise error(f"{listed[missing[0]]} has no tensor {missing[0]!r}, which {INDEX_FILE} says is there.")
+    return stored
+
+
+def _unfused(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """The experts of layers that hold them in two tensors: [experts, 2 * ffn, hidden], [experts, hidden, ffn]."""
+    parts: dict[str, _Stored] = {}
+    for name, tensor in stored.items():
+        prefix, _, kind = name.rpartition(".mlp.experts.")
+        if kind not in ("gate_up_proj", "down_proj") or len(tensor.shape) != 3:
+            continue
+        num_experts, rows, columns = tensor.shape
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        size = rows // len(names)
+        for expert in range(num_experts):
+            for i, part in enumerate(names):
+                own = _Stored(tensor.path, name, (size, columns), tensor.dtype, expert, i * size)
+                parts[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = own
+    return parts
+
+
+def _check(where: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, Shape], error: ReadError) -> None:
+    """Refuse a tensor that is missing, or of another shape or dtype, naming file and tensor."""
     for name, shape in shapes.items():
-        if name not in tensors:
-            raise error(f"{path} has no tensor {name!r}; the policy needs it with shape {list(shape)}.")
-        if tuple(tensors[name].shape) != shape:
-            raise error(f"{path}: tensor {name!r} must have shape {list(shape)}; found {list(tensors[name].shape)}.")
+        if name not in stored:
+            raise error(f"{where} has no tensor {name!r}; the policy needs it with shape {list(shape)}.")
+        found = stored[name]
+        if found.shape != shape:
+            raise error(f"{found.path}: tensor {name!r} must have shape {list(shape)}; found {list(found.shape)}.")
+        _check_dtype(name, found, error)
 
 
-def _weight_files(policy_dir: Path, error: ReadError) -> list[Path]:
+def _check_dtype(name: str, found: _Stored, error: ReadError) -> None:
+    if found.dtype not in STORED_DTYPES:
+        raise error(
+            f"{found.path}: tensor {name!r} must be stored as one of {', '.join(STORED_DTYPES)}; "
+            f"found {found.dtype}. Convert the folder first."
+        )
+
+
+def _weight_files(policy_dir: Path, error: ReadError) -> tuple[list[Path], dict[str, str]]:
+    """Files with weights, and the file of each tensor that an index lists."""
     index = policy_dir / INDEX_FILE
     if not index.exists():
         if not (policy_dir / WEIGHTS_FILE).exists():
             raise error(f"{policy_dir} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights must be safetensors.")
-        return [policy_dir / WEIGHTS_FILE]
+        return [policy_dir / WEIGHTS_FILE], {}
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({str(name) for name in weight_map.values()})
+        listed = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         raise error(f"{index} is not an index of safetensors shards: {cause!r}.") from cause
-    if not names or any(Path(name).name != name for name in names):
-        raise error(f"{index} must name files of its own folder; found {names[:3]}.")
-    return [policy_dir / name for name in names]
+    names = sorted(set(listed.values()))
+    if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
+        raise error(f"{index} must name safetensors files of its own folder; found {names[:3]}.")
+    return [policy_dir / name for name in names], listed
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file; views are copied, because a file shares no memory."""
-    owned = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(owned, path, metadata={"format": "pt"})
+    save_file({name: _owned(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def write_policy_folder(
-    policy_dir: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, source_dir: Path | None
+    policy_dir: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    source_dir: Path | None,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a Hugging Face folder: config.json, weights, and the tokenizer's files of the source folder."""
+    """Write a Hugging Face folder: weights, config.json, and the tokenizer's files of the source folder.
+
+    Args:
+        policy_dir: Is made where it does not exist, and has no weights yet.
+        config: The content of config.json; all of it is kept, `dtype` is set to that of the tensors.
+        tensors: By Hugging Face name; taken one by one, each may be gone when the next is asked for.
+        source_dir: The folder with the tokenizer's files; None for none.
+        max_shard_bytes: Most bytes of a file, and of what is held in memory; a larger tensor gets its own file.
+
+    Raises:
+        DataError: The folder has weights, there is no tensor, or one comes twice.
+    """
     policy_dir.mkdir(parents=True, exist_ok=True)
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    if any(policy_dir.glob("*.safetensors*")):
+        raise DataError(f"{policy_dir} has weights; give a new folder, or remove them.")
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    shards: list[tuple[Path, dict[str, int]]] = []
+    dtype = ""
+    for shard in _shards(pairs, max_shard_bytes):
+        path = policy_dir / f"weights-{len(shards)}.partial"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
+        dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
+    _name_shards(policy_dir, shards)
     written = {**{name: value for name, value in config.items() if name != "torch_dtype"}, "dtype": dtype}
-    (policy_dir / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    write_tensors(policy_dir / WEIGHTS_FILE, tensors)
+    _write_json(policy_dir / "config.json", written)
     for name in COMPANION_FILES:
         if source_dir is not None and (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, policy_dir / name)
+
+
+def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    names: set[str] = set()
+    num_bytes = 0
+    for name, tensor in pairs:
+        if name in names:
+            raise DataError(f"tensor {name!r} came twice; a folder has one of each name.")
+        if shard and num_bytes + tensor.nbytes > max_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        names.add(name)
+        shard[name] = _owned(tensor)
+        num_bytes += tensor.nbytes
+    if not shard:
+        raise DataError("there is no tensor to write; a policy has at least one.")
+    yield shard
+
+
+def _name_shards(policy_dir: Path, shards: list[tuple[Path, dict[str, int]]]) -> None:
+    """Give files their names, which say how many there are, and write the index of more than one."""
+    if len(shards) == 1:
+        shards[0][0].rename(policy_dir / WEIGHTS_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, sizes) in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path.rename(policy_dir / file)
+        weight_map.update(dict.fromkeys(sizes, file))
+    total = sum(size for _, sizes in shards for size in sizes.values())
+    _write_json(policy_dir / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

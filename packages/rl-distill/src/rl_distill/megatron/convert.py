@@ -1,12 +1,13 @@
-"""Weights between Hugging Face names and megatron's, for any tensor- and pipeline-parallel slice.
+"""Which rectangle of which Hugging Face tensor each part of a rank's tensors is.
 
 megatron fuses what Hugging Face keeps apart: `linear_qkv` holds, group by group, the group's query heads, its
-key and its value; `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection.
-Nothing is computed, so that a round trip is exact to the bit; optimizer moments convert by the same rules.
+key and its value; `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection. A `Block`
+names one rectangle and a view of the rank's tensor with the same elements in the same order. Nothing is computed, so
+that reading, writing and changing the layout are exact to the bit; optimizer moments go by the same blocks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,268 @@ from rl_distill.policy_config import PolicyConfig
 
 State = Mapping[str, Tensor]
 
-_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+_LAYERS = "decoder.layers."
+_EXPERTS = "mlp.experts.local_experts."
+_EMBEDDING = "model.embed_tokens.weight"
+_WHOLE = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+_QKV = {"self_attention.linear_qkv.weight": "weight", "self_attention.linear_qkv.bias": "bias"}
+_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The part of a policy that one chunk of a rank's model holds.
+
+    Attributes:
+        layers: Global indices of its decoder layers.
+        has_embedding: True on the first pipeline stage.
+        has_head: True on the last pipeline stage.
+        tensor_rank: Which slice of each split tensor.
+        tensor_size: Number of slices.
+        expert_rank: Which run of each layer's experts.
+        expert_size: Number of runs.
+        expert_tensor_rank: Which slice of each expert's tensors.
+        expert_tensor_size: Number of slices.
+    """
+
+    layers: range
+    has_embedding: bool = True
+    has_head: bool = True
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+    expert_tensor_rank: int = 0
+    expert_tensor_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A rectangle of a Hugging Face tensor, and where a rank holds it.
+
+    Attributes:
+        name: Hugging Face's of the tensor.
+        shape: Of the whole tensor.
+        offsets: Where the rectangle starts.
+        sizes: Its extent; 0 rows where a rank holds nothing but padding.
+        view: The rank's elements, in the order of the rectangle's; of more axes than the tensor has.
+        is_primary: False where another tensor rank or pipeline stage holds the same, and this one need not be saved:
+            norms, routers and what else is not split, on tensor ranks above 0, and the tied head on a stage of its own.
+            Copies on data-parallel ranks are not known here.
+        is_expert: True for an expert's: such tensors are copied over the expert-data-parallel ranks, others over the
+            data- and context-parallel ones.
+        padding: Rows of the rank's tensor that no token has; None for none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    view: Tensor
+    is_primary: bool = True
+    is_expert: bool = False
+    padding: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """The rectangle, contiguous; a view of the rank's tensor where its layout allows."""
+        return self.view.detach().reshape(self.sizes).contiguous()
+
+    def write(self, value: Tensor) -> None:
+        """Fill the rank's elements; padding becomes 0.
+
+        Args:
+            value: Of `sizes`, any dtype or device.
+
+        Raises:
+            ShapeError: It has another shape.
+        """
+        if tuple(value.shape) != self.sizes:
+            raise ShapeError(
+                f"{self.name}: the rectangle at {list(self.offsets)} must have shape {list(self.sizes)}; "
+                f"found {list(value.shape)}."
+            )
+        with torch.no_grad():
+            self.view.copy_(value.reshape(self.view.shape))
+            if self.padding is not None:
+                self.padding.zero_()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """How one tensor is spread.
+
+    Attributes:
+        rank: Which slice.
+        size: Number of slices.
+        is_expert: True for an expert's tensors.
+    """
+
+    rank: int
+    size: int
+    is_expert: bool = False
+
+    def rows(self, name: str, view: Tensor) -> Block:
+        """A matrix cut along its first axis; `view` may have that axis as several."""
+        return self._cut(name, view, (view.numel() // view.shape[-1], view.shape[-1]), axis=0)
+
+    def vector(self, name: str, view: Tensor) -> Block:
+        """A vector cut into parts; `view` may have several axes."""
+        return self._cut(name, view, (view.numel(),), axis=0)
+
+    def columns(self, name: str, view: Tensor) -> Block:
+        """A matrix cut along its second axis."""
+        return self._cut(name, view, tuple(view.shape), axis=1)
+
+    def whole(self, name: str, view: Tensor) -> Block:
+        """A tensor that every rank has."""
+        shape = tuple(view.shape)
+        return Block(
+            name=name,
+            shape=shape,
+            offsets=(0,) * view.ndim,
+            sizes=shape,
+            view=view,
+            is_primary=self.rank == 0,
+            is_expert=self.is_expert,
+        )
+
+    def _cut(self, name: str, view: Tensor, sizes: tuple[int, ...], *, axis: int) -> Block:
+        shape = tuple(size * self.size if i == axis else size for i, size in enumerate(sizes))
+        offsets = tuple(size * self.rank if i == axis else 0 for i, size in enumerate(sizes))
+        return Block(name=name, shape=shape, offsets=offsets, sizes=sizes, view=view, is_expert=self.is_expert)
+
+
+def whole_policy(config: PolicyConfig) -> Shard:
+    """The shard of a single rank."""
+    return Shard(layers=range(config.num_layers))
+
+
+def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks, each of which has equally many."""
+    return -(-config.vocab_size // tensor_size) * tensor_size
+
+
+def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[Block]:
+    """Where the elements of a rank's tensors are in a policy's Hugging Face tensors.
+
+    The primary blocks of all ranks of a model cover every Hugging Face tensor exactly; a tied head is no tensor of
+    its own.
+
+    Args:
+        state: Tensors by megatron's name, of one model chunk: parameters, or others of the same shapes.
+        config: The policy.
+        shard: Which part of it the chunk is.
+
+    Raises:
+        ShapeError: A name is unknown, or the heads or experts cannot be split over the ranks.
+    """
+    check_shard(config, shard)
+    return [block for name, tensor in state.items() for block in _blocks(name, tensor, config, shard)]
+
+
+def check_shard(config: PolicyConfig, shard: Shard) -> None:
+    """Refuse a split that cuts through a head, a feed-forward column or an expert.
+
+    Raises:
+        ShapeError: A number of the policy is not divisible.
+    """
+    mixture = config.mixture
+    divisible = {
+        "num_key_value_heads": (config.num_key_value_heads, "tensor", shard.tensor_size),
+        "intermediate_size": (config.ffn_hidden_size, "tensor", shard.tensor_size),
+    }
+    if mixture is not None:
+        divisible["num_experts"] = (mixture.num_experts, "expert", shard.expert_size)
+        divisible["moe_intermediate_size"] = (mixture.ffn_hidden_size, "expert-tensor", shard.expert_tensor_size)
+    for name, (number, kind, size) in divisible.items():
+        if number % size:
+            raise ShapeError(f"{name} = {number} must be divisible by the {kind}-parallel size; found {size}.")
+
+
+def _blocks(name: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[Block]:
+    split = _Split(rank=shard.tensor_rank, size=shard.tensor_size)
+    if name.startswith(_LAYERS):
+        local, _, part = name.removeprefix(_LAYERS).partition(".")
+        prefix = f"model.layers.{shard.layers[int(local)]}."
+        if part.startswith(_EXPERTS):
+            return _expert_blocks(part.removeprefix(_EXPERTS), prefix, tensor, config, shard)
+        return _layer_blocks(part, prefix, tensor, config, split)
+    if name == "decoder.final_layernorm.weight":
+        return [split.whole("model.norm.weight", tensor)]
+    if name == "embedding.word_embeddings.weight":
+        return [_vocabulary_block(_EMBEDDING, tensor, config, split, is_copy=False)]
+    if name == "output_layer.weight":
+        hf_name = _EMBEDDING if config.is_tied else "lm_head.weight"
+        return [_vocabulary_block(hf_name, tensor, config, split, is_copy=config.is_tied)]
+    raise _unknown(name)
+
+
+def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split) -> list[Block]:
+    if part in _WHOLE:
+        return [split.whole(prefix + _WHOLE[part], tensor)]
+    if part in _QKV:
+        return _qkv_blocks(prefix, tensor, config, split, kind=_QKV[part])
+    return _feed_forward_blocks(part, prefix, tensor, split)
+
+
+def _qkv_blocks(prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, kind: str) -> list[Block]:
+    """Of a weight [(heads + 2 * groups) * head_dim, hidden], or a bias without the last axis."""
+    groups, queries = config.num_key_value_heads // split.size, config.num_heads // config.num_key_value_heads
+    by_group = tensor.view(groups, queries + 2, config.head_dim, *tensor.shape[1:])
+    parts = {"q": by_group[:, :queries], "k": by_group[:, queries : queries + 1], "v": by_group[:, queries + 1 :]}
+    cut = split.rows if kind == "weight" else split.vector
+    return [cut(f"{prefix}self_attn.{letter}_proj.{kind}", view) for letter, view in parts.items()]
+
+
+def _feed_forward_blocks(part: str, prefix: str, tensor: Tensor, split: _Split) -> list[Block]:
+    if part in _COLUMNS:
+        return [split.columns(prefix + _COLUMNS[part], tensor)]
+    if part != "mlp.linear_fc1.weight":
+        raise _unknown(part)
+    gate, up = tensor.chunk(2)
+    return [split.rows(f"{prefix}mlp.gate_proj.weight", gate), split.rows(f"{prefix}mlp.up_proj.weight", up)]
+
+
+def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[Block]:
+    local, _, matrix = part.partition(".")
+    expert = shard.expert_rank * (config.num_experts // shard.expert_size) + int(local)
+    split = _Split(rank=shard.expert_tensor_rank, size=shard.expert_tensor_size, is_expert=True)
+    blocks = _feed_forward_blocks(f"mlp.{matrix}", prefix, tensor, split)
+    return [replace(block, name=block.name.replace(".mlp.", f".mlp.experts.{expert}.", 1)) for block in blocks]
+
+
+def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, is_copy: bool) -> Block:
+    """Of [padded vocabulary / ranks, hidden]; the last ranks may have rows that no token has."""
+    rows, hidden = tensor.shape
+    start = min(split.rank * rows, config.vocab_size)
+    real = min(rows, config.vocab_size - start)
+    return Block(
+        name=name,
+        shape=(config.vocab_size, hidden),
+        offsets=(start, 0),
+        sizes=(real, hidden),
+        view=tensor[:real],
+        is_primary=real > 0 and not is_copy,
+        padding=tensor[real:] if real < rows else None,
+    )
+
+
+def _unknown(name: str) -> ShapeError:
+    return ShapeError(
+        f"{name!r} is no tensor of a policy in megatron's names; it has no place in a Hugging Face folder."
+    )
+
+
+_OLD_QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _LAYER_WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -28,33 +290,9 @@ _LAYER_SPLIT_INPUT = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-_EMBEDDING = "embedding.word_embeddings.weight"
+_EMB = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 _FINAL_NORM = "decoder.final_layernorm.weight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The part of a policy that one rank holds.
-
-    Attributes:
-        layers: Global indices of its decoder layers.
-        has_embedding: True on the first pipeline stage.
-        has_head: True on the last pipeline stage.
-        tensor_rank: Which slice of each split tensor.
-        tensor_size: Number of slices.
-    """
-
-    layers: range
-    has_embedding: bool = True
-    has_head: bool = True
-    tensor_rank: int = 0
-    tensor_size: int = 1
-
-
-def whole_policy(config: PolicyConfig) -> Shard:
-    """The shard of a single rank."""
-    return Shard(layers=range(config.num_layers))
 
 
 def to_megatron(tensors: State, config: PolicyConfig, shard: Shard) -> dict[str, Tensor]:
@@ -71,7 +309,7 @@ def to_megatron(tensors: State, config: PolicyConfig, shard: Shard) -> dict[str,
     Raises:
         ShapeError: The heads cannot be split over the ranks.
     """
-    _check_heads(config, shard)
+    check_shard(config, shard)
 
     def slice_of(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(shard.tensor_size, dim)[shard.tensor_rank]
@@ -79,7 +317,7 @@ def to_megatron(tensors: State, config: PolicyConfig, shard: Shard) -> dict[str,
     state: dict[str, Tensor] = {}
     embedding = "model.embed_tokens.weight"
     if shard.has_embedding:
-        state[_EMBEDDING] = slice_of(tensors[embedding], 0)
+        state[_EMB] = slice_of(tensors[embedding], 0)
     if shard.has_head:
         state[_FINAL_NORM] = tensors["model.norm.weight"]
         if not (config.is_tied and shard.has_embedding):
@@ -90,7 +328,7 @@ def to_megatron(tensors: State, config: PolicyConfig, shard: Shard) -> dict[str,
             state[target + name] = tensors[source + hf_name]
         for name, hf_name in _LAYER_SPLIT_INPUT.items():
             state[target + name] = slice_of(tensors[source + hf_name], 1)
-        qkv = _fuse_qkv([tensors[source + name] for name in _QKV], config)
+        qkv = _fuse_qkv([tensors[source + name] for name in _OLD_QKV], config)
         state[target + "self_attention.linear_qkv.weight"] = slice_of(qkv, 0)
         gate_up = [slice_of(tensors[source + name], 0) for name in _GATE_UP]
         state[target + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
@@ -114,7 +352,7 @@ def from_megatron(states: Sequence[State], config: PolicyConfig, shard: Shard) -
 
     tensors: dict[str, Tensor] = {}
     if shard.has_embedding:
-        tensors["model.embed_tokens.weight"] = join(_EMBEDDING, 0)
+        tensors["model.embed_tokens.weight"] = join(_EMB, 0)
     for local, index in enumerate(shard.layers):
         source, target = f"decoder.layers.{local}.", f"model.layers.{index}."
         for name, hf_name in _LAYER_WHOLE.items():
@@ -122,7 +360,7 @@ def from_megatron(states: Sequence[State], config: PolicyConfig, shard: Shard) -
         for name, hf_name in _LAYER_SPLIT_INPUT.items():
             tensors[target + hf_name] = join(source + name, 1)
         parts = _split_qkv(join(source + "self_attention.linear_qkv.weight", 0), config)
-        tensors.update({target + name: part for name, part in zip(_QKV, parts, strict=True)})
+        tensors.update({target + name: part for name, part in zip(_OLD_QKV, parts, strict=True)})
         halves = [state[source + "mlp.linear_fc1.weight"].chunk(2) for state in states]
         for i, name in enumerate(_GATE_UP):
             tensors[target + name] = halves[0][i] if len(halves) == 1 else torch.cat([half[i] for half in halves])
@@ -131,14 +369,6 @@ def from_megatron(states: Sequence[State], config: PolicyConfig, shard: Shard) -
         if not config.is_tied:
             tensors["lm_head.weight"] = join(_HEAD, 0)
     return tensors
-
-
-def _check_heads(config: PolicyConfig, shard: Shard) -> None:
-    if config.num_key_value_heads % shard.tensor_size:
-        raise ShapeError(
-            f"num_key_value_heads = {config.num_key_value_heads} must be divisible by the tensor-parallel size; "
-            f"found {shard.tensor_size}."
-        )
 
 
 def _fuse_qkv(parts: Sequence[Tensor], config: PolicyConfig) -> Tensor:
