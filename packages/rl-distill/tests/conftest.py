@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from rl_core.batch import Batch
 from rl_core.ragged import Ragged, offsets_of
@@ -16,31 +16,56 @@ from rl_core.row_keys import RowKey
 VOCAB_SIZE = 40
 
 
-def tiny_config(**changes: Any) -> Qwen3Config:
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.15,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 16, "tie_word_embeddings": True},
+    "Qwen3MoeForCausalLM": {
         "head_dim": 16,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.15,
-        "tie_word_embeddings": True,
-        "architectures": ["Qwen3ForCausalLM"],
-    }
-    return Qwen3Config(**{**fields, **changes})
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True, "rope_theta": 1e6},
+    "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE},
+}
+"""What tiny policies of each architecture have beside BASE."""
 
 
-def write_policy(policy_dir: Path, **changes: Any) -> Path:
+def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Any:
+    kind = getattr(transformers, architecture).config_class
+    return kind(**{**BASE, "architectures": [architecture], **FAMILIES[architecture], **changes})
+
+
+def write_policy(policy_dir: Path, architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = Qwen3ForCausalLM(tiny_config(**changes)).float()
+        model = getattr(transformers, architecture)(tiny_config(architecture, **changes)).float()
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out or swapped
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("bias"):  # zeros would hide a bias
+                torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(policy_dir)
     (policy_dir / "tokenizer_config.json").write_text('{"made": "for a test"}')
     return policy_dir
@@ -54,6 +79,18 @@ def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False, num_key_value_heads=4)
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def family_policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tiny policy of each architecture."""
+    return write_policy(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="session")
+def mixture_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of four experts, two a token."""
+    return write_policy(tmp_path_factory.mktemp("mixture"), "Qwen3MoeForCausalLM")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, RLError, SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,8 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     _refuse_unsupported(config)
     try:
         return _policy_config(config, architecture)
+    except RLError:
+        raise
     except KeyError as error:
         raise DataError(f"config.json has no field {error}; a {architecture} needs it.") from None
     except (TypeError, ValueError) as error:

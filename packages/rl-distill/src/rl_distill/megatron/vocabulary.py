@@ -11,10 +11,14 @@ class _VocabularyLogprobs(torch.autograd.Function):
     """Keeps the probabilities alone for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, group: Any, vocab_size: int | None
+    ) -> tuple[Tensor, Tensor]:
         size, rank = _size_and_rank(group)
         scaled = logits.float()
         scaled = scaled / temperature if temperature != 1.0 else scaled.clone() if scaled is logits else scaled
+        if vocab_size is not None:
+            scaled[:, max(0, vocab_size - rank * logits.shape[-1]) :] = -torch.inf
         largest = _reduced(scaled.amax(-1), dist.ReduceOp.MAX, group, size)
         scaled.sub_(largest.unsqueeze(-1))
         probabilities = scaled.exp()
@@ -36,7 +40,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, is_local, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         grad = torch.zeros_like(probabilities)
@@ -49,7 +53,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             grad.addcmul_(logs, grad_entropy.unsqueeze(-1), value=-1.0)
         if ctx.temperature != 1.0:
             grad.div_(ctx.temperature)
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None, None, None
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:
@@ -63,7 +67,12 @@ def _reduced(values: Tensor, operation: Any, group: Any, size: int) -> Tensor:
 
 
 def vocabulary_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, group: Any = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: Any = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of targets, and the entropy of the distributions they were drawn from.
 
@@ -72,8 +81,10 @@ def vocabulary_logprobs(
         targets: [M] int64 token ids.
         temperature: Divides the logits.
         group: The process group over which the vocabulary is split; None when it is not.
+        vocab_size: Tokens that there are, where the ranks' slices together are longer: the rest has probability 0
+            and gets no gradient. None when they are not.
 
     Returns:
         Logprobs [M] and entropy [M], float32; the same on every rank.
     """
-    return _VocabularyLogprobs.apply(logits, targets, temperature, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _VocabularyLogprobs.apply(logits, targets, temperature, group, vocab_size)  # type: ignore[no-any-return, no-untyped-call]
