@@ -1,0 +1,201 @@
+"""Every family: the logits of transformers, and a folder that comes back as it was."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from safetensors import safe_open
+
+from rl_core.ragged import offsets_of
+from rl_distill.hf_folder import PolicyTensors, tensor_shapes, write_policy_folder
+from rl_distill.megatron.convert import blocks_of, whole_policy
+from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.layout import PackedLayout, packed_layout
+from rl_distill.megatron.model_spec import LastLayer, block_spec, transformer_config
+from rl_distill.megatron.rotary import rotary_frequencies
+from rl_distill.options import ParallelOptions
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+
+WritePolicy = Callable[..., Path]
+LENGTHS = [9, 1, 30, 14]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _groups_of_one_rank() -> None:
+    install_cpu_compatibility()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(1, 1)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def keep(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def build(policy_dir: Path, **changes: Any) -> GPTModel:
+    """megatron's model of a folder, on one rank."""
+    policy = parse_policy_config(read_policy_config(policy_dir))
+    config = transformer_config(policy, dtype=torch.float32, init_method=keep, **changes)
+    model = GPTModel(
+        config,
+        block_spec(config),
+        vocab_size=policy.vocab_size,
+        max_sequence_length=policy.max_position_embeddings,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=policy.is_tied,
+    )
+    tensors = PolicyTensors(policy_dir, policy)
+    for block in blocks_of(dict(model.named_parameters()), policy, whole_policy(policy)):
+        block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=torch.float32))
+    return model
+
+
+def random_rows(lengths: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 40, (length,), generator=generator) for length in lengths]
+
+
+def layout_of(policy: PolicyConfig, lengths: list[int]) -> PackedLayout:
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return packed_layout(
+        positions,
+        offsets_of(lengths),
+        frequencies=rotary_frequencies(policy),
+        head_counts=(policy.num_heads, policy.num_key_value_heads),
+    )
+
+
+def packed_logits(model: GPTModel, policy_dir: Path, rows: list[torch.Tensor]) -> torch.Tensor:
+    layout = layout_of(parse_policy_config(read_policy_config(policy_dir)), [len(row) for row in rows])
+    ids = torch.cat(rows)[None]
+    return model(ids, torch.zeros_like(ids), None, packed_seq_params=layout)[0]
+
+
+def reference_logits(policy_dir: Path, rows: list[torch.Tensor]) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.cat([model(row[None]).logits[0] for row in rows])
+
+
+def stored(policy_dir: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(policy_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict
+
+
+def assert_logits_agree(policy_dir: Path) -> None:
+    rows = random_rows(LENGTHS)
+    with torch.no_grad():
+        found = packed_logits(build(policy_dir), policy_dir, rows)
+    torch.testing.assert_close(found, reference_logits(policy_dir, rows), rtol=0, atol=1e-5)
+
+
+def test_logits_are_those_of_transformers(family_policy: Path):
+    assert_logits_agree(family_policy)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Qwen3ForCausalLM", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+        ("Qwen2ForCausalLM", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e4}}),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ("LlamaForCausalLM", {"head_dim": 16}),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+        ("Qwen3MoeForCausalLM", {"num_hidden_layers": 4, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 4}),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 48}),
+    ],
+)
+def test_logits_of_variants_are_those_of_transformers(
+    architecture: str, changes: dict[str, Any], policy_writer: WritePolicy, tmp_path: Path
+):
+    assert_logits_agree(policy_writer(tmp_path, architecture, **changes))
+
+
+def test_a_folder_comes_back_bit_for_bit_and_loads_in_transformers(family_policy: Path, tmp_path: Path):
+    model, config_json = build(family_policy), read_policy_config(family_policy)
+    policy = parse_policy_config(config_json)
+    blocks = blocks_of(dict(model.named_parameters()), policy, whole_policy(policy))
+
+    whole = {name: torch.empty(shape) for name, shape in tensor_shapes(policy).items()}
+    for block in blocks:
+        whole[block.name][tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))] = (
+            block.read()
+        )
+    write_policy_folder(tmp_path, config_json, whole.items(), source_dir=family_policy, max_shard_bytes=20_000)
+
+    expected, found = dict(stored(family_policy)), dict(stored(tmp_path))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert json.loads((tmp_path / "config.json").read_text()) == config_json
+    assert (tmp_path / "tokenizer_config.json").read_text() == (family_policy / "tokenizer_config.json").read_text()
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    rows = random_rows([7])
+    assert torch.equal(reference_logits(tmp_path, rows), reference_logits(family_policy, rows))
+
+
+def test_recomputed_layers_give_the_same_gradients(family_policy: Path):
+    rows = random_rows(LENGTHS)
+    grads = []
+    for recompute in (False, True):
+        model = build(family_policy, recompute=recompute)
+        packed_logits(model, family_policy, rows).logsumexp(-1).sum().backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+
+    assert all(torch.equal(grads[1][name], grad) for name, grad in grads[0].items())
+
+
+def test_gradients_are_those_of_transformers(family_policy: Path):
+    rows = random_rows(LENGTHS)
+    model = build(family_policy)
+    packed_logits(model, family_policy, rows).log_softmax(-1)[:, 3].sum().backward()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(family_policy, dtype=torch.float32)
+    torch.cat([reference(row[None]).logits[0] for row in rows]).log_softmax(-1)[:, 3].sum().backward()
+
+    def norm(parameters: Iterator[torch.nn.Parameter]) -> torch.Tensor:
+        return torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+
+    torch.testing.assert_close(norm(model.parameters()), norm(reference.parameters()), rtol=1e-5, atol=0)
+
+
+def test_the_configuration_says_what_the_layout_is(family_policy: Path):
+    policy = parse_policy_config(read_policy_config(family_policy))
+    parallel = ParallelOptions(ranks=8, tensor=2, pipeline=2, virtual_pipeline=1, context=2, sequence=True)
+
+    config = transformer_config(policy, dtype=torch.bfloat16, init_method=None, parallel=parallel, recompute=True)
+
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 2)
+    assert config.virtual_pipeline_model_parallel_size is None
+    assert (config.context_parallel_size, config.sequence_parallel) == (2, True)
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == (
+        "full",
+        "uniform",
+        1,
+    )
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (1, 2)
+    assert config.pipeline_dtype == torch.bfloat16
+
+
+def test_only_the_layer_before_the_head_leaves_tokens_out(family_policy: Path, monkeypatch: pytest.MonkeyPatch):
+    policy = parse_policy_config(read_policy_config(family_policy))
+    config = transformer_config(policy, dtype=torch.float32, init_method=None)
+
+    kinds = [spec.module for spec in block_spec(config).layer_specs]
+    assert [kind is LastLayer for kind in kinds] == [False, True]
+    monkeypatch.setattr(config, "sequence_parallel", True)
+    assert not any(spec.module is LastLayer for spec in block_spec(config).layer_specs)
+    monkeypatch.setattr(config, "sequence_parallel", False)
+    monkeypatch.setattr(config, "pipeline_model_parallel_size", 2)  # this process is the first of two stages
+    assert [spec.module is LastLayer for spec in block_spec(config).layer_specs] == [False]
