@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_core import LocalCluster, RoleSpec
-from rl_core.cluster.process import ProcessRole, describe_exit
+from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
+from rl_core.cluster.process import describe_exit
 from rl_core.cluster.roles import load_factory
 from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError, WeightProofError
 from rl_core.testing import wait_until
@@ -30,21 +30,21 @@ def spec_of(**kwargs):
     return RoleSpec(name="echo", factory="echo_role:EchoRole", kwargs=kwargs, rank=2)
 
 
-def with_role(placement, use, spec=None):
+def with_role(placement, use, spec=None, **options):
     """Start a role, use it, close the cluster; fail if its process is left."""
 
     async def run():
-        cluster = LocalCluster(placement)
+        cluster = open_cluster(ClusterOptions(kind=placement, **options))
         try:
             role = await cluster.start(spec or spec_of(), deadline_s=START_S)
-            return role, await asyncio.wait_for(use(role), 60)
+            pid = role.pid
+            return role, pid, await asyncio.wait_for(use(role), 60)
         finally:
             await cluster.close()
 
-    role, result = asyncio.run(run())
+    role, pid, result = asyncio.run(run())
     assert not role.is_alive
-    if isinstance(role, ProcessRole):
-        assert not is_running(role.pid)
+    assert placement == "inline" or not is_running(pid)
     return result
 
 
@@ -202,7 +202,7 @@ def test_a_module_that_lacks_an_import_is_not_called_missing(tmp_path, monkeypat
 
 def test_a_start_that_takes_too_long_is_ended():
     async def run():
-        role = asyncio.create_task(LocalCluster("process").start(spec_of(hangs=True), deadline_s=1.0))
+        role = asyncio.create_task(open_cluster(ClusterOptions()).start(spec_of(hangs=True), deadline_s=1.0))
         started = time.monotonic()
         with pytest.raises(DeadlineError, match=r"echo\[2\] was not ready 1 s after .*EchoRole was still") as caught:
             await role
@@ -315,7 +315,7 @@ def test_a_role_that_does_not_end_is_killed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_cluster_ends_every_role_though_one_fails_to_close(placement, tmp_path):
     async def run():
-        cluster = LocalCluster(placement)
+        cluster = open_cluster(ClusterOptions(kind=placement))
         first = await cluster.start(spec_of(close_file=tmp_path / "first"), deadline_s=START_S)
         bad = RoleSpec(name="bad", factory="echo_role:BadCloseRole")
         await cluster.start(bad, deadline_s=START_S)
@@ -349,11 +349,11 @@ def test_a_role_started_in_a_thread_outlives_the_thread(tmp_path):
 
 PARENT = """
 import asyncio, sys
-from rl_core import LocalCluster, RoleSpec
+from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 
 async def main():
     sys.path.insert(0, sys.argv[1])
-    role = await LocalCluster("process").start(RoleSpec(name="echo", factory="echo_role:EchoRole"), deadline_s=60)
+    role = await open_cluster(ClusterOptions()).start(RoleSpec(name="echo", factory="echo_role:EchoRole"), deadline_s=60)
     if sys.argv[2] == "busy":
         asyncio.get_running_loop().create_task(role.call("block", __import__("pathlib").Path(sys.argv[3])))
         await asyncio.sleep(0)

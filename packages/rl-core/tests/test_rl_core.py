@@ -9,19 +9,21 @@ HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "safetenso
 def test_the_public_names():
     assert sorted(rl_core.__all__) == [
         "Batch",
+        "BlockingGroup",
         "COLUMNS",
         "Canary",
         "Claim",
+        "ClusterOptions",
         "ColumnSpec",
         "Group",
         "InProcessQueue",
         "Lease",
-        "LocalCluster",
         "Prompt",
         "QueueOptions",
         "RLError",
         "Ragged",
         "RayQueue",
+        "ResourcePool",
         "RoleSpec",
         "RowKey",
         "SharedMemoryQueue",
@@ -31,6 +33,7 @@ def test_the_public_names():
         "TransferQueue",
         "WeightReceipt",
         "WeightUpdate",
+        "open_cluster",
     ]
     for name in rl_core.__all__:
         assert getattr(rl_core, name) is not None

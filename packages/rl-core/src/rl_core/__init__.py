@@ -1,7 +1,7 @@
 """Protocol and data transfer: records, batches, the transfer queue, weights with proof, roles."""
 
 from rl_core.batch import Batch
-from rl_core.cluster import LocalCluster, RoleSpec
+from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec, open_cluster
 from rl_core.columns import COLUMNS, ColumnSpec
 from rl_core.errors import RLError
 from rl_core.queue import (
@@ -22,18 +22,20 @@ from rl_core.weights import Canary, WeightReceipt, WeightUpdate
 __all__ = [
     "COLUMNS",
     "Batch",
+    "BlockingGroup",
     "Canary",
     "Claim",
+    "ClusterOptions",
     "ColumnSpec",
     "Group",
     "InProcessQueue",
     "Lease",
-    "LocalCluster",
     "Prompt",
     "QueueOptions",
     "RLError",
     "Ragged",
     "RayQueue",
+    "ResourcePool",
     "RoleSpec",
     "RowKey",
     "SharedMemoryQueue",
@@ -43,4 +45,5 @@ __all__ = [
     "TransferQueue",
     "WeightReceipt",
     "WeightUpdate",
+    "open_cluster",
 ]

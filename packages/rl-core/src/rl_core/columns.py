@@ -47,8 +47,11 @@ COLUMNS: dict[str, ColumnSpec] = {
     "advantages": _token("float32", "Advantage of each trained token; 0 where masked."),
     "returns": _token("float32", "Return of each trained token; 0 where masked."),
     "correction_weights": _token("float32", "Importance weights for the engine's mismatch."),
+    "token_rewards": _token("float32", "Rewards of single tokens beside the trajectory's, such as a KL penalty."),
+    "token_selection": _token("bool", "True where a policy loss treats the token apart (Clip-Cov, KL-Cov)."),
     "loss_weights": _token("float32", "Weight of each token in the loss; sums the loss over the global batch."),
     "reward": _row("float32", "Scalar reward of the trajectory."),
+    "reward_baseline": _row("float32", "Reward of the greedy response to the same prompt (ReMax)."),
     "is_truncated": _row("bool", "True when the response hit its length limit."),
     "num_prompt_tokens": _row("int32", "Tokens before the first sampled token."),
 }

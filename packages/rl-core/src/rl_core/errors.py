@@ -71,7 +71,22 @@ class WeightProofError(RLError, RuntimeError):
 
 
 class RoleError(RLError, RuntimeError):
-    """A role raised or died; the message carries its name, rank and remote traceback."""
+    """A role raised or died; the message carries its name, rank and remote traceback.
+
+    Attributes:
+        role: Name of the role, where one is meant.
+        rank: Which of several equal roles.
+    """
+
+    def __init__(self, message: str, *, role: str | None = None, rank: int | None = None) -> None:
+        """Keep who it was beside the message."""
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+
+
+class RoleDiedError(RoleError):
+    """A role's process ended while it was needed; the message says how, and what it printed last."""
 
 
 class EngineError(RLError, RuntimeError):

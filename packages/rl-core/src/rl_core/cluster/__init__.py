@@ -1,6 +1,22 @@
-"""Roles and where they run."""
+"""Roles and where they run: in this process, in processes of this machine, or on Ray."""
 
-from rl_core.cluster.local import LocalCluster, Placement
-from rl_core.cluster.roles import Cluster, RoleHandle, RoleSpec
+from rl_core.cluster.blocking import BlockingGroup
+from rl_core.cluster.cluster import Cluster, open_cluster
+from rl_core.cluster.group import RoleGroup
+from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
+from rl_core.cluster.role import RestartedRole, Role
+from rl_core.cluster.roles import RoleContext, RoleSpec
 
-__all__ = ["Cluster", "LocalCluster", "Placement", "RoleHandle", "RoleSpec"]
+__all__ = [
+    "BlockingGroup",
+    "Cluster",
+    "ClusterOptions",
+    "ResourcePool",
+    "RestartPolicy",
+    "RestartedRole",
+    "Role",
+    "RoleContext",
+    "RoleGroup",
+    "RoleSpec",
+    "open_cluster",
+]

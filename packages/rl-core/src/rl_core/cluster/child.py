@@ -1,35 +1,32 @@
-"""The child's side of a role in a process of its own: `python -m rl_core.cluster.child FD PARENT_PID HOW`.
+"""The child's side of a role in a process of its own: `python -m rl_core.cluster.child FD PARENT MARK ROLE NUMBER`.
 
-It ends when its parent ends, however that happens: the socket closes, and on Linux the kernel kills it, where
-HOW is "signal".
+It ends when its parent ends, however that happens: the socket closes, and a guard, which watches both, kills it and
+all of its own children.
 """
 
 import asyncio
-import ctypes
-import inspect
 import os
 import signal
+import socket
+import stat
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
-from rl_core.cluster.messages import CallMessage, RemoteError, ReplyMessage
-from rl_core.cluster.roles import load_factory
-
-PR_SET_PDEATHSIG = 1
+from rl_core.cluster.frames import Numbered, receive_frame, send_frame
+from rl_core.cluster.guard import start_guard
+from rl_core.cluster.output import log_header
+from rl_core.cluster.served import ServedRole
 
 
 class RoleServer:
     """Runs one object's methods as calls come in."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         """Serve calls from this connection."""
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._target: Any = None
+        self._role = ServedRole()
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_ended = asyncio.Event()
 
@@ -38,19 +35,15 @@ class RoleServer:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="read parent", daemon=True).start()
         await self._has_ended.wait()
-        if hasattr(self._target, "close"):
-            result = self._target.close()
-            if inspect.isawaitable(result):
-                await result
+        await self._role.close()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             try:
-                frame = self._connection.recv()
-                messages = frame and [ForkingPickler.loads(message) for message in frame]
+                messages = receive_frame(self._connection)
             except (EOFError, OSError):
                 os._exit(1)  # the parent is gone, and nobody is left to tell
-            except Exception:  # a call of a class that this process cannot load; whose call it was is lost
+            except Exception:  # what a frame says of itself cannot be read; whose calls these were is lost
                 traceback.print_exc()
                 os._exit(1)
             if messages is None:
@@ -58,48 +51,36 @@ class RoleServer:
                 return
             loop.call_soon_threadsafe(self._begin, messages)
 
-    def _begin(self, messages: list[CallMessage]) -> None:
+    def _begin(self, messages: list[Numbered]) -> None:
         """Begin calls in one turn of the event loop."""
         for message in messages:
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: CallMessage) -> None:
-        try:
-            result = await self._run(message)
-            self._send(ReplyMessage(message.call_id, result, None))
-        except (Exception, asyncio.CancelledError) as error:  # also a result that cannot be pickled
-            if self._has_ended.is_set():
-                raise  # the parent tells its callers that the role was closed
-            self._send(ReplyMessage(message.call_id, None, RemoteError.of(error)))
-
-    def _send(self, reply: ReplyMessage) -> None:
+    async def _answer(self, message: Numbered) -> None:
+        answer = await self._role.answer(message.packed)
+        if self._has_ended.is_set():
+            return  # the parent tells its callers that the role was closed
         with self._send_lock:
-            self._connection.send(reply)
-
-    async def _run(self, message: CallMessage) -> Any:
-        if not message.method:
-            factory, kwargs = message.args
-            self._target = load_factory(factory)(**kwargs)
-            return None
-        result = getattr(self._target, message.method)(*message.args, **message.kwargs)
-        return await result if inspect.isawaitable(result) else result
+            send_frame(self._connection, [Numbered(message.number, answer)])
 
 
 def main() -> None:
     """Run until the parent closes the connection."""
-    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if sys.platform == "linux" and sys.argv[3] == "signal":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    fd, parent_pid, mark, role, incarnation = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if stat.S_ISREG(os.fstat(1).st_mode):
+        sys.stderr.write(log_header(role, int(incarnation)))
+    if sys.platform == "linux":
+        start_guard(mark, [os.getpid(), int(parent_pid)])
+    if os.getppid() != int(parent_pid):
         os._exit(1)
-    connection = Connection(fd)
 
     async def serve() -> None:
-        await RoleServer(connection).serve()
+        await RoleServer(socket.socket(fileno=int(fd))).serve()
 
     asyncio.run(serve())
 

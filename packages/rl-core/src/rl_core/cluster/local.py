@@ -1,72 +1,57 @@
-"""Roles on this machine: in this process, where a debugger works, or each in its own."""
+"""Roles on this machine: objects of this process, or a process each."""
 
-import asyncio
-import inspect
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-from rl_core.cluster.process import ProcessRole
-from rl_core.cluster.roles import RoleHandle, RoleSpec, load_factory
-from rl_core.errors import NotReadyError
+from rl_core.cluster.incarnation import Birth, Incarnation
+from rl_core.cluster.inline import InlineIncarnation
+from rl_core.cluster.options import ClusterOptions
+from rl_core.cluster.packing import pack
+from rl_core.cluster.pools import LOCAL_POOLS, LOCAL_RESERVER
+from rl_core.cluster.process import ProcessIncarnation
 
-Placement = Literal["inline", "process"]
 
+class InlineLauncher:
+    """Objects of this process. They see all its GPUs, and print where it prints."""
 
-class InlineRole:
-    """A role that is an object of this process."""
+    pools = LOCAL_POOLS
+    reserver = LOCAL_RESERVER
 
-    def __init__(self, spec: RoleSpec) -> None:
-        """Make the object now."""
-        self._spec = spec
-        self._target: Any = load_factory(spec.factory)(**spec.kwargs)
+    async def open(self) -> None:
+        """See `Launcher.open`."""
 
-    @property
-    def spec(self) -> RoleSpec:
-        """See `RoleHandle.spec`."""
-        return self._spec
+    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:  # noqa: ARG002
+        """See `Launcher.pack`."""
+        return args, kwargs
 
-    @property
-    def is_alive(self) -> bool:
-        """See `RoleHandle.is_alive`."""
-        return self._target is not None
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `RoleHandle.call`."""
-        if self._target is None:
-            raise NotReadyError(f"{self._spec} was closed; start it again before calling it.")
-        result = getattr(self._target, method)(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+    async def launch(self, birth: Birth) -> Incarnation:
+        """See `Launcher.launch`."""
+        return await InlineIncarnation.start(birth)
 
     async def close(self) -> None:
-        """See `RoleHandle.close`."""
-        target, self._target = self._target, None
-        if target is not None and hasattr(target, "close"):
-            result = target.close()
-            if inspect.isawaitable(result):
-                await result
+        """See `Launcher.close`."""
 
 
-class LocalCluster:
-    """Starts roles on this machine."""
+class ProcessLauncher:
+    """Child processes of this one."""
 
-    def __init__(self, placement: Placement) -> None:
-        """Choose where roles run: "inline" or "process"."""
-        self._placement = placement
-        self._roles: list[RoleHandle] = []
+    pools = LOCAL_POOLS
+    reserver = LOCAL_RESERVER
 
-    async def start(self, spec: RoleSpec, *, deadline_s: float) -> RoleHandle:
-        """See `Cluster.start`."""
-        role: RoleHandle
-        if self._placement == "inline":
-            role = InlineRole(spec)
-        else:
-            role = await ProcessRole.start(spec, deadline_s=deadline_s)
-        self._roles.append(role)
-        return role
+    def __init__(self, options: ClusterOptions) -> None:
+        """Start processes as these options say."""
+        self._options = options
+
+    async def open(self) -> None:
+        """See `Launcher.open`."""
+
+    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:  # noqa: ARG002
+        """See `Launcher.pack`."""
+        return pack((method, args, dict(kwargs)))
+
+    async def launch(self, birth: Birth) -> Incarnation:
+        """See `Launcher.launch`."""
+        return await ProcessIncarnation.start(birth, self._options)
 
     async def close(self) -> None:
-        """See `Cluster.close`; the first error is raised when every role was asked to end."""
-        roles, self._roles = self._roles, []
-        results = await asyncio.gather(*(role.close() for role in reversed(roles)), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        """See `Launcher.close`."""

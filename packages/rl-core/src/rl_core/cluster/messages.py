@@ -1,23 +1,16 @@
-"""What a role's process and its parent say to each other."""
+"""What a role and its caller say to each other."""
 
 import builtins
+import contextlib
 import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_core import errors
+from rl_core.cluster.roles import RoleSpec
 
 _KNOWN_MODULES = {module.__name__: module for module in (builtins, errors)}
 _PLAIN = (str, bytes, int, float, bool, type(None))
-
-
-class CallMessage(NamedTuple):
-    """Call a method; the empty name makes the role's object."""
-
-    call_id: int
-    method: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class RemoteError(NamedTuple):
@@ -28,13 +21,15 @@ class RemoteError(NamedTuple):
         kind: Name of its class.
         args: What it is made from; its text where that is not plain, or its class not a standard one or ours.
         state: Its plain attributes, such as `tensor` of a WeightProofError.
-        traceback: Where it happened, as text.
+        notes: What was added to it on the way.
+        traceback: Where it happened, with its causes, as text.
     """
 
     module: str
     kind: str
     args: tuple[Any, ...]
     state: Mapping[str, Any]
+    notes: tuple[str, ...]
     traceback: str
 
     @classmethod
@@ -47,22 +42,33 @@ class RemoteError(NamedTuple):
             kind=type(error).__name__,
             args=args if all(isinstance(arg, _PLAIN) for arg in args) else (str(error),),
             state={name: value for name, value in state.items() if isinstance(value, _PLAIN)},
+            notes=tuple(map(str, getattr(error, "__notes__", ()))),
             traceback="".join(traceback.format_exception(error)),
         )
 
-    def rebuild(self, role: str) -> BaseException:
+    def rebuild(self, spec: RoleSpec) -> BaseException:
         """The same error where its class is a standard one or ours, else a RoleError; with the remote traceback."""
         kind = getattr(_KNOWN_MODULES.get(self.module), self.kind, None)
         text = ", ".join(str(arg) for arg in self.args)
-        rebuilt: BaseException = errors.RoleError(f"{role} raised {self.kind}: {text}")
+        rebuilt: BaseException = errors.RoleError(f"{spec} raised {self.kind}: {text}")
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 rebuilt = kind(*self.args)
                 rebuilt.__setstate__(dict(self.state))
             except TypeError:
                 pass  # its class is not made from text alone; the RoleError says what it was
-        rebuilt.add_note(f"Traceback in {role}:\n{self.traceback}")
-        return rebuilt
+        for note in self.notes:
+            rebuilt.add_note(note)
+        rebuilt.add_note(f"Traceback in {spec}:\n{self.traceback}")
+        return named(rebuilt, spec)
+
+
+def named(error: BaseException, spec: RoleSpec) -> BaseException:
+    """An error with attributes `role` and `rank`; those of a role further away stay."""
+    with contextlib.suppress(AttributeError):  # of a class with slots
+        if getattr(error, "role", None) is None:
+            error.role, error.rank = spec.name, spec.rank  # type: ignore[attr-defined]
+    return error
 
 
 def _reduced(error: BaseException) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -70,11 +76,3 @@ def _reduced(error: BaseException) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     reduced = error.__reduce__()
     args, *rest = reduced[1:] if isinstance(reduced, tuple) else (error.args,)
     return tuple(args), dict(rest[0] or {}) if rest else {}
-
-
-class ReplyMessage(NamedTuple):
-    """The result of a call, or what it raised."""
-
-    call_id: int
-    result: Any
-    error: RemoteError | None

@@ -1,129 +1,148 @@
-"""The parent's side of a role in a process of its own.
+"""The caller's side of a role in a process of its own.
 
-Messages go over an inherited socket pair that nobody else can open, between a process and its own child;
-they are pickled by multiprocessing's connections. Nothing is read from disk or network here.
-
-Calls made in one turn of the event loop travel together and begin together there, as they would in this
-process: what the role makes of them does not depend on how fast they travel.
+Messages go over an inherited socket pair that nobody else can open, between a process and its own child. Nothing is
+read from disk or network here. Calls made in one turn of the event loop travel together and begin together there, as
+they would in this process: what the role makes of them does not depend on how fast they travel.
 """
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import uuid
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
+from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
-from rl_core.cluster.messages import CallMessage, ReplyMessage
+from rl_core.cluster.calls import Calls, describe_call
+from rl_core.cluster.frames import Numbered, receive_frame, send_frame, socket_pair
+from rl_core.cluster.guard import MARK_VARIABLE, end_marked
+from rl_core.cluster.incarnation import Birth
+from rl_core.cluster.messages import named
+from rl_core.cluster.options import ClusterOptions, RestartPolicy
+from rl_core.cluster.output import FileOutput, PrefixedOutput, RoleOutput, quote
+from rl_core.cluster.packing import Packed, pack
 from rl_core.cluster.roles import RoleSpec
-from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleError
+from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
+from rl_core.ray_session import LOOPBACK
 
-CLOSE_DEADLINE_S = 20.0
 LAST_REPLIES_S = 1.0
 
 
-class _Waiting(NamedTuple):
-    """A call that waits for its reply."""
-
-    method: str
-    future: Future[Any]
-
-
-class ProcessRole:
+class ProcessIncarnation:
     """A role whose object lives in a child process."""
 
-    def __init__(self, spec: RoleSpec) -> None:
+    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
         """Start the process; `start` also waits until the object is made."""
-        self._spec = spec
-        self._process, self._connection = start_process(spec)
-        self._outgoing: list[bytes] = []
-        self._frames: SimpleQueue[list[bytes] | None] = SimpleQueue()
-        self._calls: dict[int, _Waiting] = {}
-        self._call_ids = itertools.count()
-        self._is_closing = False
-        self._close_lock = threading.Lock()
-        self._has_ended = threading.Event()
-        self._reading_error: Exception | None = None
-        self._last_reply = "nothing"
-        self._reader = threading.Thread(target=self._read, name=f"read {spec}", daemon=True)
-        self._writer = threading.Thread(target=self._write, name=f"write {spec}", daemon=True)
-        self._watcher = threading.Thread(target=self._watch, name=f"watch {spec}", daemon=True)
-        self._reader.start()
-        self._writer.start()
-        self._watcher.start()
+        self._birth = birth
+        self._spec = birth.spec
+        self._close_deadline_s = options.close_deadline_s
+        folder = options.log_directory
+        self._output: RoleOutput = PrefixedOutput(self._spec) if folder is None else FileOutput(folder, self._spec)
+        self._mark = uuid.uuid4().hex
+        self._calls = Calls(self._spec)
+        self._outgoing: list[Numbered] = []
+        self._frames: SimpleQueue[list[Numbered] | None] = SimpleQueue()
+        self._because: str | None = None
+        self._is_closed = False
+        self._watchers: list[Callable[[RLError], None]] = []
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()
+        self._process, self._connection = start_process(birth, self._mark, self._output)
+        self._reader = threading.Thread(target=self._read, name=f"read {self._spec}", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"write {self._spec}", daemon=True)
+        watcher = threading.Thread(target=self._watch, name=f"watch {self._spec}", daemon=True)
+        for thread in (self._reader, self._writer, watcher):
+            thread.start()
 
     @classmethod
-    async def start(cls, spec: RoleSpec, *, deadline_s: float) -> "ProcessRole":
-        """Start a role and wait until its object is made.
-
-        Raises:
-            DeadlineError: It took longer than deadline_s; the process is ended.
-            RoleError: The process died.
-        """
-        role = cls(spec)
-        limit = asyncio.timeout(deadline_s)
+    async def start(cls, birth: Birth, options: ClusterOptions) -> "ProcessIncarnation":
+        """Start a process and wait until the role's object is made; see `Launcher.launch`."""
+        self = cls(birth, options)
+        spec = replace(birth.spec, restart=RestartPolicy())  # whose hook may be local to a function
+        context = replace(birth.context, address=LOOPBACK)
+        limit = asyncio.timeout(birth.deadline_s)
         try:
             async with limit:
-                await role.call("", spec.factory, dict(spec.kwargs))
-        except Exception:
-            if limit.expired():
-                role._process.kill()
-            await role.close()
-            if limit.expired():
-                raise DeadlineError(
-                    f"{spec} was not ready {deadline_s:g} s after its process (pid {role.pid}) started, and was ended; "
-                    f"{spec.factory} was still running. Give it a longer deadline, or see its output above."
+                await self.call("", pack(("", (spec, context), {})))
+        except BaseException as error:
+            await self.kill("its start failed")
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise named_error(
+                    DeadlineError(
+                        f"{spec} was not ready {birth.deadline_s:g} s after its process (pid {self.pid}) started, and "
+                        f"was ended; {spec.factory} was still running. Give it a longer deadline. "
+                        + quote(self._output.tail())
+                    ),
+                    spec,
                 ) from None
             raise
-        except BaseException:
-            role._process.kill()
-            await role.close()
-            raise
-        return role
-
-    @property
-    def spec(self) -> RoleSpec:
-        """See `RoleHandle.spec`."""
-        return self._spec
-
-    @property
-    def is_alive(self) -> bool:
-        """See `RoleHandle.is_alive`."""
-        return self._process.poll() is None and not self._is_closing
+        return self
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """See `Incarnation.pid`."""
         return self._process.pid
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `RoleHandle.call`."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # a caller that gives up must not race with the reply
-        message = CallMessage(next(self._call_ids), method, args, kwargs)
-        self._calls[message.call_id] = _Waiting(method, future)
+    @property
+    def is_alive(self) -> bool:
+        """See `Incarnation.is_alive`."""
+        return self._process.poll() is None and self._because is None and not self._has_ended
+
+    @property
+    def last_heard(self) -> str:
+        """See `Incarnation.last_heard`."""
+        return self._calls.last_heard
+
+    async def call(self, method: str, parcel: Packed) -> Any:
+        """See `Incarnation.call`."""
+        number, future = self._calls.begin(method)
         try:
-            if self._is_closing or self._has_ended.is_set():
-                raise self._death(method)
-            self._post(ForkingPickler.dumps(message).tobytes())
+            if not future.done():
+                self._post(Numbered(number, parcel))
             return await asyncio.wrap_future(future)
         finally:
-            self._calls.pop(message.call_id, None)
+            self._calls.forget(number)
+
+    def watch(self, callback: Callable[[RLError], None]) -> None:
+        """See `Incarnation.watch`."""
+        with self._lock:
+            has_ended = self._has_ended
+            if not has_ended:
+                self._watchers.append(callback)
+        if has_ended and self._because is None:
+            callback(self._death(""))
 
     async def close(self) -> None:
-        """See `RoleHandle.close`."""
-        self._is_closing = True
-        await asyncio.to_thread(self._end_process)
+        """See `Incarnation.close`."""
+        if self._because is None:
+            self._because, self._is_closed = "was closed; start it again before calling it", True
+        self._frames.put(None)
+        try:
+            async with asyncio.timeout(self._close_deadline_s):
+                await asyncio.wrap_future(self._ended)
+        except TimeoutError:
+            self._process.kill()
+        except BaseException:
+            self._process.kill()
+            raise
+        await asyncio.wrap_future(self._ended)
 
-    def _post(self, message: bytes) -> None:
+    async def kill(self, because: str) -> None:
+        """See `Incarnation.kill`."""
+        self._because = self._because or because
+        self._process.kill()
+        await asyncio.wrap_future(self._ended)
+
+    def _post(self, message: Numbered) -> None:
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -136,87 +155,84 @@ class ProcessRole:
         """Send frame by frame, so that nobody else waits for a process that does not read."""
         with contextlib.suppress(OSError):  # it is dead; who watches it fails the calls
             while (frame := self._frames.get()) is not None:
-                self._connection.send(frame)
-            self._connection.send(None)
-
-    def _end_process(self) -> None:
-        self._frames.put(None)
-        if not self._has_ended.wait(CLOSE_DEADLINE_S):
-            self._process.kill()
-        self._watcher.join()
-        self._writer.join()
-        with self._close_lock:
-            if not self._connection.closed:
-                self._connection.close()
+                send_frame(self._connection, frame)
+            send_frame(self._connection, None)
 
     def _read(self) -> None:
-        while True:
-            try:
-                reply: ReplyMessage = self._connection.recv()
-            except (EOFError, OSError):
-                return
-            except Exception as error:  # a reply of a class that this process cannot load
-                self._reading_error = error
-                self._process.kill()
-                return
-            waiting = self._calls.get(reply.call_id)
-            if waiting is None:
-                continue
-            self._last_reply = f"the answer of {_describe(waiting.method)}"
-            if reply.error is not None:
-                waiting.future.set_exception(reply.error.rebuild(str(self._spec)))
-            else:
-                waiting.future.set_result(reply.result)
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                for number, packed in receive_frame(self._connection) or ():
+                    self._calls.settle(number, packed)
 
     def _watch(self) -> None:
         """Fail the waiting calls once the process is gone, even where its own children keep the socket open."""
         self._process.wait()
+        end_marked(self._mark)
         self._reader.join(LAST_REPLIES_S)
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection, contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._frames.put(None)
         self._reader.join()
-        self._has_ended.set()
-        for waiting in list(self._calls.values()):
-            if not waiting.future.done():
-                waiting.future.set_exception(self._death(waiting.method))
+        self._writer.join()
+        self._connection.close()
+        with self._lock:
+            self._has_ended = True
+            watchers = self._watchers if self._because is None else []
+        for callback in watchers:
+            callback(self._death(""))
+        self._calls.fail_all(self._death)
+        self._ended.set_result(None)
 
     def _death(self, method: str) -> RLError:
-        if self._is_closing:
-            return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
-        if self._reading_error is not None:
-            error = RoleError(f"{self._spec} answered with something that cannot be read: {self._reading_error!r}.")
-            error.__cause__ = self._reading_error
-            return error
-        return RoleError(
-            f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())} while "
-            f"{_describe(method)} was waited for; the last thing heard from it was {self._last_reply}. "
-            "Its output above says more."
+        if self._is_closed:
+            return NotReadyError(f"{self._spec} {self._because}.")
+        if self._because is not None:
+            return RoleDiedError(f"{self._spec} {self._because}.", role=self._spec.name, rank=self._spec.rank)
+        call = f" while {describe_call(method)} was waited for" if method else ""
+        text = (
+            f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())}{call}; the last thing "
+            f"heard from it was {self.last_heard}. {quote(self._output.tail())}"
         )
+        return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
 
 
-def start_process(spec: RoleSpec) -> tuple["subprocess.Popen[bytes]", Connection]:
+def named_error(error: RLError, spec: RoleSpec) -> RLError:
+    """An error of ours with attributes `role` and `rank`."""
+    named(error, spec)
+    return error
+
+
+def start_process(birth: Birth, mark: str, output: RoleOutput) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     """Start a child that waits for calls, and the connection to it."""
-    # The kernel's signal comes when the thread that made the child ends, so only the main thread may ask for it.
-    dies_with_thread = threading.current_thread() is threading.main_thread()
-    parent, child = socket.socketpair()
-    with parent, child:
-        command = [sys.executable, "-m", "rl_core.cluster.child"]
-        command += [str(child.fileno()), str(os.getpid()), "signal" if dies_with_thread else "socket"]
-        environment = {**os.environ, **spec.environment}
-        paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the child until it ignores Ctrl-C
+    parent, child = socket_pair()
+    with child:
+        words = [str(child.fileno()), str(os.getpid()), mark, str(birth.spec), str(birth.context.incarnation)]
         try:
             process = subprocess.Popen(  # noqa: S603 - our own module
-                command, pass_fds=[child.fileno()], env=environment, stdin=subprocess.DEVNULL
+                [sys.executable, "-m", "rl_core.cluster.child", *words],
+                pass_fds=[child.fileno()],
+                env=child_environment(birth, mark),
+                stdin=subprocess.DEVNULL,
+                stdout=output.open_for_child(),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return process, Connection(parent.detach())
+        except BaseException:
+            parent.close()
+            raise
+        output.started(process)
+        return process, parent
 
 
-def _describe(method: str) -> str:
-    return f"{method!r}" if method else "its start"
+def child_environment(birth: Birth, mark: str) -> Mapping[str, str]:
+    """This process's environment, the role's own, its GPUs, the import path, and the mark of its descendants."""
+    environment = {**os.environ, **birth.spec.environment}
+    if birth.slot is not None and "CUDA_VISIBLE_DEVICES" not in birth.spec.environment:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(birth.slot.taken.gpus)
+    paths = [*birth.spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment[MARK_VARIABLE] = f"{os.environ.get(MARK_VARIABLE, '')}:{mark}"
+    return environment
 
 
 def describe_exit(status: int | None) -> str:

@@ -1,10 +1,12 @@
 """Roles: plain classes that run in this process or in one of their own, called the same way."""
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from rl_core.cluster.options import RestartPolicy, check_amounts
 from rl_core.errors import SettingsError
 
 
@@ -14,10 +16,14 @@ class RoleSpec:
 
     Attributes:
         name: Such as "engine" or "learner"; errors and logs carry it.
-        factory: "module:qualname" of a class or function that returns the role's object.
+        factory: "module:qualname" of a class or function, plain or async, that returns the role's object. It gets a
+            `RoleContext` where it has a parameter `context`.
         kwargs: Arguments of the factory.
-        rank: Which of several equal roles.
+        rank: Which of several equal roles; a group numbers its own.
         environment: Variables set in a process of its own, before anything is imported.
+        cpus: Part of a pool's slot that it takes; None takes the whole slot, or nothing where there is no pool.
+        gpus: The same of GPUs.
+        restart: Whether it is started again when it died.
     """
 
     name: str
@@ -25,55 +31,36 @@ class RoleSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    cpus: float | None = None
+    gpus: float | None = None
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+
+    def __post_init__(self) -> None:
+        """Refuse amounts that cannot be given."""
+        check_amounts(f"role {self.name!r}", self.cpus or 0.0, self.gpus or 0.0)
 
     def __str__(self) -> str:
         """Such as engine[0]."""
         return f"{self.name}[{self.rank}]"
 
 
-class RoleHandle(Protocol):
-    """A running role."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleContext:
+    """What a role knows about its place among its equals.
 
-    @property
-    def spec(self) -> RoleSpec:
-        """What it was made from."""
-        ...
+    Attributes:
+        name: The role's.
+        rank: 0 to size - 1 in a group.
+        size: How many were started together; 1 for a role that was started alone.
+        address: Of its host, as the other ranks reach it: 127.0.0.1 on one machine, the node's on Ray.
+        incarnation: 1, and one more for each restart.
+    """
 
-    @property
-    def is_alive(self) -> bool:
-        """False once it was closed or its process ended."""
-        ...
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method, sync or async; calls may overlap.
-
-        Raises:
-            RoleError: The role's process died; the message says how.
-            NotReadyError: The role was closed.
-            Exception: Whatever the method raised, with the remote traceback as a note.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Call the object's `close`, where it has one, and end its process. Can be called twice."""
-        ...
-
-
-class Cluster(Protocol):
-    """Starts roles, and ends them together."""
-
-    async def start(self, spec: RoleSpec, *, deadline_s: float) -> RoleHandle:
-        """Make a role.
-
-        Raises:
-            DeadlineError: It was not ready in time.
-            RoleError: Its process died on the way.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End every role that it started."""
-        ...
+    name: str
+    rank: int
+    size: int
+    address: str
+    incarnation: int
 
 
 def load_factory(path: str) -> Any:
@@ -97,3 +84,25 @@ def load_factory(path: str) -> Any:
         except AttributeError:
             raise SettingsError(f"module {module_name!r} has no {qualname!r}.") from None
     return found
+
+
+async def make_object(factory_path: str, kwargs: Mapping[str, Any], context: RoleContext) -> Any:
+    """A role's object, from a factory that may want to know its context.
+
+    Raises:
+        SettingsError: There is no such factory.
+        Exception: Whatever the factory raised.
+    """
+    factory = load_factory(factory_path)
+    if "context" not in kwargs and _takes_context(factory):
+        kwargs = {**kwargs, "context": context}
+    made = factory(**kwargs)
+    return await made if inspect.isawaitable(made) else made
+
+
+def _takes_context(factory: Any) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # of a class written in C
+        return False
+    return "context" in parameters and parameters["context"].kind is not inspect.Parameter.POSITIONAL_ONLY

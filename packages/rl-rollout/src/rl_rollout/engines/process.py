@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster import LocalCluster, RoleHandle, RoleSpec
+from rl_core.cluster import ClusterOptions, Role, RoleSpec, open_cluster
 from rl_core.errors import DeadlineError, EngineError, NotReadyError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
@@ -46,7 +46,7 @@ class ProcessEngine:
             environment=environment or {},
         )
         self._deadline_s = deadline_s
-        self._role: RoleHandle | None = None
+        self._role: Role | None = None
         self._traits: EngineTraits | None = None
         self._is_closed = False
 
@@ -64,7 +64,7 @@ class ProcessEngine:
         if self._traits is not None:
             return
         try:
-            self._role = await LocalCluster("process").start(self._spec, deadline_s=self._deadline_s)
+            self._role = await open_cluster(ClusterOptions()).start(self._spec, deadline_s=self._deadline_s)
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
         try:

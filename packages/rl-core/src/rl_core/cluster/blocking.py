@@ -1,0 +1,122 @@
+"""A group of roles for code that is not async: it waits in the caller's thread, and runs in one of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rl_core.cluster.cluster import open_cluster
+from rl_core.cluster.group import RoleGroup
+from rl_core.cluster.options import ClusterOptions, ResourcePool
+from rl_core.cluster.roles import RoleSpec
+from rl_core.errors import NotReadyError
+
+Result = TypeVar("Result")
+
+
+class BlockingGroup:
+    """A `RoleGroup` whose methods wait; for any thread, also one whose event loop runs.
+
+    Ctrl-C during a wait is raised at once; a start that it breaks off leaves nothing behind.
+    """
+
+    def __init__(self) -> None:
+        """Use `start`."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="roles", daemon=True)
+        self._thread.start()
+        self._close_lock = threading.Lock()
+        self._group: RoleGroup
+
+    @classmethod
+    def start(
+        cls,
+        cluster_options: ClusterOptions,
+        spec: RoleSpec,
+        *,
+        size: int,
+        pool: ResourcePool | None = None,
+        deadline_s: float,
+    ) -> "BlockingGroup":
+        """Open a cluster and start equal roles in it; see `Cluster.start_group`."""
+        self = cls()
+        try:
+            self._cluster = open_cluster(cluster_options)
+            starting = self._cluster.start_group(spec, size=size, pool=pool, deadline_s=deadline_s)
+            self._group = self._wait(starting)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @property
+    def size(self) -> int:
+        """Number of roles."""
+        return self._group.size
+
+    @property
+    def is_alive(self) -> bool:
+        """True while every role is."""
+        return self._group.is_alive
+
+    def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call one; see `Role.call`."""
+        return self._wait(self._group.call(rank, method, *args, deadline_s=deadline_s, **kwargs))
+
+    def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call all with the same arguments; see `RoleGroup.call_all`."""
+        return self._wait(self._group.call_all(method, *args, deadline_s=deadline_s, **kwargs))
+
+    def call_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], deadline_s: float | None = None
+    ) -> list[Any]:
+        """Call all, each with arguments of its own; see `RoleGroup.call_each`."""
+        return self._wait(self._group.call_each(method, arguments, deadline_s=deadline_s))
+
+    def close(self) -> None:
+        """End the roles, and the cluster. Can be called twice."""
+        with self._close_lock:
+            if self._loop.is_closed():
+                return
+            try:
+                if hasattr(self, "_cluster"):
+                    self._wait(self._cluster.close())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something in the roles' thread; broken off with the caller's wait.
+
+        Raises:
+            NotReadyError: The group is closed, or this is its own thread.
+        """
+        if self._loop.is_closed() or threading.current_thread() is self._thread:
+            work.close()
+            raise NotReadyError("the group of roles is closed, or waits for itself; start another one.")
+        done: Future[Result] = Future()
+        task: list[asyncio.Task[Result]] = []
+
+        def begin() -> None:
+            task.append(self._loop.create_task(work))
+            task[0].add_done_callback(lambda ended: _pass_on(ended, done))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return done.result()
+        except BaseException:
+            if not done.done():  # Ctrl-C
+                self._loop.call_soon_threadsafe(lambda: task[0].cancel())
+                done.exception()
+            raise
+
+
+def _pass_on(ended: "asyncio.Task[Result]", done: "Future[Result]") -> None:
+    if ended.cancelled():
+        done.set_exception(NotReadyError("the call was broken off."))
+    elif (error := ended.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(ended.result())

@@ -1,0 +1,101 @@
+"""The caller's side of every role that lives elsewhere: calls that wait, and what was heard last."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from rl_core.cluster.messages import named
+from rl_core.cluster.packing import Packed, unpack
+from rl_core.cluster.roles import RoleSpec
+from rl_core.errors import RoleError
+
+
+class _Waiting(NamedTuple):
+    """A call that waits for its answer."""
+
+    method: str
+    future: Future[Any]
+
+
+class Calls:
+    """Calls to one incarnation of a role that wait for their answers; used by all its threads."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        """No call waits, and nothing was heard."""
+        self._spec = spec
+        self._waiting: dict[int, _Waiting] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._failure: Callable[[str], BaseException] | None = None
+        self._heard: tuple[str, float] | None = None
+
+    def begin(self, method: str) -> tuple[int, Future[Any]]:
+        """A call's number, and what it waits for; it has failed already where the role is gone."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller that gives up must not race with the answer
+        with self._lock:
+            number = next(self._numbers)
+            failure = self._failure
+            if failure is None:
+                self._waiting[number] = _Waiting(method, future)
+        if failure is not None:
+            future.set_exception(failure(method))
+        return number, future
+
+    def forget(self, number: int) -> None:
+        """A call is over, or was given up: its answer is dropped."""
+        with self._lock:
+            self._waiting.pop(number, None)
+
+    def settle(self, number: int, packed: Packed) -> None:
+        """An answer came."""
+        with self._lock:
+            waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return
+        self._heard = f"the answer of {describe_call(waiting.method)}", time.monotonic()
+        try:
+            is_result, value = unpack(packed)
+        except Exception as error:  # of a class that this process cannot load
+            text = (
+                f"{self._spec} answered {describe_call(waiting.method)} with something that cannot be read: {error!r}."
+            )
+            unreadable = named(RoleError(text), self._spec)
+            unreadable.__cause__ = error
+            waiting.future.set_exception(unreadable)
+            return
+        if is_result:
+            waiting.future.set_result(value)
+        else:
+            waiting.future.set_exception(value.rebuild(self._spec))
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """A call cannot be answered."""
+        with self._lock:
+            waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            waiting.future.set_exception(error)
+
+    def fail_all(self, failure: Callable[[str], BaseException]) -> None:
+        """Every call, waiting or to come, fails with what this says of its method."""
+        with self._lock:
+            self._failure = failure
+            waiting, self._waiting = self._waiting, {}
+        for call in waiting.values():
+            call.future.set_exception(failure(call.method))
+
+    @property
+    def last_heard(self) -> str:
+        """Such as "the answer of 'step', 12 s ago"."""
+        if self._heard is None:
+            return "nothing"
+        what, when = self._heard
+        return f"{what}, {time.monotonic() - when:.1f} s ago"
+
+
+def describe_call(method: str) -> str:
+    """A call in words; the empty name made the object."""
+    return f"{method!r}" if method else "its start"

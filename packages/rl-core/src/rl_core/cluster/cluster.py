@@ -1,0 +1,106 @@
+"""Starts roles in one kind of place, and ends them together."""
+
+import asyncio
+from types import TracebackType
+
+from rl_core.cluster.group import RoleGroup
+from rl_core.cluster.incarnation import Launcher
+from rl_core.cluster.local import InlineLauncher, ProcessLauncher
+from rl_core.cluster.options import ClusterOptions, ResourcePool
+from rl_core.cluster.pools import Slot, own_pool
+from rl_core.cluster.role import Role
+from rl_core.cluster.roles import RoleSpec
+from rl_core.errors import NotReadyError, SettingsError
+
+
+class Cluster:
+    """Starts roles; `open_cluster` makes it. A context manager (`async with`) that closes it."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        """Start roles with this launcher."""
+        self._launcher = launcher
+        self._groups: list[RoleGroup] = []
+        self._is_closed = False
+
+    async def start(self, spec: RoleSpec, *, pool: ResourcePool | None = None, deadline_s: float) -> Role:
+        """Start one role, and wait until its object is made; see `start_group`."""
+        return (await self.start_group(spec, size=1, pool=pool, deadline_s=deadline_s))[0]
+
+    async def start_group(
+        self, spec: RoleSpec, *, size: int, pool: ResourcePool | None = None, deadline_s: float
+    ) -> RoleGroup:
+        """Start equal roles together, and wait until all objects are made; none is left where one fails.
+
+        Args:
+            spec: What they are made from; where there are several, the group gives them ranks.
+            size: How many.
+            pool: Where they live; roles that ask for CPUs or GPUs and have no pool get one of their own.
+            deadline_s: For all of it: resources, processes, factories.
+
+        Raises:
+            SettingsError: There are too few resources, whoever has them, or there is no such factory.
+            DeadlineError: They were not ready in time; the message says what was missing.
+            RoleDiedError: A process ended on the way.
+            RoleError: Ray cannot be reached.
+            Exception: Whatever a factory raised.
+        """
+        if self._is_closed:
+            raise NotReadyError("the cluster is closed; open another one.")
+        if size < 1:
+            raise SettingsError(f"role {spec.name!r} must be started 1 or more times; found size = {size}.")
+        ends_at = asyncio.get_running_loop().time() + deadline_s
+        await self._launcher.open()
+        slots = await self._take_slots(spec, size, pool, deadline_s)
+        left_s = max(ends_at - asyncio.get_running_loop().time(), 0.0)
+        group = RoleGroup(spec, size=size, slots=slots, launcher=self._launcher)
+        self._groups.append(group)
+        try:
+            await group.start(left_s)
+        except BaseException:
+            self._groups.remove(group)
+            raise
+        return group
+
+    async def close(self) -> None:
+        """End every role that it started; the first error is raised when all were asked to end."""
+        self._is_closed = True
+        groups, self._groups = self._groups, []
+        try:
+            results = await asyncio.gather(*(group.close() for group in reversed(groups)), return_exceptions=True)
+        finally:
+            await self._launcher.close()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def __aenter__(self) -> "Cluster":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _take_slots(
+        self, spec: RoleSpec, size: int, pool: ResourcePool | None, deadline_s: float
+    ) -> list[Slot] | list[None]:
+        pool = pool or own_pool(spec, size)
+        if pool is None:
+            return [None] * size
+        return await self._launcher.pools.take(self._launcher.reserver, pool, [spec] * size, deadline_s)
+
+
+def open_cluster(options: ClusterOptions | None = None) -> Cluster:
+    """A cluster of this kind; nothing runs until a role is started.
+
+    Raises:
+        MissingExtraError: Ray is asked for, and not installed.
+    """
+    options = options or ClusterOptions()
+    if options.kind == "inline":
+        return Cluster(InlineLauncher())
+    if options.kind == "process":
+        return Cluster(ProcessLauncher(options))
+    from rl_core.cluster.ray_roles import RayLauncher  # it wraps an optional backend
+
+    return Cluster(RayLauncher(options))

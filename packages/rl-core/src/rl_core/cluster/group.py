@@ -1,0 +1,309 @@
+"""Several equal roles: started together, called one, all, or each with its own, and restarted as they were told."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_core.cluster.incarnation import Launcher
+from rl_core.cluster.pools import Slot
+from rl_core.cluster.role import DeathCallback, Role
+from rl_core.cluster.roles import RoleSpec
+from rl_core.errors import RLError, RoleDiedError, SettingsError
+
+SETTLE_S = 1.0
+"""When a rank raises, how long a death is waited for that may be the reason: peers of a killed rank fail first."""
+MAX_BACKOFF_S = 60.0
+
+
+class RoleGroup:
+    """Equal roles, ranks 0 to size - 1; use it on the event loop that started it."""
+
+    def __init__(self, spec: RoleSpec, *, size: int, slots: Sequence[Slot | None], launcher: Launcher) -> None:
+        """Not started yet; `Cluster.start_group` makes it."""
+        self._spec = spec
+        self._launcher = launcher
+        ranks = [spec.rank] if size == 1 else range(size)
+        specs = [replace(spec, rank=rank) for rank in ranks]
+        self._roles = [
+            Role(spec, size=size, slot=slot, launcher=launcher) for spec, slot in zip(specs, slots, strict=True)
+        ]
+        self._budgets = {id(role): _Budget(spec) for role in self._roles}
+        self._group_budget = _Budget(spec)
+        self._deadline_s = 0.0
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._is_group_restarting = False
+
+    async def start(self, deadline_s: float) -> None:
+        """Make every role's object; none is left where one fails."""
+        self._deadline_s = deadline_s
+        try:
+            await self._launch(self._roles)
+        except BaseException:
+            await self.close()
+            raise
+        for role in self._roles:
+            role.supervisor = self._has_died
+            role.serve()
+
+    @property
+    def spec(self) -> RoleSpec:
+        """What its roles were made from."""
+        return self._spec
+
+    @property
+    def size(self) -> int:
+        """Number of roles."""
+        return len(self._roles)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while every role is."""
+        return all(role.is_alive for role in self._roles)
+
+    def __getitem__(self, rank: int) -> Role:
+        """One of them."""
+        return self._roles[rank]
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+    async def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call one; see `Role.call`."""
+        return await self._roles[rank].call(method, *args, deadline_s=deadline_s, **kwargs)
+
+    async def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call all with the same arguments, which are packed and stored once.
+
+        When one raises, dies or is late, this fails at once with its error, and does not wait for the others, which may
+        hang in a collective for ever: close the group then, or let its policy restart it whole. Where several fail
+        together, as peers of a killed rank do, the error is the dead one's, and the others' are its notes.
+
+        Returns:
+            Results in the order of ranks.
+
+        Raises:
+            Exception: See `Role.call`.
+        """
+        parcel = self._launcher.pack(method, args, kwargs, self.size)
+        return await self._together([role.send(method, parcel, deadline_s=deadline_s) for role in self._roles])
+
+    async def call_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
+    ) -> list[Any]:
+        """Call all, each with arguments of its own; else as `call_all`.
+
+        Raises:
+            SettingsError: There is not one tuple for each role.
+        """
+        if len(arguments) != self.size:
+            raise SettingsError(
+                f"{method!r} of {self.size} roles {self._spec.name!r} needs as many tuples of arguments; "
+                f"found {len(arguments)}."
+            )
+        calls = zip(self._roles, arguments, strict=True)
+        return await self._together([role.call(method, *one, deadline_s=deadline_s) for role, one in calls])
+
+    async def as_finished(
+        self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Call all with the same arguments, and give (rank, result) as they come.
+
+        Raises:
+            Exception: A role's error when its turn comes; see `Role.call`. The others are waited for no more.
+        """
+        parcel = self._launcher.pack(method, args, kwargs, self.size)
+        ranks = {
+            asyncio.ensure_future(role.send(method, parcel, deadline_s=deadline_s)): rank
+            for rank, role in enumerate(self._roles)
+        }
+        waiting = set(ranks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for call in sorted(done, key=ranks.__getitem__):
+                    yield ranks[call], call.result()
+        finally:
+            await _drop(ranks)
+
+    def on_death(self, callback: DeathCallback) -> None:
+        """Have this called, on the group's event loop, each time a role dies, though it may be restarted."""
+        for role in self._roles:
+            role.on_death(callback)
+
+    async def wait_death(self) -> RLError:
+        """Wait until a role dies; gives the error that its calls get."""
+        waits = [asyncio.ensure_future(role.wait_death()) for role in self._roles]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            await _drop(waits)
+
+    async def close(self) -> None:
+        """Close every role; the first error is raised when all were asked to end. Can be called twice."""
+        restarts = list(self._restarts)
+        for restart in restarts:
+            restart.cancel()
+        closing = [asyncio.ensure_future(role.close()) for role in reversed(self._roles)]
+        results = await asyncio.gather(*restarts, *closing, return_exceptions=True)
+        for result in results[len(restarts) :]:
+            if isinstance(result, BaseException):
+                raise result
+
+    # -- inside
+
+    async def _together(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        failed: list[asyncio.Task[Any]] = []
+
+        def note(task: "asyncio.Task[Any]") -> None:
+            if not task.cancelled() and task.exception() is not None:
+                failed.append(task)
+
+        for task in tasks:
+            task.add_done_callback(note)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(task.done() and task.exception() for task in tasks):
+                return [task.result() for task in tasks]
+            await _settle(tasks)
+        finally:
+            await _drop(tasks)
+        errors = [error for task in failed if (error := task.exception()) is not None]
+        raise _root_of(errors)
+
+    async def _launch(self, roles: Sequence[Role]) -> None:
+        """Start these together; all are ended where one fails.
+
+        Raises:
+            Exception: The first failure.
+        """
+        launches = [asyncio.ensure_future(role.launch(self._deadline_s)) for role in roles]
+        try:
+            done, _ = await asyncio.wait(launches, return_when=asyncio.FIRST_EXCEPTION)
+            for launch in done:
+                launch.result()
+        except BaseException:
+            await _drop(launches)
+            await asyncio.gather(*(role.end("was ended, as another one could not start") for role in roles))
+            raise
+
+    def _has_died(self, role: Role, error: RLError) -> None:
+        """Decide what becomes of it, before anybody else learns of its death."""
+        policy = self._spec.restart
+        if self._is_group_restarting or role.is_restarting:
+            return  # who restarts it sees it
+        unit, budget = [role], self._budgets[id(role)]
+        if policy.scope == "group":
+            unit, budget = self._roles, self._group_budget
+        pause_s = budget.next_pause_s()
+        if pause_s is None:
+            role.give_up(error, budget.refusal())
+            return
+        whom = "It is" if len(unit) == 1 else f"All {len(unit)} of {self._spec.name!r} are"
+        for one in unit:
+            one.hold(f"{whom} being restarted ({budget.describe()}); call again.")
+        self._is_group_restarting = policy.scope == "group"
+        task = asyncio.get_running_loop().create_task(self._restart(unit, budget, pause_s, f"was ended, as {error}"))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, unit: Sequence[Role], budget: "_Budget", pause_s: float, because: str) -> None:
+        try:
+            while True:
+                await asyncio.gather(*(role.end(because) for role in unit))
+                await asyncio.sleep(pause_s)
+                try:
+                    await self._launch(unit)
+                    await self._run_hook(unit)
+                    for role in unit:
+                        role.check_alive()
+                except Exception as error:
+                    pause = budget.next_pause_s()
+                    if pause is None:
+                        await asyncio.gather(*(role.end("was ended, as its restart failed") for role in unit))
+                        for role in unit:
+                            role.give_up(error, budget.refusal())
+                        return
+                    pause_s, because = pause, f"was ended, as {error}"
+                    continue
+                for role in unit:
+                    role.serve()
+                return
+        finally:
+            self._is_group_restarting = False
+
+    async def _run_hook(self, unit: Sequence[Role]) -> None:
+        hook = self._spec.restart.hook
+        restarted = [role.restarted() for role in unit]
+        async with asyncio.timeout(self._deadline_s):
+            if isinstance(hook, str):
+                await asyncio.gather(*(role.call(hook) for role in restarted))
+            elif hook is not None:
+                result = hook(restarted)
+                if inspect.isawaitable(result):
+                    await result
+
+
+class _Budget:
+    """How often something may be restarted."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        self._policy = spec.restart
+        self._times: list[float] = []
+
+    def next_pause_s(self) -> float | None:
+        """The pause before the next restart; None when there were too many."""
+        policy, now = self._policy, time.monotonic()
+        if policy.within_s is not None:
+            self._times = [then for then in self._times if now - then <= policy.within_s]
+        if len(self._times) >= policy.max_restarts:
+            return None
+        self._times.append(now)
+        return float(min(policy.backoff_s * 2 ** (len(self._times) - 1), MAX_BACKOFF_S))
+
+    def describe(self) -> str:
+        """Such as "restart 1 of 3"."""
+        return f"restart {len(self._times)} of {self._policy.max_restarts}"
+
+    def refusal(self) -> str:
+        """Why there is no further restart."""
+        if not self._policy.max_restarts:
+            return ""
+        within = "" if self._policy.within_s is None else f" within {self._policy.within_s:g} s"
+        return f"It was restarted {len(self._times)} times{within}, and is not again."
+
+
+async def _settle(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """After a failure, wait a little for a death that may be its reason."""
+    ends_at = time.monotonic() + SETTLE_S
+    waiting = {task for task in tasks if not task.done()}
+    while waiting and not any(_is_death(task) for task in tasks):
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return
+        _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _is_death(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and not task.cancelled() and isinstance(task.exception(), RoleDiedError)
+
+
+def _root_of(errors: Sequence[BaseException]) -> BaseException:
+    """The first death among errors of ranks, else the first error; the others become its notes."""
+    root = next((error for error in errors if isinstance(error, RoleDiedError)), errors[0])
+    for error in errors:
+        if error is not root:
+            who = f"{getattr(error, 'role', 'another')}[{getattr(error, 'rank', '?')}]"
+            root.add_note(f"{who} failed with it: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return root
+
+
+async def _drop(calls: Any) -> None:
+    """Wait for calls no more; nobody asks for their errors."""
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

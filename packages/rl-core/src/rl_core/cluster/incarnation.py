@@ -1,0 +1,105 @@
+"""What every placement gives: one life of a role, and who starts it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl_core.cluster.pools import PoolBook, Reserver, Slot
+from rl_core.cluster.roles import RoleContext, RoleSpec
+from rl_core.errors import RLError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """One incarnation to start.
+
+    Attributes:
+        spec: The role's.
+        context: What it is told; the launcher fills the address in.
+        slot: Where in its pool, if it has one.
+        deadline_s: For its object to be made.
+    """
+
+    spec: RoleSpec
+    context: RoleContext
+    slot: Slot | None
+    deadline_s: float
+
+
+class Incarnation(Protocol):
+    """A role from its start to its end; never started again."""
+
+    @property
+    def pid(self) -> int:
+        """Process id, on its own host."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it was closed or died."""
+        ...
+
+    @property
+    def last_heard(self) -> str:
+        """The last thing that it said, and when."""
+        ...
+
+    async def call(self, method: str, parcel: Any) -> Any:
+        """Call a method with what its launcher's `pack` made of the arguments."""
+        ...
+
+    def watch(self, callback: Callable[[RLError], None]) -> None:
+        """Have this called, on any thread, when it dies otherwise than by `close` and `kill`; before calls fail."""
+        ...
+
+    async def close(self) -> None:
+        """Call the object's `close`, and end the process, with its children; kill it where that takes too long."""
+        ...
+
+    async def kill(self, because: str) -> None:
+        """End it at once; calls that wait are told why."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts incarnations in one kind of place."""
+
+    @property
+    def pools(self) -> PoolBook:
+        """The pools of this kind of place."""
+        ...
+
+    @property
+    def reserver(self) -> Reserver:
+        """Who sets resources aside for them."""
+        ...
+
+    async def open(self) -> None:
+        """Be ready to start roles; can be called again.
+
+        Raises:
+            RoleError: The place cannot be reached.
+        """
+        ...
+
+    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:
+        """A call, ready to be sent to so many roles.
+
+        Raises:
+            TypeError: An argument cannot be sent.
+        """
+        ...
+
+    async def launch(self, birth: Birth) -> Incarnation:
+        """Start one, and wait until its object is made; nothing is left where that fails.
+
+        Raises:
+            DeadlineError: It was not ready in time.
+            RoleDiedError: Its process ended on the way.
+            Exception: Whatever the factory raised.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of what it has itself."""
+        ...

@@ -1,0 +1,106 @@
+"""A role that is an object of this process, where a debugger works."""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl_core.cluster.incarnation import Birth
+from rl_core.cluster.messages import named
+from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.served import ServedRole
+from rl_core.errors import DeadlineError, NotReadyError, RLError
+from rl_core.ray_session import LOOPBACK
+
+
+class InlineIncarnation:
+    """A role's object in this process; it does not die, and a plain method cannot be interrupted."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        """Have no object yet."""
+        self._spec = spec
+        self._role = ServedRole()
+        self._because: str | None = None
+        self._calls: set[asyncio.Future[Any]] = set()
+
+    @classmethod
+    async def start(cls, birth: Birth) -> "InlineIncarnation":
+        """Make the object; see `Launcher.launch`."""
+        self = cls(birth.spec)
+        limit = asyncio.timeout(birth.deadline_s)
+        try:
+            async with limit:
+                await self._role.make(birth.spec, replace(birth.context, address=LOOPBACK))
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                text = (
+                    f"{birth.spec} was not ready after {birth.deadline_s:g} s; {birth.spec.factory} was still running. "
+                    "Give it a longer deadline."
+                )
+                raise named(DeadlineError(text), birth.spec) from None
+            self._sign(error)
+            raise
+        return self
+
+    @property
+    def pid(self) -> int:
+        """See `Incarnation.pid`."""
+        return os.getpid()
+
+    @property
+    def is_alive(self) -> bool:
+        """See `Incarnation.is_alive`."""
+        return self._because is None
+
+    @property
+    def last_heard(self) -> str:
+        """See `Incarnation.last_heard`."""
+        return "nothing, as it is in this process"
+
+    async def call(self, method: str, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
+        """See `Incarnation.call`; a call that is given up goes on, as it would elsewhere."""
+        if self._because is not None:
+            raise NotReadyError(f"{self._spec} {self._because}.")
+        call = asyncio.ensure_future(self._role.run(method, *parcel))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            call.add_done_callback(_drop)
+            raise
+        if self._because is not None and call.cancelled():
+            raise NotReadyError(f"{self._spec} {self._because}.")
+        try:
+            return call.result()
+        except Exception as error:
+            self._sign(error)
+            raise
+
+    def watch(self, callback: Callable[[RLError], None]) -> None:
+        """See `Incarnation.watch`."""
+
+    async def close(self) -> None:
+        """See `Incarnation.close`."""
+        await self.kill("was closed; start it again before calling it")
+
+    async def kill(self, because: str) -> None:
+        """See `Incarnation.kill`; the object is closed here too."""
+        if self._because is None:
+            self._because = because
+            for call in self._calls:
+                call.cancel()
+            await self._role.close()
+
+    def _sign(self, error: BaseException) -> None:
+        note = f"Raised in {self._spec}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        named(error, self._spec)
+
+
+def _drop(call: "asyncio.Future[Any]") -> None:
+    """Nobody waits for its error either."""
+    if not call.cancelled():
+        call.exception()

@@ -1,0 +1,76 @@
+"""Values as bytes, for a role's process: pickled, with arrays and CPU tensors beside the pickle, not copied into it.
+
+The one place where roles' arguments and results are pickled. Both ends are processes of ours; nothing that was read
+from disk or that others sent is unpickled here.
+"""
+
+import io
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Buffer = Any
+"""Anything that has bytes: bytes, bytearray, memoryview, an array of uint8."""
+
+
+class Packed(NamedTuple):
+    """A value on its way.
+
+    Attributes:
+        body: The pickle.
+        buffers: What it refers to, flat bytes each, in order; of the sender's memory until they are sent.
+    """
+
+    body: bytes
+    buffers: Sequence[Buffer]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all of it."""
+        return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor or not _is_plain(torch, value):
+            return NotImplemented
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return _tensor, (pickle.PickleBuffer(flat.numpy()), dtype, tuple(value.shape), value.requires_grad)
+
+
+def pack(value: Any) -> Packed:
+    """Pickle a value; arrays and CPU tensors stay where they are.
+
+    Raises:
+        TypeError: Something in it cannot be pickled, such as a lock.
+        AttributeError: The same, of something local to a function.
+        pickle.PicklingError: The same, of something that its module does not have.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    body = io.BytesIO()
+    _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Packed(body.getvalue(), [buffer.raw() for buffer in buffers])
+
+
+def unpack(packed: Packed) -> Any:
+    """The value again; its arrays are views of the buffers."""
+    return pickle.loads(packed.body, buffers=packed.buffers)  # noqa: S301 - from our own process, see above
+
+
+def _is_plain(torch: Any, tensor: Any) -> bool:
+    """True for a tensor that its bytes, shape and dtype describe."""
+    is_dense = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    return bool(is_dense and tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg())
+
+
+def _tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    import torch
+
+    if memoryview(buffer).readonly:
+        buffer = bytearray(buffer)  # a write into Ray's memory would end the process
+    kind = getattr(torch, dtype)
+    flat = torch.frombuffer(buffer, dtype=kind) if memoryview(buffer).nbytes else torch.empty(0, dtype=kind)
+    return flat.reshape(shape).requires_grad_(requires_grad)

@@ -1,0 +1,270 @@
+"""Resource pools of this process: reserved when the first role asks, given back when the last one is closed."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl_core.cluster.options import ResourcePool
+from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.shares import Shares, Taken, count_room, describe, machine_shares
+from rl_core.errors import DeadlineError, SettingsError
+
+PAUSE_S = 0.05
+
+
+class Reserver(Protocol):
+    """Who sets resources aside: this machine, or Ray. Nothing here waits."""
+
+    def begin(self, pool: ResourcePool) -> Any:
+        """Ask for a pool; gives what the other methods know the request by.
+
+        Raises:
+            SettingsError: There is not that much, whoever has it.
+        """
+        ...
+
+    def try_reserve(self, request: Any) -> list[Shares] | None:
+        """The slots, or None while others have what is needed."""
+        ...
+
+    def free(self, request: Any) -> None:
+        """Give the pool back, reserved or not."""
+        ...
+
+    def describe_free(self) -> str:
+        """What there is, and what is free of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A role's place in a pool.
+
+    Attributes:
+        pool: The pool.
+        index: Which of its slots.
+        taken: Its part of the slot.
+        request: What the reserver knows the pool by.
+    """
+
+    pool: ResourcePool
+    index: int
+    taken: Taken
+    request: Any
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A pool that somebody uses or waits for."""
+
+    pool: ResourcePool
+    request: Any
+    slots: list[Shares] | None = None
+    num_users: int = 0
+
+
+class PoolBook:
+    """The pools of one kind of cluster in this process, for all its threads and event loops."""
+
+    def __init__(self) -> None:
+        """No pool yet."""
+        self._entries: dict[str, _Entry] = {}
+        self._lock = threading.Lock()
+
+    async def take(
+        self, reserver: Reserver, pool: ResourcePool, specs: Sequence[RoleSpec], deadline_s: float
+    ) -> list[Slot]:
+        """A place for each role, all or none; the pool is reserved where nobody uses it yet.
+
+        Raises:
+            SettingsError: The pool, or what there is, can never hold that; or another pool has this name.
+            DeadlineError: Others kept it.
+        """
+        _check_fits(pool, specs)
+        ends_at = time.monotonic() + deadline_s
+        entry = self._join(reserver, pool, num_users=len(specs))
+        try:
+            while (slots := self._try_place(reserver, entry, specs)) is None:
+                if time.monotonic() > ends_at:
+                    raise DeadlineError(_say_taken(reserver, entry, specs, deadline_s))
+                await asyncio.sleep(PAUSE_S)
+        except BaseException:
+            self._leave(reserver, entry, num_users=len(specs))
+            raise
+        return slots
+
+    def give_back(self, reserver: Reserver, slot: Slot) -> None:
+        """A role has left its place."""
+        with self._lock:
+            entry = self._entries[slot.pool.name]
+            if entry.slots is not None:
+                entry.slots[slot.index].give_back(slot.taken)
+        self._leave(reserver, entry, num_users=1)
+
+    def _join(self, reserver: Reserver, pool: ResourcePool, *, num_users: int) -> _Entry:
+        with self._lock:
+            entry = self._entries.get(pool.name)
+            if entry is None:
+                entry = self._entries[pool.name] = _Entry(pool, reserver.begin(pool))
+            elif entry.pool != pool:
+                raise SettingsError(
+                    f"two pools are called {pool.name!r}: {entry.pool} is in use, and {pool} is asked for. Give one of "
+                    "them another name."
+                )
+            entry.num_users += num_users
+            return entry
+
+    def _leave(self, reserver: Reserver, entry: _Entry, *, num_users: int) -> None:
+        with self._lock:
+            entry.num_users -= num_users
+            if not entry.num_users:
+                del self._entries[entry.pool.name]
+                reserver.free(entry.request)
+
+    def _try_place(self, reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec]) -> list[Slot] | None:
+        with self._lock:
+            if entry.slots is None:
+                entry.slots = reserver.try_reserve(entry.request)
+            return None if entry.slots is None else _place(entry, entry.slots, specs)
+
+
+@dataclass(slots=True)
+class _LocalRequest:
+    """A pool on this machine, and what it has got."""
+
+    pool: ResourcePool
+    taken: Sequence[Taken] = ()
+
+
+class LocalReserver:
+    """The CPUs and GPUs of this machine."""
+
+    def __init__(self) -> None:
+        """Nothing is taken."""
+        self._requests: list[_LocalRequest] = []
+
+    def begin(self, pool: ResourcePool) -> _LocalRequest:
+        """See `Reserver.begin`."""
+        there = machine_shares()
+        room = count_room(there, pool.cpus, pool.gpus, at_most=pool.size)
+        if room < pool.size:
+            raise SettingsError(
+                f"pool {pool.name!r} asks for {pool.size} slots of {describe(pool.cpus, pool.gpus)} each; this machine "
+                f"has {describe(there.cpus, len(there.gpus))}: room for {room}. Ask for less; cpus = 0 shares the CPUs."
+            )
+        request = _LocalRequest(pool)
+        self._requests.append(request)
+        return request
+
+    def try_reserve(self, request: _LocalRequest) -> list[Shares] | None:
+        """See `Reserver.try_reserve`."""
+        pool, free = request.pool, self._free()
+        taken = [free.take(pool.cpus, pool.gpus) for _ in range(pool.size)]
+        if None in taken:
+            return None
+        request.taken = [one for one in taken if one is not None]
+        return [Shares(one.cpus, one.gpus) for one in request.taken]
+
+    def free(self, request: _LocalRequest) -> None:
+        """See `Reserver.free`."""
+        self._requests = [other for other in self._requests if other is not request]
+
+    def describe_free(self) -> str:
+        """See `Reserver.describe_free`."""
+        free = self._free()
+        return (
+            f"this machine has {describe(free.cpus, len(free.gpus))}, of which "
+            f"{describe(free.free_cpus, sum(free.free_gpus.values()))} are free"
+        )
+
+    def _free(self) -> Shares:
+        free = machine_shares()
+        for request in self._requests:
+            for taken in request.taken:
+                free.free_cpus -= taken.cpus
+                for device, part in taken.gpus.items():
+                    if device in free.free_gpus:
+                        free.free_gpus[device] -= part
+        return free
+
+
+LOCAL_POOLS = PoolBook()
+"""Of this process: two clusters that name the same pool share it."""
+LOCAL_RESERVER = LocalReserver()
+
+
+def own_pool(spec: RoleSpec, size: int) -> ResourcePool | None:
+    """For roles that were given no pool, but ask for resources."""
+    cpus, gpus = spec.cpus or 0.0, spec.gpus or 0.0
+    if not cpus and not gpus:
+        return None
+    return ResourcePool(name=f"{spec.name} ({next(_OWN_NUMBERS)})", size=size, cpus=cpus, gpus=gpus)
+
+
+_OWN_NUMBERS = itertools.count(1)
+
+
+def _part(pool: ResourcePool, spec: RoleSpec) -> tuple[float, float]:
+    return pool.cpus if spec.cpus is None else spec.cpus, pool.gpus if spec.gpus is None else spec.gpus
+
+
+def _empty_slot(pool: ResourcePool) -> Shares:
+    devices = {str(index): 1.0 for index in range(int(pool.gpus))} if pool.gpus >= 1 else {"0": pool.gpus}
+    return Shares(pool.cpus, devices)
+
+
+def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
+    """Refuse what the pool could not hold though it were empty.
+
+    Raises:
+        SettingsError: That is so.
+    """
+    cpus, gpus = _part(pool, specs[0])
+    room = pool.size * count_room(_empty_slot(pool), cpus, gpus, at_most=len(specs))
+    if pool.cpus == 0 and pool.gpus == 0 and (cpus or gpus):
+        room = 0
+    if room < len(specs):
+        raise SettingsError(
+            f"{len(specs)} of role {specs[0].name!r} ask for {describe(cpus, gpus)} each of pool {pool.name!r}, which "
+            f"has {pool.size} slots of {describe(pool.cpus, pool.gpus)}: room for {room}. Make the pool larger, or ask "
+            "for less."
+        )
+
+
+def _place(entry: _Entry, slots: list[Shares], specs: Sequence[RoleSpec]) -> list[Slot] | None:
+    """A place for each role: rank 0 in the first slot, rank 1 in the next, and round again."""
+    placed: list[Slot] = []
+    for number, spec in enumerate(specs):
+        order = (index % len(slots) for index in range(number, number + len(slots)))
+        for index in order:
+            taken = slots[index].take(*_part(entry.pool, spec))
+            if taken is not None:
+                placed.append(Slot(pool=entry.pool, index=index, taken=taken, request=entry.request))
+                break
+    if len(placed) == len(specs):
+        return placed
+    for slot in placed:
+        slots[slot.index].give_back(slot.taken)
+    return None
+
+
+def _say_taken(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], deadline_s: float) -> str:
+    pool = entry.pool
+    wanted = f"{len(specs)} of role {specs[0].name!r} waited {deadline_s:g} s for "
+    if entry.slots is None:
+        asked = f"pool {pool.name!r}: {pool.size} slots of {describe(pool.cpus, pool.gpus)} each"
+        return f"{wanted}{asked}; {reserver.describe_free()}. Close what holds them, or ask for less."
+    cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
+    return (
+        f"{wanted}{describe(*_part(pool, specs[0]))} each of pool {pool.name!r}, which has {pool.size} slots of "
+        f"{describe(pool.cpus, pool.gpus)}, of which {describe(cpus, gpus)} are free in all. Close a role that uses "
+        "the pool, or let the roles ask for a part of a slot."
+    )
+
+
+def _free_of(slot: Shares) -> tuple[float, float]:
+    return slot.free_cpus, sum(slot.free_gpus.values())

@@ -1,0 +1,106 @@
+"""CPUs and GPUs that are taken in parts and given back."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rl_core.errors import SettingsError
+
+EPSILON = 1e-6
+
+
+class Taken(NamedTuple):
+    """A part of some CPUs and GPUs.
+
+    Attributes:
+        cpus: How many.
+        gpus: How much of each device.
+    """
+
+    cpus: float
+    gpus: Mapping[str, float]
+
+
+class Shares:
+    """What there is, and what is free of it."""
+
+    def __init__(self, cpus: float, gpus: Mapping[str, float]) -> None:
+        """All of it is free."""
+        self.cpus = cpus
+        self.gpus = dict(gpus)
+        self.free_cpus = cpus
+        self.free_gpus = dict(gpus)
+
+    def take(self, cpus: float, gpus: float) -> Taken | None:
+        """Take a part, or None where too little is free; a part of a GPU comes from one that is used already."""
+        if cpus and cpus > self.free_cpus + EPSILON:
+            return None
+        devices = self._devices(gpus)
+        if devices is None:
+            return None
+        self.free_cpus -= cpus
+        for device, part in devices.items():
+            self.free_gpus[device] -= part
+        return Taken(cpus, devices)
+
+    def give_back(self, taken: Taken) -> None:
+        """A part is free again."""
+        self.free_cpus += taken.cpus
+        for device, part in taken.gpus.items():
+            self.free_gpus[device] += part
+
+    def whole(self) -> "Shares":
+        """The same with nothing taken."""
+        return Shares(self.cpus, self.gpus)
+
+    def _devices(self, gpus: float) -> dict[str, float] | None:
+        if not gpus:
+            return {}
+        part = min(gpus, 1.0)
+        fitting = [device for device, free in self.free_gpus.items() if free >= part - EPSILON]
+        number = max(1, round(gpus))
+        if len(fitting) < number:
+            return None
+        fitting.sort(key=lambda device: self.free_gpus[device])  # stable: in the machine's order where equal
+        return dict.fromkeys(fitting[:number], part)
+
+
+def count_room(shares: Shares, cpus: float, gpus: float, *, at_most: int) -> int:
+    """How many equal parts could be taken one after another."""
+    taken = []
+    while len(taken) < at_most and (one := shares.take(cpus, gpus)) is not None:
+        taken.append(one)
+    for one in taken:
+        shares.give_back(one)
+    return len(taken)
+
+
+def describe(cpus: float, gpus: float) -> str:
+    """Such as "2 CPUs and 0.5 GPUs"."""
+    return f"{cpus:g} CPU{'' if cpus == 1 else 's'} and {gpus:g} GPU{'' if gpus == 1 else 's'}"
+
+
+def machine_shares() -> Shares:
+    """The CPUs and GPUs that this process may use."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Shares(float(cpus), dict.fromkeys(visible_gpus(), 1.0))
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them; those of the driver where it is not set.
+
+    Raises:
+        SettingsError: The variable names a device twice.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    devices: list[str] = []
+    for device in map(str.strip, chosen.split(",")):
+        if not device or device.startswith("-"):
+            break  # CUDA reads no further either
+        if device in devices:
+            raise SettingsError(f"CUDA_VISIBLE_DEVICES names device {device} twice: {chosen!r}.")
+        devices.append(device)
+    return devices
