@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from megatron.core import parallel_state, tensor_parallel
 
 from rl_core.batch import Batch
 from rl_core.ragged import Ragged, offsets_of
 from rl_core.row_keys import RowKey
+from rl_distill.megatron.cpu import install_cpu_compatibility
 
 VOCAB_SIZE = 40
 
@@ -96,6 +99,17 @@ def mixture_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def policy_writer() -> Callable[..., Path]:
     return write_policy
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> None:
+    """megatron's groups of this process alone."""
+    install_cpu_compatibility()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(1, 1)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 @pytest.fixture(scope="session")

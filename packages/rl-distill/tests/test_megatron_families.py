@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 
 from rl_core.ragged import offsets_of
 from rl_distill.hf_folder import PolicyTensors, tensor_shapes, write_policy_folder
 from rl_distill.megatron.convert import blocks_of, whole_policy
-from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.layout import PackedLayout, packed_layout
 from rl_distill.megatron.model_spec import LastLayer, block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
@@ -26,15 +23,7 @@ from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_pol
 WritePolicy = Callable[..., Path]
 LENGTHS = [9, 1, 30, 14]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _groups_of_one_rank() -> None:
-    install_cpu_compatibility()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(1, 1)
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def keep(tensor: torch.Tensor) -> torch.Tensor:

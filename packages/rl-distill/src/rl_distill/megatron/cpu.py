@@ -148,19 +148,12 @@ def _as_numpy_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def fix_missing_names() -> None:
-    """Give megatron's router the name that it looks for where Transformer Engine is not installed, on GPUs too."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 def install_cpu_compatibility() -> None:
-    """Prepare megatron's loaded modules for a CPU; with CUDA, only names that are missing. Can be called again.
+    """Prepare megatron's loaded modules for a CPU; no-op with CUDA. Can be called again.
 
     Call it before any of megatron's objects is built.
     """
     check_megatron_version()
-    fix_missing_names()
     if torch.cuda.is_available():
         return
     overlay = _torch_overlay()

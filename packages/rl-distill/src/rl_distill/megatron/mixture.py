@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -98,6 +99,11 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
             yield
         finally:
             self._given = None
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - megatron's signature
+        """Logits [T, 1, experts] of tokens [T, 1, hidden]."""
+        # megatron's own fails on 0 tokens, and on te_general_gemm, a name that comes with Transformer Engine.
+        return F.linear(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - megatron's signature
         """Probabilities and choices of tokens.
