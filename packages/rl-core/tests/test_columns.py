@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from rl_core import COLUMNS, ColumnSpec, RLError
+from rl_core import COLUMNS, Batch, ColumnSpec, Ragged, RLError, RowKey
 from rl_core.columns import column_dtype, column_spec, declare_column
-from rl_core.errors import DataError
+from rl_core.errors import DataError, ShapeError
 
 
 def test_known_columns_have_the_types_that_travel():
@@ -62,3 +62,12 @@ def test_names_of_the_keys_of_rows_are_not_columns(name):
 
 def _ragged(dtype):
     return ColumnSpec(dtype=dtype, is_ragged=True, meaning="Something.")
+
+
+def test_routed_experts_have_layers_and_choices_for_each_token():
+    key, offsets = RowKey("p0", 0, 0), np.array([0, 3])
+    experts = Ragged(np.full((3, 4, 2), -1, dtype=np.int16), offsets)
+
+    assert Batch([key], {"routed_experts": experts}).ragged("routed_experts").element_shape == (4, 2)
+    with pytest.raises(ShapeError, match=r"'routed_experts' must have a value of 2 axes a token; found \(4,\)"):
+        Batch([key], {"routed_experts": Ragged(np.zeros((3, 4), np.int16), offsets)})

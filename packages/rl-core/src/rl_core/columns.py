@@ -20,11 +20,13 @@ class ColumnSpec:
         dtype: numpy dtype name of the values.
         is_ragged: True for one value a token (values and offsets), False for one value a row.
         meaning: One sentence.
+        value_axes: Axes of one value, 0 for a number; not looked at in columns of one's own.
     """
 
     dtype: str
     is_ragged: bool
     meaning: str
+    value_axes: int = 0
 
 
 def _token(dtype: str, meaning: str) -> ColumnSpec:
@@ -50,6 +52,12 @@ COLUMNS: dict[str, ColumnSpec] = {
     "token_rewards": _token("float32", "Rewards of single tokens beside the trajectory's, such as a KL penalty."),
     "token_selection": _token("bool", "True where a policy loss treats the token apart (Clip-Cov, KL-Cov)."),
     "loss_weights": _token("float32", "Weight of each token in the loss; sums the loss over the global batch."),
+    "routed_experts": ColumnSpec(
+        dtype="int16",
+        is_ragged=True,
+        meaning="Experts [layers, top_k] that the engine chose for each token; -1 where it gave none.",
+        value_axes=2,
+    ),
     "reward": _row("float32", "Scalar reward of the trajectory."),
     "reward_baseline": _row("float32", "Reward of the greedy response to the same prompt (ReMax)."),
     "is_truncated": _row("bool", "True when the response hit its length limit."),
