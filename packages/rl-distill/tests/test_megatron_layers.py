@@ -76,3 +76,19 @@ def test_vocabulary_logprobs_stand_a_forbidden_token():
     torch.testing.assert_close(logprobs, torch.tensor([0.5]).log())
     torch.testing.assert_close(entropy, torch.tensor([2.0]).log())
     torch.testing.assert_close(grad, torch.tensor([[-0.5, 0.5, 0.0]]))
+
+
+def test_tokens_that_pad_the_vocabulary_have_no_probability_and_no_gradient():
+    logits = torch.randn(5, 8)
+    logits[:, 6:] = 50.0  # would win
+    logits.requires_grad_()
+    targets = torch.tensor([0, 5, 2, 3, 1])
+
+    found = vocabulary_logprobs(logits, targets, temperature=0.7, vocab_size=6)
+    (grad,) = torch.autograd.grad(found[0].sum() + found[1].sum(), logits)
+    expected = vocabulary_logprobs(logits[:, :6], targets, temperature=0.7)
+    (expected_grad,) = torch.autograd.grad(expected[0].sum() + expected[1].sum(), logits)
+
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grad, expected_grad)
+    assert not grad[:, 6:].any()

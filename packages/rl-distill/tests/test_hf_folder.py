@@ -1,0 +1,242 @@
+"""Folders of safetensors: read in parts, refused where torn, written in shards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_core.errors import CheckpointError, DataError
+from rl_distill.hf_folder import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    PolicyTensors,
+    read_policy_tensors,
+    tensor_shapes,
+    write_policy_folder,
+)
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+
+EMBEDDING = "model.embed_tokens.weight"
+UP = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def config_of(policy_dir: Path) -> PolicyConfig:
+    return parse_policy_config(read_policy_config(policy_dir))
+
+
+def save_shards(directory: Path, shards: dict[str, dict[str, torch.Tensor]], **index: Any) -> Path:
+    """Tensors by file, with an index."""
+    directory.mkdir(exist_ok=True)
+    for file, tensors in shards.items():
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {**weight_map, **index}}))
+    return directory
+
+
+def halves(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    names = sorted(tensors)
+    middle = len(names) // 2
+    files = {"model-00001-of-00002.safetensors": names[:middle], "model-00002-of-00002.safetensors": names[middle:]}
+    return {file: {name: tensors[name] for name in part} for file, part in files.items()}
+
+
+def test_shapes_are_those_that_transformers_writes(family_policy: Path):
+    stored = load_file(family_policy / WEIGHTS_FILE)
+
+    assert tensor_shapes(config_of(family_policy)) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_rectangle_is_read_and_nothing_else(mixture_policy: Path, tmp_path: Path, is_sharded: bool):
+    stored = load_file(mixture_policy / WEIGHTS_FILE)
+    folder = save_shards(tmp_path, halves(stored)) if is_sharded else mixture_policy
+    tensors = PolicyTensors(folder, config_of(mixture_policy))
+
+    found = tensors.read(EMBEDDING, (8, 4), (20, 28), dtype=torch.float32)
+
+    assert torch.equal(found, stored[EMBEDDING][8:28, 4:32])
+    assert tensors.num_bytes_read == 20 * 28 * 4
+    assert torch.equal(
+        tensors.read("model.norm.weight", (2,), (3,), dtype=torch.float32), stored["model.norm.weight"][2:5]
+    )
+    assert tensors.read(EMBEDDING, (40, 0), (0, 32), dtype=torch.bfloat16).shape == (0, 32)
+    assert tensors.num_bytes_read == 20 * 28 * 4 + 3 * 4
+
+
+def test_fused_experts_are_read_one_by_one(mixture_policy: Path, tmp_path: Path):
+    config, stored = config_of(mixture_policy), load_file(mixture_policy / WEIGHTS_FILE)
+    fused = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([stored[f"{prefix}{e}.{part}_proj.weight"] for e in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        fused[prefix + "gate_up_proj"], fused[prefix + "down_proj"] = torch.cat((gate, up), dim=1), down
+    save_file(fused, tmp_path / WEIGHTS_FILE)
+
+    tensors = PolicyTensors(tmp_path, config)
+
+    for name, tensor in stored.items():
+        found = tensors.read(name, (0,) * tensor.ndim, tuple(tensor.shape), dtype=torch.float32)
+        assert torch.equal(found, tensor), name
+    before = tensors.num_bytes_read
+    assert torch.equal(tensors.read(UP, (5, 3), (7, 11), dtype=torch.float32), stored[UP][5:12, 3:14])
+    assert tensors.num_bytes_read - before == 7 * 11 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_numbers_become_what_is_asked_for(tied_policy: Path, tmp_path: Path, dtype: torch.dtype):
+    stored = {name: tensor.to(dtype) for name, tensor in load_file(tied_policy / WEIGHTS_FILE).items()}
+    save_file(stored, tmp_path / WEIGHTS_FILE)
+
+    found = read_policy_tensors(tmp_path, config_of(tied_policy), dtype=torch.float32)
+
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in stored.items())
+
+
+def test_missing_and_misshaped_tensors_are_named(tied_policy: Path, tmp_path: Path):
+    config, stored = config_of(tied_policy), load_file(tied_policy / WEIGHTS_FILE)
+    cases: list[tuple[dict[str, torch.Tensor], str]] = [
+        ({n: t for n, t in stored.items() if n != "model.norm.weight"}, r"no tensor 'model\.norm\.weight'.*\[32\]"),
+        (
+            {**stored, EMBEDDING: torch.zeros(41, 32)},
+            r"model\.safetensors.*must have shape \[40, 32\]; found \[41, 32\]",
+        ),
+        ({**stored, EMBEDDING: stored[EMBEDDING].double()}, "must be stored as one of F32, BF16, F16; found F64"),
+    ]
+    for tensors, message in cases:
+        save_file(tensors, tmp_path / WEIGHTS_FILE)
+        with pytest.raises(DataError, match=message):
+            PolicyTensors(tmp_path, config)
+        with pytest.raises(CheckpointError, match=message):
+            PolicyTensors(tmp_path, config, CheckpointError)
+
+
+def test_a_tensor_may_be_optional(untied_policy: Path, tmp_path: Path):
+    stored = load_file(untied_policy / WEIGHTS_FILE)
+    del stored["lm_head.weight"]
+    save_file(stored, tmp_path / WEIGHTS_FILE)
+
+    tensors = PolicyTensors(tmp_path, config_of(untied_policy), optional=frozenset({"lm_head.weight"}))
+
+    assert "lm_head.weight" not in tensors
+    assert EMBEDDING in tensors
+    with pytest.raises(DataError, match=r"no tensor 'lm_head\.weight'"):
+        tensors.read("lm_head.weight", (0, 0), (1, 1), dtype=torch.float32)
+
+
+def test_rectangles_that_reach_beyond_a_tensor_are_refused(tied_policy: Path):
+    tensors = PolicyTensors(tied_policy, config_of(tied_policy))
+
+    with pytest.raises(DataError, match=r"must reach to \[41, 32\]; found shape \[40, 32\]"):
+        tensors.read(EMBEDDING, (1, 0), (40, 32), dtype=torch.float32)
+
+
+def test_torn_and_missing_files_are_named(tied_policy: Path, tmp_path: Path):
+    config, stored = config_of(tied_policy), load_file(tied_policy / WEIGHTS_FILE)
+    with pytest.raises(DataError, match=r"neither model\.safetensors nor"):
+        PolicyTensors(tmp_path, config)
+    content = (tied_policy / WEIGHTS_FILE).read_bytes()
+    for cut in (0, 4, 100, len(content) - 1):
+        (tmp_path / WEIGHTS_FILE).write_bytes(content[:cut])
+        with pytest.raises(DataError, match=r"model\.safetensors is torn or no safetensors file"):
+            PolicyTensors(tmp_path, config)
+    folder = save_shards(tmp_path / "shards", halves(stored))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DataError, match=r"model-00002-of-00002\.safetensors does not exist"):
+        PolicyTensors(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not an index"),
+        ("[]", "is not an index"),
+        ('{"weight_map": 3}', "is not an index"),
+        ('{"weight_map": {}}', "must name safetensors files of its own folder"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "must name safetensors files of its own folder"),
+        ('{"weight_map": {"a": "/etc/model.safetensors"}}', "must name safetensors files of its own folder"),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', "must name safetensors files of its own folder"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tied_policy: Path, tmp_path: Path, content: str, message: str):
+    (tmp_path / INDEX_FILE).write_text(content)
+
+    with pytest.raises(DataError, match=message):
+        PolicyTensors(tmp_path, config_of(tied_policy))
+
+
+def test_an_index_that_promises_what_is_not_there_is_refused(tied_policy: Path, tmp_path: Path):
+    shards = halves(load_file(tied_policy / WEIGHTS_FILE))
+    first, second = shards
+    name = next(iter(shards[first]))
+
+    with pytest.raises(DataError, match=f"{second} has no tensor '{name}', which"):
+        PolicyTensors(save_shards(tmp_path, shards, **{name: second}), config_of(tied_policy))
+
+
+def test_tensors_that_nobody_needs_are_mentioned(tied_policy: Path, tmp_path: Path):
+    stored = load_file(tied_policy / WEIGHTS_FILE)
+    save_file(
+        {**stored, "model.vision.weight": torch.zeros(2), "lm_head.weight": torch.ones(40, 32)}, tmp_path / WEIGHTS_FILE
+    )
+
+    with structlog.testing.capture_logs() as logs:
+        read_policy_tensors(tmp_path, config_of(tied_policy), dtype=torch.float32)
+
+    assert [(log["event"], log["num_tensors"], log["first"]) for log in logs] == [
+        ("tensors_ignored", 1, "model.vision.weight")
+    ]
+
+
+def test_a_folder_keeps_configuration_and_tokenizer(tied_policy: Path, tmp_path: Path):
+    config = {**read_policy_config(tied_policy), "torch_dtype": "float32", "own_field": [1, 2]}
+    tensors = read_policy_tensors(tied_policy, config_of(tied_policy), dtype=torch.bfloat16)
+
+    write_policy_folder(tmp_path / "new", config, tensors, source_dir=tied_policy)
+
+    written = read_policy_config(tmp_path / "new")
+    del config["torch_dtype"]
+    assert written == {**config, "dtype": "bfloat16"}
+    assert (tmp_path / "new" / "tokenizer_config.json").read_text() == '{"made": "for a test"}'
+    assert not (tmp_path / "new" / INDEX_FILE).exists()
+    found = load_file(tmp_path / "new" / WEIGHTS_FILE)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_shards_are_as_large_as_allowed_and_tensors_are_taken_one_by_one(tmp_path: Path):
+    buffer = torch.empty(10)
+
+    def stream() -> Any:
+        for index in range(5):  # each is gone when the next is asked for
+            yield f"t{index}", buffer.fill_(index)
+        yield "large", torch.ones(100)
+
+    write_policy_folder(tmp_path, {}, stream(), source_dir=None, max_shard_bytes=90)
+
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    names = [f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)]
+    assert index["metadata"]["total_size"] == 5 * 40 + 400
+    assert index["weight_map"] == {
+        "t0": names[0], "t1": names[0], "t2": names[1], "t3": names[1], "t4": names[2], "large": names[3]
+    }  # fmt: skip
+    assert [load_file(tmp_path / index["weight_map"][f"t{i}"])[f"t{i}"].unique().tolist() for i in range(5)] == [
+        [float(i)] for i in range(5)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", *names, INDEX_FILE]
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="there is no tensor to write"):
+        write_policy_folder(tmp_path, {}, {}, source_dir=None)
+    with pytest.raises(DataError, match="tensor 'a' came twice"):
+        write_policy_folder(tmp_path, {}, [("a", torch.ones(1))] * 2, source_dir=None)
+    write_policy_folder(tmp_path, {}, {"a": torch.ones(1)}, source_dir=None)
+    with pytest.raises(DataError, match="has weights; give a new folder"):
+        write_policy_folder(tmp_path, {}, {"a": torch.ones(1)}, source_dir=None)

@@ -1,0 +1,190 @@
+"""What config.json says, in the dialects of both transformers' versions."""
+
+from typing import Any
+
+import pytest
+
+from rl_core.errors import DataError, SettingsError
+from rl_distill.policy_config import (
+    SUPPORTED_ARCHITECTURES,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    MixtureConfig,
+    parse_policy_config,
+)
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MIXTURE = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return {**DENSE, "architectures": ["LlamaForCausalLM"], **changes}
+
+
+def test_an_unsupported_architecture_is_refused_with_those_that_are_not():
+    with pytest.raises(SettingsError) as caught:
+        parse_policy_config({**DENSE, "architectures": ["Gemma3ForCausalLM"]})
+
+    assert str(caught.value) == (
+        "architecture Gemma3ForCausalLM is not supported; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+        "Qwen2ForCausalLM, LlamaForCausalLM."
+    )
+    for missing in ([], None):
+        with pytest.raises(SettingsError, match=r"architecture \(none\) is not supported"):
+            parse_policy_config({**DENSE, "architectures": missing})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"),
+    zip(SUPPORTED_ARCHITECTURES, (128, 8, 8, 8), strict=True),
+)
+def test_a_missing_head_dim_is_what_transformers_takes(architecture: str, head_dim: int):
+    config = {**MIXTURE, "architectures": [architecture]}
+
+    assert parse_policy_config(config).head_dim == head_dim
+    assert parse_policy_config({**config, "head_dim": 16}).head_dim == 16
+
+
+def test_families_differ_in_biases_norms_and_experts():
+    found = [parse_policy_config({**MIXTURE, "architectures": [name]}) for name in SUPPORTED_ARCHITECTURES]
+
+    assert [config.family.has_qk_norm for config in found] == [True, True, False, False]
+    assert [config.family.has_qkv_bias for config in found] == [False, False, True, False]
+    assert [config.num_experts for config in found] == [0, 8, 0, 0]
+
+
+def test_every_head_has_keys_of_its_own_where_none_are_said():
+    config = {name: value for name, value in llama().items() if name != "num_key_value_heads"}
+
+    assert parse_policy_config(config).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5},
+        {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 500000},
+    ],
+)
+def test_rope_scaling_is_read_in_both_dialects(dialect: dict[str, Any]):
+    config = parse_policy_config(llama(**dialect))
+
+    assert config.rope_base == 5e5
+    assert config.rope_scaling == Llama3RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+
+
+def test_other_rope_scalings():
+    linear = parse_policy_config(llama(rope_scaling={"type": "linear", "factor": 2}, rope_theta=1e4))
+
+    assert linear.rope_scaling == LinearRopeScaling(factor=2.0)
+    assert parse_policy_config(llama(rope_scaling=None, rope_theta=5e5)).rope_scaling is None
+    for kind in ("yarn", "dynamic", "longrope"):
+        with pytest.raises(SettingsError, match=f"rope_type '{kind}' is not supported.*default, linear, llama3"):
+            parse_policy_config(llama(rope_parameters={"rope_type": kind, "factor": 4.0}))
+    with pytest.raises(DataError, match="no field 'low_freq_factor'"):
+        parse_policy_config(llama(rope_parameters={"rope_type": "llama3", "factor": 4.0}))
+
+
+def test_layers_of_experts_are_those_that_transformers_makes():
+    def layers(**changes: Any) -> tuple[int, ...] | None:
+        mixture = parse_policy_config({**MIXTURE, **changes}).mixture
+        return mixture and mixture.layers
+
+    assert layers() == (0, 1, 2, 3)
+    assert layers(mlp_only_layers=[0, 2]) == (1, 3)
+    assert layers(decoder_sparse_step=2) == (1, 3)
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[1]) == (3,)
+    assert layers(mlp_only_layers=[0, 1, 2, 3]) is None
+    assert layers(num_experts=0) is None
+
+
+def test_experts_are_counted_in_both_dialects():
+    config = {name: value for name, value in MIXTURE.items() if name != "num_experts"}
+
+    found = parse_policy_config({**config, "num_local_experts": 8, "norm_topk_prob": True})
+
+    assert found.mixture == MixtureConfig(
+        num_experts=8, top_k=2, norm_topk_prob=True, ffn_hidden_size=16, layers=(0, 1, 2, 3)
+    )
+    assert found.is_mixture(3)
+    assert not parse_policy_config(DENSE).is_mixture(3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias must be False"),
+        ({"mlp_bias": True}, "mlp_bias must be False"),
+        ({"use_sliding_window": True}, "use_sliding_window must be False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be 'full_attention'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob must be False"),
+    ],
+)
+def test_what_the_learners_do_not_do_is_refused_by_name(changes: dict[str, Any], message: str):
+    with pytest.raises(SettingsError, match=message):
+        parse_policy_config({**MIXTURE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers >= 1; found 0"),
+        ({"vocab_size": "many"}, "field of the wrong kind.*many"),
+        ({"hidden_size": None}, "field of the wrong kind"),
+        ({"num_key_value_heads": 3}, "divisible by num_key_value_heads; found 4 and 3"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts = 8; found 9"),
+    ],
+)
+def test_impossible_fields_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=message):
+        parse_policy_config({**MIXTURE, **changes})
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "moe_intermediate_size"])
+def test_missing_fields_are_named(name: str):
+    with pytest.raises(DataError, match=f"no field '{name}'; a Qwen3MoeForCausalLM needs it"):
+        parse_policy_config({key: value for key, value in MIXTURE.items() if key != name})
+
+
+def test_the_digest_tells_policies_apart_that_weights_must_agree_with():
+    digests = {
+        parse_policy_config(config).digest
+        for config in (
+            DENSE,
+            {**DENSE, "architectures": ["Qwen2ForCausalLM"], "head_dim": 128},
+            {**DENSE, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            MIXTURE,
+            {**MIXTURE, "norm_topk_prob": True},
+            {**MIXTURE, "mlp_only_layers": [1]},
+        )
+    }
+
+    assert len(digests) == 6
+    assert parse_policy_config({**DENSE, "initializer_range": 1.0}).digest == parse_policy_config(DENSE).digest
