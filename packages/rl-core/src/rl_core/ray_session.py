@@ -69,11 +69,7 @@ def start_ray(options: RayOptions | None = None) -> Any:
                 stacklevel=2,
             )
         return sys.modules["ray"]
-    prepare_environment(options)
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("Ray is not installed: pip install 'rl-core[ray]'.") from error
+    ray = import_ray(options)
     arguments: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR", "configure_logging": False}
     try:
         if options.address is not None:
@@ -92,6 +88,22 @@ def start_ray(options: RayOptions | None = None) -> Any:
     except (ConnectionError, RuntimeError) as error:
         where = f"the Ray cluster at {options.address}" if options.address else "Ray on this machine"
         raise RoleError(f"{where} could not be reached or started; is its token the same? {error}") from error
+    return ray
+
+
+def import_ray(options: RayOptions) -> Any:
+    """Give the `ray` module, told how to authenticate, not started.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+    """
+    if not ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
+        prepare_environment(options)
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("Ray is not installed: pip install 'rl-core[ray]'.") from error
     return ray
 
 

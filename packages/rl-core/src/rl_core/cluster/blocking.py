@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rl_core.cluster.cluster import open_cluster
+from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.roles import RoleSpec
@@ -27,6 +27,7 @@ class BlockingGroup:
         self._thread = threading.Thread(target=self._loop.run_forever, name="roles", daemon=True)
         self._thread.start()
         self._close_lock = threading.Lock()
+        self._cluster: Cluster | None = None
         self._group: RoleGroup
 
     @classmethod
@@ -80,7 +81,7 @@ class BlockingGroup:
             if self._loop.is_closed():
                 return
             try:
-                if hasattr(self, "_cluster"):
+                if self._cluster is not None:
                     self._wait(self._cluster.close())
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)

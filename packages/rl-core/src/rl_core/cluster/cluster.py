@@ -11,6 +11,7 @@ from rl_core.cluster.pools import Slot, own_pool
 from rl_core.cluster.role import Role
 from rl_core.cluster.roles import RoleSpec
 from rl_core.errors import NotReadyError, SettingsError
+from rl_core.ray_session import import_ray
 
 
 class Cluster:
@@ -95,12 +96,14 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
 
     Raises:
         MissingExtraError: Ray is asked for, and not installed.
+        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
     """
     options = options or ClusterOptions()
     if options.kind == "inline":
         return Cluster(InlineLauncher())
     if options.kind == "process":
         return Cluster(ProcessLauncher(options))
+    import_ray(options.ray)
     from rl_core.cluster.ray_roles import RayLauncher  # it wraps an optional backend
 
     return Cluster(RayLauncher(options))

@@ -1,6 +1,7 @@
-"""Ends what a role's process leaves behind. Also a program of its own, which needs the standard library alone:
-`python -I -S guard.py MARK PID...` waits in the background until one of the processes is gone, and then ends
-every process that has the mark.
+"""Ends what a role's process leaves behind; also a program of its own, which needs the standard library alone.
+
+`python -I -S guard.py MARK PID...` waits in the background until one of the processes is gone, and then ends every
+process that has the mark.
 
 A role's children can outlive it: killed processes end nobody, and those that start a session of their own are in no
 group that could be ended. All of them inherit the role's environment, which has the mark; it is read from /proc.
@@ -55,6 +56,15 @@ def marked_processes(mark: str) -> list[int]:
             if mark.encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
     return found
+
+
+def is_running(pid: int) -> bool:
+    """True for a process of this host that is there, and is not a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def watch(pids: Sequence[int]) -> select.poll:

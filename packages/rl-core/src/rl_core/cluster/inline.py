@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,7 @@ class InlineIncarnation:
         """See `Incarnation.last_heard`."""
         return "nothing, as it is in this process"
 
-    async def call(self, method: str, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
+    async def call(self, method: str, parcel: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """See `Incarnation.call`; a call that is given up goes on, as it would elsewhere."""
         if self._because is not None:
             raise NotReadyError(f"{self._spec} {self._because}.")
@@ -70,10 +70,12 @@ class InlineIncarnation:
         except asyncio.CancelledError:
             call.add_done_callback(_drop)
             raise
-        if self._because is not None and call.cancelled():
-            raise NotReadyError(f"{self._spec} {self._because}.")
         try:
             return call.result()
+        except asyncio.CancelledError:
+            if self.is_alive:
+                raise
+            raise NotReadyError(f"{self._spec} {self._because}.") from None
         except Exception as error:
             self._sign(error)
             raise

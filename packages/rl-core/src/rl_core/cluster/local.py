@@ -22,7 +22,7 @@ class InlineLauncher:
 
     def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:  # noqa: ARG002
         """See `Launcher.pack`."""
-        return args, kwargs
+        return args, dict(kwargs)
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rl_core.cluster.options import ResourcePool
 from rl_core.cluster.roles import RoleSpec
-from rl_core.cluster.shares import Shares, Taken, count_room, describe, machine_shares
+from rl_core.cluster.shares import Shares, Taken, count_room, describe, empty_slot, machine_shares
 from rl_core.errors import DeadlineError, SettingsError
 
 PAUSE_S = 0.05
@@ -212,11 +212,6 @@ def _part(pool: ResourcePool, spec: RoleSpec) -> tuple[float, float]:
     return pool.cpus if spec.cpus is None else spec.cpus, pool.gpus if spec.gpus is None else spec.gpus
 
 
-def _empty_slot(pool: ResourcePool) -> Shares:
-    devices = {str(index): 1.0 for index in range(int(pool.gpus))} if pool.gpus >= 1 else {"0": pool.gpus}
-    return Shares(pool.cpus, devices)
-
-
 def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
     """Refuse what the pool could not hold though it were empty.
 
@@ -224,7 +219,7 @@ def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
         SettingsError: That is so.
     """
     cpus, gpus = _part(pool, specs[0])
-    room = pool.size * count_room(_empty_slot(pool), cpus, gpus, at_most=len(specs))
+    room = pool.size * count_room(empty_slot(pool), cpus, gpus, at_most=len(specs))
     if pool.cpus == 0 and pool.gpus == 0 and (cpus or gpus):
         room = 0
     if room < len(specs):

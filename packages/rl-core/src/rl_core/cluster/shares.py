@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_core.cluster.options import ResourcePool
 from rl_core.errors import SettingsError
 
 EPSILON = 1e-6
@@ -68,12 +69,18 @@ class Shares:
 
 def count_room(shares: Shares, cpus: float, gpus: float, *, at_most: int) -> int:
     """How many equal parts could be taken one after another."""
-    taken = []
+    taken: list[Taken] = []
     while len(taken) < at_most and (one := shares.take(cpus, gpus)) is not None:
         taken.append(one)
     for one in taken:
         shares.give_back(one)
     return len(taken)
+
+
+def empty_slot(pool: ResourcePool) -> Shares:
+    """A slot that nobody uses, its GPUs by number."""
+    number = max(1, int(pool.gpus))
+    return Shares(pool.cpus, {str(index): min(pool.gpus, 1.0) for index in range(number)})
 
 
 def describe(cpus: float, gpus: float) -> str:

@@ -1,0 +1,282 @@
+"""The caller's side of a role in an actor of Ray."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rl_core.cluster.calls import Calls, describe_call
+from rl_core.cluster.guard import MARK_VARIABLE, end_marked, is_running
+from rl_core.cluster.incarnation import Birth
+from rl_core.cluster.messages import named
+from rl_core.cluster.options import ClusterOptions, RestartPolicy
+from rl_core.cluster.output import log_path, quote, read_tail
+from rl_core.cluster.packing import Packed, pack
+from rl_core.cluster.ray_actor import Door, Hello, RoleActor, to_wire
+from rl_core.cluster.ray_pools import ray_nodes, say_free
+from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError, RoleError
+
+MAX_WAITING = 100_000
+"""Calls that may wait in an actor at once."""
+GONE_S = 5.0
+LAST_LINES_S = 2.0
+
+
+class RayIncarnation:
+    """A role whose object lives in an actor."""
+
+    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+        """Ask for the actor; `start` also waits until the object is made."""
+        self._spec = birth.spec
+        self._close_deadline_s = options.close_deadline_s
+        self._mark = uuid.uuid4().hex
+        self._calls = Calls(self._spec)
+        self._outgoing: list[tuple[int, Any]] = []
+        self._num_frames = 0
+        self._because: str | None = None
+        self._is_closed = False
+        self._watchers: list[Callable[[RLError], None]] = []
+        self._lock = threading.Lock()
+        self._has_died = False
+        self._end_text = ""
+        self._gone: Future[None] = Future()
+        self._gone.set_running_or_notify_cancel()
+        self._hello: Hello | None = None
+        self._actor = make_actor(birth, options, self._mark)
+        self._actor.lives.remote().future().add_done_callback(self._has_ended)
+
+    @classmethod
+    async def start(cls, birth: Birth, options: ClusterOptions) -> "RayIncarnation":
+        """Start an actor and wait until the role's object is made; see `Launcher.launch`."""
+        self = cls(birth, options)
+        spec = replace(birth.spec, restart=RestartPolicy())  # whose hook may be local to a function
+        limit = asyncio.timeout(birth.deadline_s)
+        try:
+            async with limit:
+                self._hello = await self._ask(self._actor.hello.remote())
+                context = replace(birth.context, address=self._hello.address)
+                await self.call("", to_wire(pack(("", (spec, context), {}))))
+        except BaseException as error:
+            text = await asyncio.to_thread(self._say_late, birth) if isinstance(error, TimeoutError) else ""
+            await self.kill("was ended, as its start failed")
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise named(DeadlineError(text), spec) from None
+            raise
+        return self
+
+    @property
+    def pid(self) -> int:
+        """See `Incarnation.pid`."""
+        return 0 if self._hello is None else self._hello.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """See `Incarnation.is_alive`."""
+        return self._because is None and not self._gone.done()
+
+    @property
+    def last_heard(self) -> str:
+        """See `Incarnation.last_heard`."""
+        return self._calls.last_heard
+
+    async def call(self, method: str, parcel: Any) -> Any:
+        """See `Incarnation.call`."""
+        number, future = self._calls.begin(method)
+        try:
+            if not future.done():
+                if not self._outgoing:
+                    asyncio.get_running_loop().call_soon(self._flush)
+                self._outgoing.append((number, parcel))
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.forget(number)
+
+    def watch(self, callback: Callable[[RLError], None]) -> None:
+        """See `Incarnation.watch`."""
+        with self._lock:
+            has_died = self._has_died
+            if not has_died:
+                self._watchers.append(callback)
+        if has_died and self._because is None:
+            callback(self._failure(""))
+
+    async def close(self) -> None:
+        """See `Incarnation.close`."""
+        if self._because is None:
+            self._because, self._is_closed = "was closed; start it again before calling it", True
+        try:
+            if not self._gone.done():
+                async with asyncio.timeout(self._close_deadline_s):
+                    await asyncio.wrap_future(self._actor.end.remote().future())
+        except TimeoutError:
+            pass  # it is killed
+        except ray.exceptions.RayError:
+            pass  # it died on the way
+        finally:
+            await self._end()
+
+    async def kill(self, because: str) -> None:
+        """See `Incarnation.kill`."""
+        self._because = self._because or because
+        await self._end()
+
+    # -- inside
+
+    async def _ask(self, answer: Any) -> Any:
+        """Wait for what the actor says of itself, as for a call."""
+        number, future = self._calls.begin("")
+        answer.future().add_done_callback(self._settler(number, None))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.forget(number)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        frame, self._num_frames = self._num_frames, self._num_frames + 1
+        parcels = [parcel for _, parcel in outgoing]
+        for index, (number, _) in enumerate(outgoing):
+            is_first = index == 0
+            answer = self._actor.run.remote(frame, index, *(parcels if is_first else ()))
+            answer.future().add_done_callback(self._settler(number, frame if is_first else None))
+
+    def _settler(self, number: int, frame: int | None) -> Callable[["Future[Any]"], None]:
+        """What to do with an answer of Ray; it is called in one of Ray's threads, which must not wait."""
+
+        def settle(answer: "Future[Any]") -> None:
+            error = answer.exception()
+            if error is None:
+                self._calls.settle(number, Packed(*answer.result()))
+                return
+            lost = named(RoleError(f"a call of {self._spec} was lost: {_shorten(error)}"), self._spec)
+            if isinstance(error, ray.exceptions.RayActorError):
+                threading.Timer(GONE_S, self._calls.fail, (number, lost)).start()  # its death is told before that
+                return
+            if frame is not None:
+                self._actor.skip.remote(frame)
+            self._calls.fail(number, lost)
+
+        return settle
+
+    async def _end(self) -> None:
+        with contextlib.suppress(Exception):  # Ray is gone
+            ray.kill(self._actor)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                await asyncio.wrap_future(self._gone)
+        if self._hello is not None and is_here(self._hello.node):
+            await asyncio.to_thread(self._end_here)
+
+    def _end_here(self) -> None:
+        ends_at = time.monotonic() + GONE_S
+        while is_running(self.pid) and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        end_marked(self._mark)
+
+    def _has_ended(self, lived: "Future[Any]") -> None:
+        """Ray says so, in one of its threads, which must not wait."""
+        threading.Thread(target=self._report, args=(lived.exception(),), name=f"end {self._spec}", daemon=True).start()
+
+    def _report(self, error: BaseException) -> None:
+        with contextlib.suppress(Exception):
+            ray.kill(self._actor)  # where Ray cannot reach it, and nobody can call it any more
+        output = "" if self._because is not None else self._output()
+        with self._lock:
+            self._end_text = f"{output} Ray says: {_shorten(error)}"
+            self._has_died = True
+            watchers = self._watchers if self._because is None else []
+        for callback in watchers:
+            callback(self._failure(""))
+        self._calls.fail_all(self._failure)
+        self._gone.set_result(None)
+
+    def _failure(self, method: str) -> RLError:
+        if self._is_closed:
+            return NotReadyError(f"{self._spec} {self._because}.")
+        call = f" while {describe_call(method)} was waited for" if method else ""
+        where = "" if self._hello is None else f" (pid {self._hello.pid} on {self._hello.address})"
+        text = (
+            f"the actor of {self._spec}{where} ended{call}; the last thing heard from it was {self.last_heard}. "
+            f"{self._end_text}"
+        )
+        if self._because is not None:
+            text = f"{self._spec} {self._because}."
+        return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
+
+    def _say_late(self, birth: Birth) -> str:
+        late = f"{self._spec} was not ready after {birth.deadline_s:g} s, and was ended; "
+        if self._hello is None:
+            return f"{late}Ray had no place, or no process, for its actor: {say_free()}."
+        return (
+            f"{late}{self._spec.factory} was still running in pid {self._hello.pid} on {self._hello.address}. Give it "
+            f"a longer deadline. {self._output()}"
+        )
+
+    def _output(self) -> str:
+        """Its last lines, from the node where they are."""
+        if self._hello is None:
+            return "It printed nothing."
+        if is_here(self._hello.node):
+            return quote(read_printed(self._hello.printed))
+        alive = {node["NodeID"] for node in ray_nodes() if node["Alive"]}
+        if self._hello.node not in alive:
+            return "Its node is gone, and what it printed is there."
+        there = NodeAffinitySchedulingStrategy(self._hello.node, soft=False)
+        reading = ray.remote(read_printed).options(num_cpus=0, scheduling_strategy=there).remote(self._hello.printed)
+        try:
+            return quote(ray.get(reading, timeout=LAST_LINES_S))
+        except ray.exceptions.RayError as error:
+            return f"What it printed is on {self._hello.address}, which does not answer: {type(error).__name__}."
+
+
+def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
+    """Ask Ray for an actor; nothing is waited for."""
+    spec, slot = birth.spec, birth.slot
+    log = None if options.log_directory is None else str(log_path(options.log_directory.absolute(), spec))
+    paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    environment = {
+        **spec.environment,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        MARK_VARIABLE: f"{os.environ.get(MARK_VARIABLE, '')}:{mark}",
+    }
+    wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+    if slot is not None:
+        wanted = {"num_cpus": slot.taken.cpus, "num_gpus": sum(slot.taken.gpus.values())}
+        wanted["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            slot.request.group, placement_group_bundle_index=slot.index
+        )
+    actor: Any = ray.remote(RoleActor)
+    return actor.options(
+        max_concurrency=MAX_WAITING,
+        max_restarts=0,
+        max_task_retries=0,
+        runtime_env={"env_vars": environment},
+        **wanted,
+    ).remote(Door(str(spec), birth.context.incarnation, mark, log))
+
+
+def is_here(node: str) -> bool:
+    """True for the node of this process."""
+    return bool(node == ray.get_runtime_context().get_node_id())
+
+
+def read_printed(printed: list[tuple[str, int]]) -> str:
+    """The last lines of each file."""
+    return "\n".join(read_tail(Path(path), start) for path, start in printed)
+
+
+def _shorten(error: BaseException) -> str:
+    """What Ray says of an end, without its advice."""
+    return " ".join(str(error).split()).partition(" Some common causes")[0]

@@ -1,0 +1,132 @@
+"""Roles on Ray: an actor each, in placement groups; starts or joins Ray, and ends the Ray that it started."""
+
+import asyncio
+import contextlib
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from rl_core.cluster.incarnation import Birth, Incarnation
+from rl_core.cluster.options import ClusterOptions
+from rl_core.cluster.packing import pack
+from rl_core.cluster.pools import PoolBook
+from rl_core.cluster.ray_incarnation import RayIncarnation
+from rl_core.cluster.ray_pools import RayReserver
+from rl_core.ray_session import start_ray, stop_ray
+
+SHARED_BYTES = 100_000
+"""Arguments for several roles are stored once from this size on; Ray sends smaller ones with the call."""
+
+
+class RayLauncher:
+    """Starts actors; starts or joins Ray when the first one is asked for, and ends the Ray that it started."""
+
+    def __init__(self, options: ClusterOptions) -> None:
+        """Use this Ray."""
+        self._options = options
+        self._opening: Future[bool] | None = None
+
+    @property
+    def pools(self) -> PoolBook:
+        """See `Launcher.pools`."""
+        return RAY_POOLS
+
+    @property
+    def reserver(self) -> "RayReserver":
+        """See `Launcher.reserver`."""
+        return RAY_RESERVER
+
+    async def open(self) -> None:
+        """See `Launcher.open`."""
+        if self._opening is None:
+            self._opening = Future()
+            self._opening.set_running_or_notify_cancel()
+            threading.Thread(target=self._open, args=(self._opening,), name="start ray", daemon=True).start()
+        await asyncio.wrap_future(self._opening)
+
+    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:
+        """See `Launcher.pack`."""
+        import ray
+
+        from rl_core.cluster.ray_actor import to_wire
+
+        packed = pack((method, args, dict(kwargs)))
+        wire = to_wire(packed)
+        return ray.put(wire) if num_roles > 1 and packed.size_bytes > SHARED_BYTES else wire
+
+    async def launch(self, birth: Birth) -> Incarnation:
+        """See `Launcher.launch`."""
+        return await RayIncarnation.start(birth, self._options)
+
+    async def close(self) -> None:
+        """See `Launcher.close`."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        with contextlib.suppress(Exception):  # its start has raised it
+            if await asyncio.wrap_future(opening):
+                await asyncio.to_thread(SESSION.leave)
+
+    def _open(self, opening: "Future[bool]") -> None:
+        try:
+            opening.set_result(SESSION.enter(self._options))
+        except BaseException as error:
+            opening.set_exception(error)
+
+
+class RaySession:
+    """The Ray that clusters of this process started or joined together; the last one to leave ends it.
+
+    One thread starts it, and stays: the kernel ends Ray's processes with the thread that started them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was started."""
+        self._lock = threading.Lock()
+        self._num_clusters = 0
+        self._leave = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def enter(self, options: ClusterOptions) -> bool:
+        """Start or join Ray, where it does not run; True where it must be left again."""
+        with self._lock:
+            if not self._num_clusters:
+                if sys.modules["ray"].is_initialized():
+                    return False  # somebody else's
+                self._start(options)
+            self._num_clusters += 1
+            return True
+
+    def leave(self) -> None:
+        """One cluster less."""
+        with self._lock:
+            self._num_clusters -= 1
+            if not self._num_clusters and self._thread is not None:
+                self._leave.set()
+                self._thread.join()
+
+    def _start(self, options: ClusterOptions) -> None:
+        started: Future[None] = Future()
+
+        def stay() -> None:
+            try:
+                start_ray(options.ray)
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._leave.wait()
+            stop_ray()
+
+        self._leave.clear()
+        self._thread = threading.Thread(target=stay, name="ray", daemon=True)
+        self._thread.start()
+        started.result()
+
+
+RAY_POOLS = PoolBook()
+"""Of this process: two clusters that name the same pool share it."""
+RAY_RESERVER = RayReserver()
+SESSION = RaySession()
