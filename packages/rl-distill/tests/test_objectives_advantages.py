@@ -1,12 +1,24 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.errors import DataError, ShapeError
-from rl_distill.objectives import RewardedRows, dr_grpo, dr_grpo_advantages, grpo, grpo_advantages
+from rl_core.errors import DataError, SettingsError, ShapeError
+from rl_distill.objectives import (
+    ADVANTAGES,
+    RewardedRows,
+    dr_grpo,
+    dr_grpo_advantages,
+    gpg_advantages,
+    grpo,
+    grpo_advantages,
+    opo_advantages,
+    passk_advantages,
+    rloo_advantages,
+)
 
 
 def rows_of(rewards, group, session, output=None, *, lengths=None, loss_mask=None):
@@ -34,12 +46,59 @@ def test_dr_grpo_literal():
     assert found.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.0], rel=1e-6)
 
 
+def test_rloo_literal():
+    # Each less the mean of the others: 1 - (0 + 2) / 2, 0 - 3 / 2, 2 - 1 / 2; a lone session has no others.
+    found = rloo_advantages(torch.tensor([1.0, 0.0, 2.0, 9.0]), torch.tensor([0, 0, 0, 1]))
+    assert found.tolist() == pytest.approx([0.0, -1.5, 1.5, 0.0], abs=1e-6)
+
+
+def test_opo_literal():
+    # The baseline weighs rewards by length: (1 * 1 + 3 * 0) / 4 = 0.25.
+    found = opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3]))
+    assert found.tolist() == pytest.approx([0.75, -0.25], rel=1e-6)
+
+
+def test_opo_counts_the_tokens_of_all_trajectories_of_a_session():
+    rows = rows_of([9.0, 1.0, 0.0], [0, 0, 0], [0, 0, 1], [0, 1, 0], lengths=[2, 1, 1])
+    assert ADVANTAGES.get("opo")(rows)["advantages"].tolist() == pytest.approx([0.25, 0.25, 0.25, -0.75])
+
+
+def test_gpg_literal():
+    # Four sessions, of which the two of the first group can teach: alpha = 4 / 2.
+    found = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    by_std = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]), divide_by_std=True, eps=0.0)
+    assert by_std.tolist() == pytest.approx([math.sqrt(2), -math.sqrt(2), 0.0, 0.0], rel=1e-6)
+
+
+def test_passk_literal():
+    # The best leads the second by 2; deviation of 5, 3, 1 is 2. A tie and a lone session have no lead.
+    rewards = torch.tensor([5.0, 3.0, 1.0, 4.0, 4.0, 0.0, 7.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    assert passk_advantages(rewards, group, eps=0.0).tolist() == pytest.approx([1.0, 0, 0, 0, 0, 0, 0])
+    assert passk_advantages(rewards, group, divide_by_std=False).tolist() == [2.0, 0, 0, 0, 0, 0, 0]
+
+
+def test_rewards_of_tokens_count_in_the_trajectorys():
+    rows = rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[2, 1], loss_mask=[True, True, True])
+    rows = replace(rows, columns={"token_rewards": torch.tensor([-0.25, -0.25, 0.0], dtype=torch.float64)})
+    assert dr_grpo(rows)["advantages"].tolist() == [0.25, 0.25, -0.25]
+
+
+def test_negative_eps_is_refused():
+    with pytest.raises(SettingsError, match="eps must be at least 0; found -1"):
+        grpo_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), eps=-1.0)
+
+
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e6, 0.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10])
 def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
     # In floating point the mean of seven times 0.1 is not 0.1; divided by eps that would train.
     rewards = torch.full((size,), reward, dtype=torch.float64)
-    assert grpo_advantages(rewards, torch.zeros(size, dtype=torch.int64)).tolist() == [0.0] * size
+    group = torch.zeros(size, dtype=torch.int64)
+    assert opo_advantages(rewards, group, torch.arange(size)).tolist() == [0.0] * size
+    for estimate in (grpo_advantages, dr_grpo_advantages, rloo_advantages, gpg_advantages, passk_advantages):
+        assert estimate(rewards, group).tolist() == [0.0] * size
 
 
 def test_last_trajectory_decides_for_its_session():

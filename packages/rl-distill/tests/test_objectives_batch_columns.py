@@ -1,11 +1,28 @@
+import math
+
 import numpy as np
 import pytest
+import torch
 
 from rl_core.batch import Batch
 from rl_core.errors import DataError, SettingsError
 from rl_core.ragged import Ragged
 from rl_core.records import Trajectory
-from rl_distill.objectives import with_advantages, with_correction_weights, with_loss_weights
+from rl_distill.objectives import (
+    PolicyObjectiveOptions,
+    correction_weight_metrics,
+    mean_reference_kl,
+    policy_loss_with_options,
+    policy_objective,
+    with_advantages,
+    with_correction_weights,
+    with_kl_in_reward,
+    with_loss_weights,
+    with_rejection,
+    with_reward_components,
+    with_token_selection,
+)
+from rl_distill.packing import pack_batch
 
 
 def trajectory(uid, session, output, reward, *, num_response):
@@ -74,3 +91,91 @@ def test_correction_weights(batch):
     found = with_correction_weights(batch, level="sequence", cap=2.0).ragged("correction_weights")
     np.testing.assert_allclose(found[0], [0, 2.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose(found[1], [0, 1.5], rtol=1e-6)
+
+
+def with_column(batch, name, values):
+    """A token column of these values at trained tokens, 0 elsewhere."""
+    mask = batch.ragged("loss_mask")
+    column = np.zeros(len(mask.values), np.float32)
+    column[mask.values] = values
+    return batch.with_columns({name: Ragged(column, mask.offsets)})
+
+
+def test_banded_correction_weights_and_their_metrics(batch):
+    batch = with_column(batch, "old_logprobs", -1.0 + np.log([4.0, 1.0, 0.1, 1.0, 1.0, 1.0]))
+    found = with_correction_weights(batch, level="token", cap=2.0, floor=0.5)
+    weights = found.ragged("correction_weights").values
+    np.testing.assert_allclose(weights[batch.ragged("loss_mask").values], [0, 1, 0, 1, 1, 1], rtol=1e-6)
+    metrics = correction_weight_metrics(found, level="token", cap=2.0, floor=0.5)
+    assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 6)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
+
+
+def test_rejected_tokens_leave_the_loss_mask_alone(batch):
+    batch = with_column(batch, "old_logprobs", -1.0 + np.log([4.0, 1.0, 1.0, 1.0, 1.0, 1.0]))
+    found, metrics = with_rejection(with_advantages(batch), bounds={"token_k1": 2.0})
+    assert found.ragged("loss_mask")[0].tolist() == [False, False, True]
+    assert batch.ragged("loss_mask")[0].tolist() == [False, True, True]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
+    assert with_loss_weights(found).ragged("loss_weights")[0].tolist() == pytest.approx([0.0, 0.0, 0.2])
+    with pytest.raises(SettingsError, match="unknown rejection criterion 'token_k4'"):
+        with_rejection(batch, bounds={"token_k4": 2.0})
+
+
+def test_kl_in_the_reward(batch):
+    batch = with_column(batch, "old_logprobs", [-1.0] * 6)
+    batch = with_column(batch, "reference_logprobs", [-1.5, -1.0, -1.0, -1.0, -1.0, -1.0])
+    assert mean_reference_kl(batch, estimator="k1") == pytest.approx(0.5 / 6)
+    found = with_kl_in_reward(batch, coefficient=0.2)
+    assert found.ragged("token_rewards")[0].tolist() == pytest.approx([0.0, -0.1, 0.0])
+    advantages = with_advantages(found, advantage="dr_grpo").ragged("advantages")
+    assert advantages[0].tolist() == pytest.approx([0.0, 0.45, 0.45])  # 1 - 0.1 against 0
+    of_engine = with_kl_in_reward(batch, coefficient=0.2, policy_logprobs="rollout_logprobs")
+    assert of_engine.ragged("token_rewards")[0].tolist() == pytest.approx([0.0, -0.1, 0.0])
+
+
+def test_session_rules_by_name(batch):
+    found = with_advantages(batch, advantage="dr_grpo", session_rule="last_only").ragged("advantages")
+    assert [row.tolist() for row in found] == [[0, 0.5, 0.5], [0, 0], [0, -0.5], [0, 0], [0, 0]]
+    with pytest.raises(SettingsError, match=r"unknown session rule 'lst'. Did you mean 'last'"):
+        with_advantages(batch, session_rule="lst")
+
+
+def test_reward_components_reach_gdpo(batch):
+    named = [{"style": style, "length": 1.0} for style in (1.0, 0.0, 0.0, 1.0, 5.0)]
+    found = with_advantages(with_reward_components(batch, named), advantage="gdpo").ragged("advantages")
+    assert found[0][1] == found[0][2] == found[3][1] > 0 > found[1][1] == found[2][1]
+    assert found[4][1] == found[0][1], "of a session the last trajectory counts"
+    with pytest.raises(DataError, match="row 1 lacks the reward component 'style'"):
+        with_reward_components(batch, [named[0], {"length": 1.0}, *named[2:]])
+    with pytest.raises(DataError, match="one entry for each of 5 rows; found 1"):
+        with_reward_components(batch, named[:1])
+
+
+def test_remax_reads_the_baseline(batch):
+    found = batch.with_columns({"reward_baseline": np.full(5, 0.25, np.float32)})
+    assert with_advantages(found, advantage="remax").ragged("advantages")[0].tolist() == [0.0, 0.75, 0.75]
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_selection_is_the_same_for_any_micro_batches(name):
+    random = np.random.default_rng(0)
+    rows = [trajectory(str(i % 3), i, 0, float(random.random()), num_response=5 + i) for i in range(9)]
+    batch = with_loss_weights(with_advantages(Batch.from_trajectories(rows)))
+    batch = with_column(batch, "old_logprobs", -1.0 - random.random(int(batch.ragged("loss_mask").values.sum())))
+    options = {"share": 0.2} | ({"low": 0.01} if name == "clip_cov" else {})
+    select = policy_loss_with_options(name, options).select
+    batch = with_token_selection(batch, select=select)
+    assert 0 < int(batch.ragged("token_selection").values.sum()) <= 0.2 * int(batch.ragged("loss_mask").values.sum())
+    objective = policy_objective(PolicyObjectiveOptions(policy_loss=name, policy_loss_options=options))
+    found = []
+    for max_tokens in (1, 20, 1000):
+        losses = []
+        for pack in pack_batch(batch, max_tokens=max_tokens, device=torch.device("cpu")):
+            micro = pack.micro_batch
+            policy = (micro.columns["old_logprobs"] + 0.1 * micro.position_ids.sin()).requires_grad_()
+            loss, _ = objective(policy, None, micro)
+            losses.append((loss.item(), torch.autograd.grad(loss, policy)[0].double().square().sum().item()))
+        found.append([math.fsum(column) for column in zip(*losses, strict=True)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0] == pytest.approx(found[2], rel=1e-5)

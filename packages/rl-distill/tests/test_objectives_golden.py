@@ -1,120 +1,158 @@
-"""Every file of GOLDEN_DIR (default tests/golden): an independent implementation's numbers on padded [B, W] rows."""
+"""Every number of every file of GOLDEN_DIR (default tests/golden): an independent implementation's, on padded rows.
 
+Each array that is no input is looked up in `CHECKS` by the start of its name; one that nothing checks fails. Where ours
+departs on purpose, the expected number is corrected here, with the reason.
+"""
+
+import itertools
 import os
+from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rl_distill.learner import MicroBatch
 from rl_distill.objectives import (
     ADVANTAGES,
     AGGREGATION,
     KL,
+    POLICY_LOSSES,
     PolicyTokens,
     RewardedRows,
     entropy_from_logits,
+    function_with_options,
     grpo_advantages,
     logprobs_from_logits,
+    masked_whiten,
     mismatch_metrics,
-    ppo_clip,
+    rejection_mask,
     token_weights,
     truncated_weights,
+    value_objective,
 )
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 FILES = sorted(GOLDEN_DIR.glob("*.npz"))
-DTYPES = [torch.float32, torch.float64]
+INPUTS = (
+    *("mask", "group", "score", "values", "old_logprobs", "logprobs", "reference_logprobs", "rollout_logprobs"),
+    *("reward_baselines", "advantages", "logits", "labels"),
+)
+NOT_OBJECTIVES = ("teacher_", "distill/", "validation")
+"""Distillation and validation have tests of their own."""
+
+LONE_SESSION = ("grpo", "dr_grpo", "rloo", "opo")
+"""There a lone session's advantage is its reward itself, beside others that are centered; ours is 0: it was compared
+with nothing."""
+
+OWN_AGGREGATION = ("sapo", "geo_mean")
+"""These aggregate with seq-mean-token-mean there, whatever the setting says; ours does as it is told."""
+
+BAND = (0.8, 1.25)
+
+
+@lru_cache
+def read_arrays(path):
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(array) for name, array in arrays.items() if array.dtype.kind in "fi"}
 
 
 class Golden:
     """One file, its padded rows flattened; the rows are either kept with their padding or packed without it."""
 
     def __init__(self, path, *, dtype, is_packed):
-        with np.load(path, allow_pickle=False) as arrays:
-            self.arrays = {name: torch.from_numpy(arrays[name]) for name in arrays if arrays[name].dtype.kind in "fi"}
+        self.arrays = read_arrays(path)
         self.dtype = dtype
         mask = self.arrays["mask"] > 0
-        self.width = mask.shape[1]
+        self.num_rows, self.width = mask.shape
+        self.num_empty = int((mask.sum(1) == 0).sum())
         self.keep = mask if is_packed else torch.ones_like(mask)
         self.loss_mask = mask[self.keep]
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.keep.sum(1).cumsum(0)])
+        sizes = Counter(self.arrays["group"].tolist())
+        self.is_lone = torch.tensor([sizes[group] == 1 for group in self.arrays["group"].tolist()])
 
     def tokens(self, name):
-        """[T] of a [B, W] array, as input."""
-        return self.arrays[name][self.keep].to(self.dtype)
+        """[T] of a [B, W] array, as input; what is masked there must not matter."""
+        values = self.arrays[name][self.keep].to(self.dtype)
+        return torch.where(self.loss_mask, values, torch.nan)
 
-    def expect(self, found, name, *, is_masked=True):
-        """Compare tokens or a scalar with the golden array of this name."""
+    def expected(self, name, *, is_masked=True):
         expected = self.arrays[name]
         if expected.ndim == 2:
             expected = expected[self.keep]
             if is_masked:
                 expected = torch.where(self.loss_mask, expected, 0.0)
-        scale = float(expected.double().abs().max())
-        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-6 * max(scale, 0.1))
+        return expected
+
+    def weights(self, mode):
+        horizon = self.width if mode.endswith("norm") else None
+        return token_weights(self.loss_mask, self.offsets, row_weights=AGGREGATION.get(mode), horizon=horizon)
+
+    def log_ratio(self):
+        return self.tokens("old_logprobs") - self.tokens("rollout_logprobs")
 
 
-@pytest.fixture(params=FILES, ids=lambda path: path.stem)
-def path(request):
-    return request.param
+def expect(found, expected):
+    scale = float(expected.double().abs().max())
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-6 * max(scale, 0.1))
 
 
-@pytest.fixture(params=["packed", "padded"])
-def golden(path, request):
-    return Golden(path, dtype=torch.float32, is_packed=request.param == "packed")
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "float64"])
-def packed(path, request):
-    return Golden(path, dtype=request.param, is_packed=True)
-
-
-def weights_of(golden, mode):
-    horizon = golden.width if mode.endswith("norm") else None
-    return token_weights(golden.loss_mask, golden.offsets, row_weights=AGGREGATION.get(mode), horizon=horizon)
-
-
-def test_there_are_golden_files():
-    assert FILES, f"no .npz in {GOLDEN_DIR}; set GOLDEN_DIR"
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
-def test_advantages(golden, name):
+def check_advantage(golden, name):
+    kind, advantage = name.split("/")
     rows = RewardedRows(
-        rewards=golden.arrays["score"],
+        rewards=golden.arrays["score"].to(golden.dtype),
         group=golden.arrays["group"],
-        session=torch.arange(len(golden.arrays["group"])),
+        session=torch.arange(golden.num_rows),
         output=torch.zeros_like(golden.arrays["group"]),
         loss_mask=golden.loss_mask,
         offsets=golden.offsets,
+        columns={"values": golden.tokens("values")},
+        row_columns={"reward_baseline": golden.arrays["reward_baselines"].to(golden.dtype)},
     )
-    golden.expect(ADVANTAGES.get(name)(rows)["advantages"], f"advantage/{name}")
+    options = {"gamma": 0.99, "lam": 0.95} if advantage == "gae" else {}
+    found = function_with_options(ADVANTAGES, advantage, options)(rows)
+    expected = golden.expected(name)
+    if advantage in LONE_SESSION and kind == "advantage":
+        expected = torch.where(lone_tokens(golden), 0.0, expected)
+    if advantage == "reinforce_plus_plus_baseline" and golden.is_lone.any():
+        expected = whitened_with_lone_sessions_at_zero(golden, name)
+    expect(found["advantages" if kind == "advantage" else kind], expected)
 
 
-def test_grpo_in_float64_is_exact(path):
-    golden = Golden(path, dtype=torch.float64, is_packed=True)
-    rewards, group = golden.arrays["score"].numpy().astype(np.float64), golden.arrays["group"].numpy()
-    of_group = [rewards[group == g] for g in group]
-    expected = [(r - g.mean()) / (g.std(ddof=1) + 1e-6) for r, g in zip(rewards, of_group, strict=True)]
-    found = grpo_advantages(torch.from_numpy(rewards), torch.from_numpy(group))
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10, atol=1e-10)
+def lone_tokens(golden):
+    return golden.is_lone[:, None].expand_as(golden.keep)[golden.keep]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"])
-def test_aggregations(golden, mode):
-    found = (golden.tokens("advantages") * weights_of(golden, mode)).sum()
-    golden.expect(found, f"aggregate/{mode}")
+def whitened_with_lone_sessions_at_zero(golden, name):
+    """Whitening is affine: undo it as far as to know where 0 went, put lone sessions there, and whiten again."""
+    first = golden.arrays[name][:, 0].double()  # every session's advantage, on its first token
+    group = golden.arrays["group"]
+    compared = group == group[~golden.is_lone][0]
+    zero = first[compared].mean()  # the rewards of a group sum to 0 once centered
+    values = torch.where(lone_tokens(golden), zero, golden.expected(name).double())
+    return masked_whiten(values, golden.loss_mask)
 
 
-@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
-def test_kl(packed, name):
-    found = KL.get(name)(packed.tokens("logprobs"), packed.tokens("reference_logprobs"))
-    packed.expect(found, f"kl/{name}")
+def check_aggregate(golden, name):
+    advantages = torch.where(golden.loss_mask, golden.tokens("advantages"), 0.0)
+    found = (advantages * golden.weights(name.removeprefix("aggregate/"))).sum()
+    expect(found, golden.expected(name))
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_ppo_clip_loss_and_gradient(golden, mode):
+def check_kl(golden, name):
+    found = KL.get(name.removeprefix("kl/"))(golden.tokens("logprobs"), golden.tokens("reference_logprobs"))
+    expect(torch.where(golden.loss_mask, found, 0.0), golden.expected(name))
+
+
+def check_policy(golden, name):
+    kind, loss_name, mode = name.split("/")
+    options = {"clip_low": 0.2, "clip_high": 0.28} if loss_name not in ("sapo", "gpg") else {}
+    options |= {"dual_clip": 3.0} if loss_name == "vanilla" else {}
+    options |= {"ratio_cap": 3.0} if loss_name.startswith("dppo") else {}  # the one constant does both jobs there
+    policy_loss = function_with_options(POLICY_LOSSES, loss_name.replace("vanilla", "ppo_clip"), options)
     policy = golden.tokens("logprobs").requires_grad_()
     tokens = PolicyTokens(
         policy_logprobs=policy,
@@ -123,42 +161,159 @@ def test_ppo_clip_loss_and_gradient(golden, mode):
         loss_mask=golden.loss_mask,
         offsets=golden.offsets,
     )
-    losses = ppo_clip(tokens, clip_low=0.2, clip_high=0.28, dual_clip=3.0).losses
-    loss = (weights_of(golden, mode) * losses).sum()
+    losses = torch.where(golden.loss_mask, policy_loss(tokens).losses, 0.0)
+    weights = golden.weights("seq-mean-token-mean" if loss_name in OWN_AGGREGATION else mode)
+    if loss_name == "geo_mean":  # a row in which nothing trains counts in that mean
+        weights = weights * (golden.num_rows - golden.num_empty) / golden.num_rows
+    loss = (weights * losses).sum()
     loss.backward()
-    golden.expect(loss.detach(), f"policy_loss/vanilla/{mode}")
-    golden.expect(policy.grad, f"policy_grad/vanilla/{mode}")
+    expect(loss.detach() if kind == "policy_loss" else policy.grad, golden.expected(name))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_truncated_weights(golden, level):
-    log_ratio = golden.tokens("old_logprobs") - golden.tokens("rollout_logprobs")
-    found = truncated_weights(log_ratio, golden.loss_mask, golden.offsets, level=level, cap=2.0)
-    golden.expect(found, f"correction/tis/{level}")
+def check_value_loss(golden, name):
+    columns = {
+        "values": golden.tokens("values"),
+        "returns": golden.tokens("advantages"),
+        "loss_mask": golden.loss_mask,
+        "loss_weights": golden.weights("token-mean"),
+    }
+    ids = torch.zeros(len(golden.loss_mask), dtype=torch.int64)
+    micro = MicroBatch(input_ids=ids, position_ids=ids, offsets=golden.offsets, columns=columns)
+    found, sums = value_objective(clip=0.2)(golden.tokens("values") + 0.3, micro)
+    expect(found, golden.expected(name))
+    expect(sums["critic/vf_loss"][0] / sums["critic/vf_loss"][1], golden.expected(name))
 
 
-def test_mismatch_metrics(golden):
-    metrics = mismatch_metrics(
-        golden.tokens("old_logprobs"), golden.tokens("rollout_logprobs"), golden.loss_mask, golden.offsets
+def check_logits(golden, name):
+    logits = golden.arrays["logits"].to(golden.dtype)
+    found = entropy_from_logits(logits)
+    if name == "logprobs_from_logits":
+        found = logprobs_from_logits(logits, golden.arrays["labels"])
+    expect(found[golden.keep], golden.expected(name, is_masked=False))
+
+
+def check_whitened(golden, name):
+    expect(masked_whiten(golden.tokens("advantages"), golden.loss_mask), golden.expected(name))
+
+
+def check_truncated_weights(golden, name):
+    level = name.removeprefix("correction/tis/")
+    found = truncated_weights(golden.log_ratio(), golden.loss_mask, golden.offsets, level=level, cap=2.0)
+    expect(found, golden.expected(name))
+
+
+def check_rejection(golden, name):
+    criterion = name.removeprefix("correction/reject/")
+    found, _ = rejection_mask(golden.log_ratio(), golden.loss_mask, golden.offsets, bounds={criterion: BAND})
+    expect(found.float(), golden.expected(name))
+
+
+def check_correction_metric(golden, name):
+    name = name.removeprefix("correction_metric/")
+    logprobs = (golden.tokens("old_logprobs"), golden.tokens("rollout_logprobs"))
+    found = mismatch_metrics(*logprobs, golden.loss_mask, golden.offsets)
+    _, rejected = rejection_mask(golden.log_ratio(), golden.loss_mask, golden.offsets, bounds={"token_k1": BAND})
+    found = with_empty_rows(golden, name.removeprefix("rollout_corr/"), float((found | rejected)[name]))
+    expect(torch.tensor(found), golden.expected(f"correction_metric/{name}"))
+
+
+def with_empty_rows(golden, name, found):
+    """There a row in which nothing trains counts as one of perplexity 1, and with nothing rejected; ours leaves it
+    out."""
+    of_rows = ("training_", "rollout_ppl", "rollout_log_ppl", "log_ppl_", "ppl_ratio", "chi2_seq", "rollout_rs_seq")
+    if not golden.num_empty or not name.startswith(of_rows):
+        return found
+    if name.endswith(("_max", "_min")):
+        return max(found, 0.0) if name.endswith("_max") else min(found, 0.0)
+    filling = 1.0 if name in ("training_ppl", "rollout_ppl", "ppl_ratio") else 0.0
+    return (found * (golden.num_rows - golden.num_empty) + filling * golden.num_empty) / golden.num_rows
+
+
+CHECKS = {
+    "advantage/": check_advantage,
+    "returns/": check_advantage,
+    "aggregate/": check_aggregate,
+    "kl/": check_kl,
+    "policy_loss/": check_policy,
+    "policy_grad/": check_policy,
+    "value_loss": check_value_loss,
+    "logprobs_from_logits": check_logits,
+    "entropy": check_logits,
+    "whitened": check_whitened,
+    "correction/tis/": check_truncated_weights,
+    "correction/reject/": check_rejection,
+    "correction_metric/": check_correction_metric,
+}
+
+
+def outputs(path):
+    """Names of the arrays that belong to objectives and are no inputs."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return [name for name in arrays.files if name not in INPUTS and not name.startswith(NOT_OBJECTIVES)]
+
+
+NUMBERS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in outputs(path)]
+
+
+def test_there_are_golden_files():
+    assert FILES, f"no .npz in {GOLDEN_DIR}; set GOLDEN_DIR"
+    assert len(NUMBERS) >= 60 * len(FILES)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("path", "name"), NUMBERS)
+def test_number(path, name, dtype, is_packed):
+    checks = [check for start, check in CHECKS.items() if name.startswith(start)]
+    assert len(checks) == 1, f"{name} must have one check in CHECKS; found {len(checks)}"
+    checks[0](Golden(path, dtype=dtype, is_packed=is_packed), name)
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def exact(request):
+    return Golden(request.param, dtype=torch.float64, is_packed=True)
+
+
+def test_grpo_in_float64_is_exact(exact):
+    rewards, group = exact.arrays["score"].numpy().astype(np.float64), exact.arrays["group"].numpy()
+    of_group = [rewards[group == g] for g in group]
+    expected = [
+        (r - g.mean()) / ((g.std(ddof=1) if len(g) > 1 else 0.0) + 1e-6) for r, g in zip(rewards, of_group, strict=True)
+    ]
+    found = grpo_advantages(torch.from_numpy(rewards), torch.from_numpy(group))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gae_in_float64_is_exact(exact):
+    """Against the recursion of the paper, token by token."""
+    values = exact.tokens("values").numpy()
+    offsets = exact.offsets.tolist()
+    advantages = np.zeros_like(values)
+    for row, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        carried = following = 0.0
+        for t in reversed(range(start, stop)):
+            reward = float(exact.arrays["score"][row]) if t == stop - 1 else 0.0
+            carried = reward + 0.99 * following - values[t] + 0.99 * 0.95 * carried
+            following = values[t]
+            advantages[t] = carried
+    rows = RewardedRows(
+        rewards=exact.arrays["score"].double(),
+        group=exact.arrays["group"],
+        session=torch.arange(exact.num_rows),
+        output=torch.zeros_like(exact.arrays["group"]),
+        loss_mask=exact.loss_mask,
+        offsets=exact.offsets,
+        columns={"values": exact.tokens("values")},
     )
-    names = [name for name in metrics if f"correction_metric/{name}" in golden.arrays]
-    assert len(names) == len(metrics) - 1 == 13, "all but training/rollout_probs_diff_mean are golden"
-    for name in names:
-        golden.expect(metrics[name], f"correction_metric/{name}")
+    found = function_with_options(ADVANTAGES, "gae", {"gamma": 0.99, "lam": 0.95, "whiten": False})(rows)
+    np.testing.assert_allclose(found["advantages"].numpy(), advantages, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(found["returns"].numpy(), advantages + values, rtol=1e-10, atol=1e-10)
 
 
-def test_logprobs_and_entropy(path):
-    golden = Golden(path, dtype=torch.float32, is_packed=False)
-    logits, labels = golden.arrays["logits"], golden.arrays["labels"]
-    golden.expect(logprobs_from_logits(logits, labels)[golden.keep], "logprobs_from_logits", is_masked=False)
-    golden.expect(entropy_from_logits(logits)[golden.keep], "entropy", is_masked=False)
-
-
-def test_logprobs_and_entropy_in_float64(path):
-    golden = Golden(path, dtype=torch.float64, is_packed=False)
-    logits = golden.arrays["logits"].double()
+def test_logprobs_and_entropy_in_float64_are_exact(exact):
+    logits = exact.arrays["logits"].double()
     expected = torch.log_softmax(logits, -1)
-    labels = golden.arrays["labels"]
+    labels = exact.arrays["labels"]
     torch.testing.assert_close(
         logprobs_from_logits(logits, labels), expected.gather(-1, labels[..., None])[..., 0], rtol=1e-10, atol=1e-10
     )

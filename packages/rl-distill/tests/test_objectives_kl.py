@@ -19,16 +19,34 @@ REFERENCE = torch.tensor([-1.5, -1.0], dtype=torch.float64)
         ("abs", [0.5, 1.0]),
         ("k2", [0.125, 0.5]),
         ("k3", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1]),
+        ("k1+", [0.5, -1.0]),
+        ("abs+", [0.5, 1.0]),
+        ("k3+", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1]),
     ],
 )
 def test_literals(name, expected):
     assert KL_ESTIMATORS[name](POLICY, REFERENCE).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
 def test_gradient(name):
     policy = POLICY.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda logprobs: KL_ESTIMATORS[name](logprobs, REFERENCE), policy)
+
+
+@pytest.mark.parametrize("name", ["k2", "k1+", "abs+", "k3+"])
+def test_straight_through_has_the_gradient_of_k2(name):
+    policy = POLICY.clone().requires_grad_()
+    KL_ESTIMATORS[name](policy, REFERENCE).sum().backward()
+    assert policy.grad.tolist() == [0.5, -1.0]
+
+
+def test_straight_through_is_pulled_back_where_k3_is_clamped():
+    policy = torch.tensor([-2000.0], requires_grad=True)
+    found = KL_ESTIMATORS["k3+"](policy, torch.zeros(1))
+    found.sum().backward()
+    assert found.tolist() == [10.0]
+    assert policy.grad.tolist() == [-2000.0]
 
 
 @pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))

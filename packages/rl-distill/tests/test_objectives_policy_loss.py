@@ -104,11 +104,17 @@ def test_old_logprobs_and_advantages_pass_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"clip_low": -0.1}, {"clip_low": 1.1}, {"clip_high": -0.1}, {"dual_clip": 1.0}, {"dual_clip": math.nan}],
+    ("options", "message"),
+    [
+        ({"clip_low": -0.1}, "0 <= clip_low <= 1 and clip_high >= 0; found -0.1, 0.2"),
+        ({"clip_low": 1.1}, "found 1.1, 0.2"),
+        ({"clip_high": -0.1}, "found 0.2, -0.1"),
+        ({"dual_clip": 1.0}, "dual_clip must be above 1; found 1.0"),
+        ({"dual_clip": math.nan}, "dual_clip must be above 1; found nan"),
+    ],
 )
-def test_impossible_clip_is_refused(options):
-    with pytest.raises(SettingsError, match="ppo_clip needs"):
+def test_impossible_clip_is_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
         ppo_clip(tokens_of([1.0], [1.0]), **options)
 
 

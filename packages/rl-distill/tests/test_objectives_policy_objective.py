@@ -143,6 +143,8 @@ def test_coefficient_without_its_input_is_refused():
         ({"policy_loss": "ppo_clp"}, "Did you mean 'ppo_clip'"),
         ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'"),
         ({"clip_low": 2.0}, "0 <= clip_low <= 1"),
+        ({"policy_loss": "sapo", "clip_low": 0.2}, "unknown option of policy loss 'sapo': 'clip_low'"),
+        ({"policy_loss": "kl_cov", "policy_loss_options": {"share": 2.0}}, "share must be above 0 and at most 1"),
         ({"policy_loss_options": {"clip": 0.1}}, "unknown option of policy loss 'ppo_clip': 'clip'"),
         ({"clip_low": 0.1, "policy_loss_options": {"clip_low": 0.1}}, "clip_low is set twice"),
         ({"correction": "tokens"}, "found 'tokens'"),
@@ -174,6 +176,13 @@ def test_micro_batch_without_trained_tokens_gives_zeros():
     assert float(loss) == 0.0
     assert gradient.tolist() == [0.0, 0.0, 0.0]
     assert set(values_of(sums).values()) == {(0.0, 0.0)}
+
+
+def test_another_kl_coefficient():
+    objective = policy_objective(PolicyObjectiveOptions(kl_coefficient=0.1, kl_estimator="k1"))
+    micro = micro_of([0, 3], **BASE, reference_logprobs=[0.0, -1.5, -2.0])
+    losses = [float(objective.with_kl_coefficient(value)(LOGPROBS, None, micro)[0]) for value in (0.0, 1.0)]
+    assert losses == pytest.approx([-0.75, -0.75 + 0.5 * 0.5])
 
 
 def test_objective_travels_to_another_process():

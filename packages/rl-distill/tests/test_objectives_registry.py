@@ -4,29 +4,61 @@ import sys
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, function_with_options, grpo, ppo_clip
+from rl_distill.objectives import (
+    ADVANTAGES,
+    AGGREGATION,
+    KL,
+    POLICY_LOSSES,
+    REJECTION,
+    SESSION_RULE,
+    function_with_options,
+    grpo,
+    policy_loss_with_options,
+    ppo_clip,
+)
 
 
 def test_names():
-    assert {"grpo", "dr_grpo"} <= set(ADVANTAGES.names())
-    assert "ppo_clip" in POLICY_LOSSES.names()
-    assert KL.names() == ["abs", "k1", "k2", "k3"]
+    assert set(ADVANTAGES.names()) >= {
+        *("gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        *("remax", "opo", "gpg", "grpo_passk", "gdpo"),
+    }
+    assert set(POLICY_LOSSES.names()) >= {
+        *("ppo_clip", "gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"),
+    }
+    assert KL.names() == ["abs", "abs+", "k1", "k1+", "k2", "k3", "k3+"]
     assert AGGREGATION.names() == [
         "seq-mean-token-mean",
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
         "token-mean",
     ]
+    assert SESSION_RULE.names() == ["each", "last", "last_only", "mean"]
+    assert REJECTION.names() == [
+        *("seq_max_k2", "seq_max_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+        *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "token_k1", "token_k2", "token_k3"),
+    ]
     assert ADVANTAGES.get("grpo") is grpo
 
 
 def test_unknown_name_gives_the_nearest_and_all():
     with pytest.raises(
-        SettingsError, match=r"unknown advantage 'gropo'\. Did you mean 'grpo'\? Known: .*dr_grpo, grpo"
+        SettingsError, match=r"unknown advantage 'gropo'\. Did you mean 'grpo'\? Known: dr_grpo, gae, gdpo, gpg, grpo, "
     ):
         ADVANTAGES.get("gropo")
-    with pytest.raises(SettingsError, match=r"unknown KL estimator 'zzz'\. Known: abs, k1, k2, k3\.$"):
+    with pytest.raises(
+        SettingsError, match=r"unknown KL estimator 'zzz'\. Known: abs, abs\+, k1, k1\+, k2, k3, k3\+\."
+    ):
         KL.get("zzz")
+
+
+def test_options_of_a_policy_loss_and_of_its_selection_are_told_apart():
+    bound = policy_loss_with_options("kl_cov", {"share": 0.5, "kl_to_old_coefficient": 2.0})
+    assert bound.loss.keywords == {"kl_to_old_coefficient": 2.0}
+    assert bound.select.keywords == {"share": 0.5}
+    assert policy_loss_with_options("ppo_clip", {}).select is None
+    with pytest.raises(SettingsError, match=r"'kl_cov': 'shar'. Did you mean 'share'"):
+        policy_loss_with_options("kl_cov", {"shar": 0.5})
 
 
 def test_unknown_option_gives_the_nearest():

@@ -1,62 +1,19 @@
 """Advantages from rewards that are compared within the group of one prompt.
 
-Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783.
-"""
+Each is a function of sessions, (rewards [S], group [S]) -> [S], and an estimator of the same name that spreads it to
+tokens. A lone session has nothing to be compared with, and gets 0.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783; RLOO,
+Ahmadian et al. 2024, arXiv:2402.14740; OPO, Hao et al. 2025, arXiv:2505.23585; GPG, Chu et al. 2025,
+arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
+"""
 
 import torch
 from torch import Tensor
 
-from rl_core.errors import DataError
-from rl_distill.objectives.ragged import spread_rows
-from rl_distill.objectives.shapes import check_mask, check_offsets, check_rows, check_tokens
-
-SessionEstimate = Callable[[Tensor, Tensor], Tensor]
-"""(rewards [S], group [S] int64) of sessions -> [S] advantages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardedRows:
-    """What advantages are made from: the trajectories of a global batch, packed.
-
-    Attributes:
-        rewards: [N] float, finite.
-        group: [N] int64, equal for the trajectories of one prompt.
-        session: [N] int64, equal within a group for the trajectories of one session.
-        output: [N] int64, orders the trajectories of a session.
-        loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows of the token tensors.
-        columns: [T] further token columns by name, such as a critic's values.
-    """
-
-    rewards: Tensor
-    group: Tensor
-    session: Tensor
-    output: Tensor
-    loss_mask: Tensor
-    offsets: Tensor
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check shapes, and that every reward is there."""
-        check_rows({name: getattr(self, name) for name in ("rewards", "group", "session", "output")})
-        check_rows({"offsets[:-1]": self.offsets[:-1], "rewards": self.rewards})
-        num_tokens = check_tokens({"loss_mask": self.loss_mask, **self.columns})
-        check_mask(self.loss_mask)
-        check_offsets(self.offsets, num_tokens=num_tokens)
-        missing = torch.nonzero(~self.rewards.isfinite()).flatten().tolist()
-        if missing:
-            raise DataError(
-                f"rewards must be finite; rows {missing[:8]} of {len(self.rewards)} are not. "
-                "Score every trajectory, or drop those whose session failed."
-            )
-
-
-AdvantageEstimator = Callable[..., Mapping[str, Tensor]]
-"""(RewardedRows, **options) -> token columns [T] by name: `advantages`, and `returns` where a critic trains. 0 where
-masked."""
+from rl_core.errors import SettingsError
+from rl_distill.objectives.rewarded_rows import RewardedRows, session_advantages, spread_units, units_of
+from rl_distill.objectives.shapes import check_rows
 
 
 def grpo(rows: RewardedRows, *, eps: float = 1e-6) -> dict[str, Tensor]:
@@ -67,6 +24,35 @@ def grpo(rows: RewardedRows, *, eps: float = 1e-6) -> dict[str, Tensor]:
 def dr_grpo(rows: RewardedRows) -> dict[str, Tensor]:
     """Dr. GRPO: `dr_grpo_advantages` of each session, on all of its trained tokens."""
     return {"advantages": session_advantages(rows, dr_grpo_advantages)}
+
+
+def rloo(rows: RewardedRows) -> dict[str, Tensor]:
+    """RLOO: `rloo_advantages` of each session, on all of its trained tokens."""
+    return {"advantages": session_advantages(rows, rloo_advantages)}
+
+
+def opo(rows: RewardedRows) -> dict[str, Tensor]:
+    """OPO: `opo_advantages` of each session, on all of its trained tokens."""
+    units = units_of(rows)
+    return {"advantages": spread_units(rows, units, opo_advantages(units.rewards, units.group, units.num_tokens))}
+
+
+def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: float = 1e-6) -> dict[str, Tensor]:
+    """GPG: `gpg_advantages` of each session, on all of its trained tokens."""
+
+    def estimate(rewards: Tensor, group: Tensor) -> Tensor:
+        return gpg_advantages(rewards, group, divide_by_std=divide_by_std, eps=eps)
+
+    return {"advantages": session_advantages(rows, estimate)}
+
+
+def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: float = 1e-6) -> dict[str, Tensor]:
+    """GRPO for pass@k: `passk_advantages` of each session, on all of its trained tokens."""
+
+    def estimate(rewards: Tensor, group: Tensor) -> Tensor:
+        return passk_advantages(rewards, group, divide_by_std=divide_by_std, eps=eps)
+
+    return {"advantages": session_advantages(rows, estimate)}
 
 
 def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -82,13 +68,10 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Ten
 
     Raises:
         ShapeError: The two are not [S].
+        SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
-    sizes = torch.bincount(index)
-    squares = centered.new_zeros(len(sizes)).index_add(0, index, centered.square())
-    deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()
-    scale = torch.where(deviations > 0, deviations + eps, 1.0)
-    return (centered / scale[index]).to(rewards.dtype)
+    return (centered / _scales(centered, index, eps=eps)[index]).to(rewards.dtype)
 
 
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
@@ -96,24 +79,88 @@ def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     return _centered(rewards, group)[0].to(rewards.dtype)
 
 
-def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
-    """Advantages of sessions, spread to the trained tokens of all their trajectories.
+def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+    """Rewards less the mean of the others in their group; arguments and result as `grpo_advantages`."""
+    centered, index = _centered(rewards, group)
+    sizes = torch.bincount(index)
+    # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
+    return (centered * (sizes / (sizes - 1).clamp(min=1))[index]).to(rewards.dtype)
 
-    A session's reward is that of its last trajectory. A session that gave none is absent from its group.
+
+def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor:
+    """Rewards less their group's mean weighted by length, the baseline of least variance when gradients grow so.
+
+    Args:
+        rewards: [S] float, one for each session.
+        group: [S] int64 prompt of each session.
+        num_tokens: [S] int64 trained tokens of each session.
 
     Returns:
-        [T] in the rewards' dtype, 0 where masked.
+        [S] advantages in the rewards' dtype; zeros as `grpo_advantages`.
+
+    Raises:
+        ShapeError: The three are not [S].
     """
-    sessions = torch.stack([rows.group, rows.session], dim=1)
-    pairs, session_of_row = torch.unique(sessions, dim=0, return_inverse=True)
-    by_output = torch.argsort(rows.output, stable=True)
-    rank = torch.empty_like(by_output)
-    rank[by_output] = torch.arange(len(by_output), device=by_output.device)
-    last_rank = torch.zeros(len(pairs), dtype=torch.int64, device=rank.device)
-    last_rank = last_rank.scatter_reduce(0, session_of_row, rank, "amax")
-    of_sessions = estimate(rows.rewards[by_output[last_rank]], pairs[:, 0])
-    of_tokens = spread_rows(of_sessions[session_of_row], rows.offsets, num_tokens=len(rows.loss_mask))
-    return torch.where(rows.loss_mask, of_tokens, torch.zeros_like(of_tokens))
+    check_rows({"rewards": rewards, "num_tokens": num_tokens})
+    centered, index = _centered(rewards, group)
+    weights = num_tokens.double()
+    totals = weights.new_zeros(int(index.max()) + 1 if len(index) else 0)
+    lengths = totals.index_add(0, index, weights).clamp(min=1)
+    # Weighing what is centered already keeps the zeros of equal rewards exact.
+    baselines = totals.index_add(0, index, weights * centered) / lengths
+    return (centered - baselines[index]).to(rewards.dtype)
+
+
+def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: float = 1e-6) -> Tensor:
+    """Rewards centered within their group, scaled up for the groups that teach nothing.
+
+    Args:
+        rewards: [S] float, one for each session.
+        group: [S] int64 prompt of each session.
+        divide_by_std: Also divide by the group's standard deviation (the paper's F_norm).
+        eps: Added to the standard deviation.
+
+    Returns:
+        [S] advantages in the rewards' dtype, times the number of sessions over those in groups with unequal rewards.
+
+    Raises:
+        ShapeError: The two are not [S].
+        SettingsError: eps is below 0.
+    """
+    centered, index = _centered(rewards, group)
+    teaches = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.float64, device=index.device)
+    teaches = teaches.index_add(0, index, centered.abs()) > 0
+    alpha = len(rewards) / teaches[index].sum().clamp(min=1)
+    scale = _scales(centered, index, eps=eps)[index] if divide_by_std else 1.0
+    return (alpha * centered / scale).to(rewards.dtype)
+
+
+def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """What the best session adds to its group's best reward: the best less the second best; the others get 0.
+
+    Args:
+        rewards: [S] float, one for each session.
+        group: [S] int64 prompt of each session.
+        divide_by_std: Divide by the group's standard deviation.
+        eps: Added to the standard deviation.
+
+    Returns:
+        [S] advantages in the rewards' dtype. A lone session, and the best of a tie, get 0.
+
+    Raises:
+        ShapeError: The two are not [S].
+        SettingsError: eps is below 0.
+    """
+    centered, index = _centered(rewards, group)
+    sizes = torch.bincount(index)
+    floor = torch.full((len(sizes),), -torch.inf, dtype=torch.float64, device=index.device)
+    best = floor.scatter_reduce(0, index, centered, "amax")
+    is_best = centered == best[index]
+    second = floor.scatter_reduce(0, index, torch.where(is_best, -torch.inf, centered), "amax")
+    num_best = torch.zeros_like(sizes).index_add(0, index, is_best.long())
+    lead = torch.where((num_best == 1) & (sizes > 1), best - second, torch.zeros_like(best))
+    scale = _scales(centered, index, eps=eps) if divide_by_std else torch.ones_like(lead)
+    return torch.where(is_best, (lead / scale)[index], torch.zeros_like(centered)).to(rewards.dtype)
 
 
 def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,3 +175,13 @@ def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     # The mean of equal rewards may differ from them by rounding, which eps alone would blow up.
     is_equal = (lowest == highest)[index]
     return torch.where(is_equal, torch.zeros_like(values), values - means[index]), index
+
+
+def _scales(centered: Tensor, index: Tensor, *, eps: float) -> Tensor:
+    """[G] unbiased standard deviation of each group with eps added; 1 where it is 0."""
+    if not eps >= 0.0:
+        raise SettingsError(f"eps must be at least 0; found {eps}.")
+    sizes = torch.bincount(index)
+    squares = centered.new_zeros(len(sizes)).index_add(0, index, centered.square())
+    deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    return torch.where(deviations > 0, deviations + eps, 1.0)

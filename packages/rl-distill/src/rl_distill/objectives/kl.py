@@ -4,10 +4,14 @@ All take policy_logprobs and reference_logprobs, [T] float, and give [T] estimat
 As a reward or a metric, k1 and k3 are unbiased. In a loss their gradients mean, in expectation: k1 nothing (0, only
 noise), k2 that of KL(policy || reference), k3 that of the forward KL(reference || policy).
 
-Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+A name with "+" is a straight-through form: the value of that estimator, the gradient of k2. So "k3+" reports an
+unbiased, never negative KL, and minimises KL(policy || reference).
+
+Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang and Munos 2025, arXiv:2506.09477.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,7 +53,31 @@ def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return (torch.expm1(log_ratio) - log_ratio).clamp(max=K3_BOUND)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+@dataclass(frozen=True, slots=True)
+class StraightThrough:
+    """The value of one estimator with the gradient of k2.
+
+    Attributes:
+        estimator: Gives the value.
+    """
+
+    estimator: KLEstimator
+
+    def __call__(self, policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+        """[T] estimates."""
+        gradient = k2(policy_logprobs, reference_logprobs)
+        return self.estimator(policy_logprobs, reference_logprobs).detach() + gradient - gradient.detach()
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+    "k1+": StraightThrough(k1),
+    "abs+": StraightThrough(absolute),
+    "k3+": StraightThrough(k3),
+}
 
 
 def _check(policy_logprobs: Tensor, reference_logprobs: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Policy losses on packed tokens.
+"""What a policy loss is on packed tokens, and PPO's clip.
+
+The other families are in `sequence_policy_loss`, `weighted_policy_loss`, `soft_policy_loss` and
+`covariance_policy_loss`.
 
 Source: PPO's clip, Schulman et al. 2017, arXiv:1707.06347; separate clip_high, DAPO, Yu et al. 2025,
 arXiv:2503.14476; dual clip, Ye et al. 2020, arXiv:1912.09729.
@@ -30,6 +33,8 @@ class PolicyTokens:
         advantages: [T] float.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
+        selection: [T] bool, tokens that the loss treats apart; None where the batch has none. Which ones is decided
+            over the global batch (`covariance_policy_loss`), so that micro-batches do not change it.
     """
 
     policy_logprobs: Tensor
@@ -37,10 +42,14 @@ class PolicyTokens:
     advantages: Tensor
     loss_mask: Tensor
     offsets: Tensor
+    selection: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, and blank what is masked."""
         floats = ("policy_logprobs", "old_logprobs", "advantages")
+        if self.selection is not None:
+            check_tokens({"loss_mask": self.loss_mask, "selection": self.selection})
+            object.__setattr__(self, "selection", (self.selection > 0) & self.loss_mask)
         num_tokens = check_tokens({name: getattr(self, name) for name in (*floats, "loss_mask")})
         check_mask(self.loss_mask)
         check_offsets(self.offsets, num_tokens=num_tokens)
@@ -48,6 +57,11 @@ class PolicyTokens:
             value: Tensor = getattr(self, name)
             blanked = torch.where(self.loss_mask, value, torch.zeros_like(value))
             object.__setattr__(self, name, blanked if name == "policy_logprobs" else blanked.detach())
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.loss_mask)
 
     def log_ratio(self) -> Tensor:
         """[T] log(policy / old), within `LOG_RATIO_BOUND`."""
@@ -89,24 +103,36 @@ def ppo_clip(
     Raises:
         SettingsError: clip_low outside [0, 1], clip_high below 0, or dual_clip not above 1.
     """
-    if not 0.0 <= clip_low <= 1.0 or not clip_high >= 0.0 or not dual_clip > 1.0:
-        raise SettingsError(
-            "ppo_clip needs 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1; "
-            f"found {clip_low}, {clip_high}, {dual_clip}."
-        )
+    check_clips(clip_low=clip_low, clip_high=clip_high)
+    if not dual_clip > 1.0:
+        raise SettingsError(f"dual_clip must be above 1; found {dual_clip}. Set it to inf to turn it off.")
     log_ratio, advantages = tokens.log_ratio(), tokens.advantages
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    clipped = torch.maximum(plain, bounded)
+    clipped, was_clipped = clipped_surrogate(log_ratio.exp(), advantages, clip_low=clip_low, clip_high=clip_high)
     is_negative = advantages < 0
     ceiling = torch.where(is_negative, -advantages, torch.ones_like(advantages)) * dual_clip
     losses = torch.where(is_negative, torch.minimum(clipped, ceiling), clipped)
     return TokenLosses(
         losses=losses,
         diagnostics={
-            "actor/pg_clipfrac": (bounded > plain).to(losses.dtype),
+            "actor/pg_clipfrac": was_clipped,
             "actor/pg_clipfrac_lower": (is_negative & (clipped > ceiling)).to(losses.dtype),
             "actor/ppo_kl": -log_ratio.detach(),
         },
     )
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """PPO's loss of ratios [T], and [T] 1 where the clip took its gradient away, else 0."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype)
+
+
+def check_clips(*, clip_low: float, clip_high: float) -> None:
+    """Refuse an impossible clip range.
+
+    Raises:
+        SettingsError: clip_low outside [0, 1], or clip_high below 0.
+    """
+    if not 0.0 <= clip_low <= 1.0 or not clip_high >= 0.0:
+        raise SettingsError(f"a clip range needs 0 <= clip_low <= 1 and clip_high >= 0; found {clip_low}, {clip_high}.")

@@ -4,18 +4,19 @@ Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts named in 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.objectives.correction import mismatch_sums, truncated_weights
+from rl_distill.objectives.correction import truncated_weights
 from rl_distill.objectives.kl import KLEstimator
+from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
-from rl_distill.objectives.registry import KL, POLICY_LOSSES, function_with_options
+from rl_distill.objectives.registry import KL, BoundPolicyLoss, policy_loss_with_options
 from rl_distill.objectives.shapes import check_tokens
 
 Term = tuple[float, Tensor]
@@ -36,9 +37,9 @@ class PolicyObjectiveOptions:
         clip_high: Clip range above; None takes the policy loss's own (ppo_clip: 0.2).
         dual_clip: Bound of the loss at negative advantages; None takes the policy loss's own (ppo_clip: 3), inf is
             off.
-        policy_loss_options: Further options of the policy loss by name.
+        policy_loss_options: Further options of the policy loss by name, those of its selection of tokens included.
         kl_coefficient: Weight of the KL to the reference in the loss; not 0 needs `reference_logprobs`.
-        kl_estimator: "k1", "abs", "k2" or "k3".
+        kl_estimator: "k1", "abs", "k2", "k3", or with k2's gradient "k1+", "abs+", "k3+".
         entropy_coefficient: Weight of the entropy that is subtracted from the loss.
         correction: Truncated importance sampling for the engine's mismatch, by "token" or "sequence"; needs
             `rollout_logprobs`.
@@ -50,7 +51,7 @@ class PolicyObjectiveOptions:
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
-    policy_loss_options: Mapping[str, float] = field(default_factory=dict)
+    policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
@@ -68,8 +69,8 @@ class PolicyObjective:
     Columns: `loss_mask`, `loss_weights` and `advantages` are needed. Without `old_logprobs` the policy is its own old
     policy (ratio 1, gradient kept), which is exact for one update on each batch and wrong for several.
     `reference_logprobs` gives the KL, `rollout_logprobs` the mismatch metrics. `correction_weights` are used as they
-    are, before `options.correction`. The mismatch metrics compare the engine's logprobs with `old_logprobs`, or
-    with the policy's own where these are not there.
+    are, before `options.correction`. `token_selection` is what Clip-Cov and KL-Cov need. The mismatch metrics compare
+    the engine's logprobs with `old_logprobs`, or with the policy's own where these are not there.
 
     Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`; the policy
     loss's diagnostics are means over trained tokens.
@@ -102,6 +103,7 @@ class PolicyObjective:
             advantages=_column(micro, "advantages"),
             loss_mask=mask,
             offsets=micro.offsets,
+            selection=micro.columns.get("token_selection"),
         )
         computed = self.policy_loss(tokens)
         losses = _masked(computed.losses, mask, name="losses of the policy loss")
@@ -116,6 +118,10 @@ class PolicyObjective:
         if "rollout_logprobs" in micro.columns:
             metrics |= mismatch_sums(learned, micro.columns["rollout_logprobs"], mask, micro.offsets)
         return loss, metrics
+
+    def with_kl_coefficient(self, kl_coefficient: float) -> "PolicyObjective":
+        """The same objective with another weight of the KL, such as that of an `AdaptiveKL`."""
+        return replace(self, options=replace(self.options, kl_coefficient=kl_coefficient))
 
     def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
         """[T] importance weights, or None for none."""
@@ -158,13 +164,10 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
     Raises:
         SettingsError: An unknown name or option (with the nearest), or an impossible value.
     """
-    clips = {name: getattr(options, name) for name in CLIP_OPTIONS if getattr(options, name) is not None}
-    twice = sorted(clips.keys() & options.policy_loss_options.keys())
-    if twice:
-        raise SettingsError(f"{twice[0]} is set twice, the second time in policy_loss_options; keep one.")
+    bound = bound_policy_loss(options)
     objective = PolicyObjective(
         options=options,
-        policy_loss=function_with_options(POLICY_LOSSES, options.policy_loss, {**clips, **options.policy_loss_options}),
+        policy_loss=bound.loss,
         kl=KL.get(options.kl_estimator),
     )
     if options.correction not in ("none", "token", "sequence") or not options.correction_cap > 0:
@@ -172,20 +175,34 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
             'correction must be "none", "token" or "sequence", and correction_cap > 0; '
             f"found {options.correction!r}, {options.correction_cap}."
         )
-    _try_out(objective.policy_loss)
+    _try_out(bound)
     return objective
 
 
-def _try_out(policy_loss: PolicyLoss) -> None:
+def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
+    """The policy loss of the options, and its selection of tokens.
+
+    Raises:
+        SettingsError: An unknown name or option (with the nearest), or one that is set twice.
+    """
+    clips = {name: getattr(options, name) for name in CLIP_OPTIONS if getattr(options, name) is not None}
+    twice = sorted(clips.keys() & options.policy_loss_options.keys())
+    if twice:
+        raise SettingsError(f"{twice[0]} is set twice, the second time in policy_loss_options; keep one.")
+    return policy_loss_with_options(options.policy_loss, {**clips, **options.policy_loss_options})
+
+
+def _try_out(bound: BoundPolicyLoss) -> None:
     """Call a policy loss on one token, so that an impossible option is refused before a run starts."""
     zero = torch.zeros(1)
-    policy_loss(
+    bound.loss(
         PolicyTokens(
             policy_logprobs=zero,
             old_logprobs=zero,
             advantages=zero,
             loss_mask=zero == 0,
             offsets=torch.tensor([0, 1]),
+            selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
         )
     )
 

@@ -1,4 +1,4 @@
-"""Sums over the rows of packed tensors, and values spread back from rows to tokens."""
+"""Sums over the rows of packed tensors, and values spread back from rows to tokens; no loop over rows."""
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ def row_sums(values: Tensor, offsets: Tensor) -> Tensor:
     return sums.index_add(0, row_index(offsets, num_tokens=len(values)), values)
 
 
+def row_means(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """[N] mean of each row's values [T] where the mask [T] is True; 0 in a row without any."""
+    sums = row_sums(torch.where(mask, values, torch.zeros_like(values)), offsets)
+    return sums / row_counts(mask, offsets).clamp(min=1)
+
+
+def row_maxima(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """[N] largest of each row's values [T] where the mask [T] is True; 0 in a row without any."""
+    lowest = torch.where(mask, values, torch.full_like(values, -torch.inf))
+    start = torch.full((len(offsets) - 1,), -torch.inf, dtype=values.dtype, device=values.device)
+    largest = start.scatter_reduce(0, row_index(offsets, num_tokens=len(values)), lowest, "amax")
+    return torch.where(row_counts(mask, offsets) > 0, largest, torch.zeros_like(largest))
+
+
 def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
     """[N] int64 number of True tokens of each row of a packed mask [T]."""
     return row_sums(mask.to(torch.int64), offsets)
@@ -24,3 +38,33 @@ def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
 def spread_rows(row_values: Tensor, offsets: Tensor, *, num_tokens: int) -> Tensor:
     """[T] value of each token's row, from [N]."""
     return row_values[row_index(offsets, num_tokens=num_tokens)]
+
+
+def discounted_sums(values: Tensor, offsets: Tensor, *, discount: float) -> Tensor:
+    """Sum of what follows in the row, each token further on counting `discount` times as much.
+
+    Args:
+        values: [T] float.
+        offsets: [N + 1] int64 rows.
+        discount: In [0, 1].
+
+    Returns:
+        [T] with sums[t] = values[t] + discount * sums[t + 1] within each row, in as many steps as the longest row's
+        length has bits; a running product of discounts would lose all digits in a long row.
+    """
+    rows = row_index(offsets, num_tokens=len(values))
+    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
+    sums, reach, factor = values, 1, discount
+    while reach < longest:
+        follows = torch.where(rows[:-reach] == rows[reach:], sums[reach:], torch.zeros_like(sums[reach:]))
+        sums = torch.cat([sums[:-reach] + factor * follows, sums[-reach:]])
+        reach, factor = 2 * reach, factor * factor
+    return sums
+
+
+def next_values(values: Tensor, offsets: Tensor) -> Tensor:
+    """[T] value of the token that follows in the row, 0 at the last."""
+    following = torch.zeros_like(values)
+    rows = row_index(offsets, num_tokens=len(values))
+    following[:-1] = torch.where(rows[:-1] == rows[1:], values[1:], torch.zeros_like(values[1:]))
+    return following

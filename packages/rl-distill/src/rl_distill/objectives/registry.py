@@ -1,25 +1,98 @@
-"""The objectives by name; other packages add theirs by entry point."""
+"""The objectives by name, all in this file; other packages add theirs by entry point."""
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry, unknown_name
-from rl_distill.objectives.advantages import AdvantageEstimator, dr_grpo, grpo
+from rl_distill.objectives.advantages import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
 from rl_distill.objectives.aggregation import AGGREGATIONS, RowWeights
+from rl_distill.objectives.baseline_advantages import gae, remax
+from rl_distill.objectives.covariance_policy_loss import clip_cov, kl_cov
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.policy_loss import PolicyLoss, ppo_clip
+from rl_distill.objectives.rejection import CRITERIA, Criterion
+from rl_distill.objectives.rewarded_rows import AdvantageEstimator
+from rl_distill.objectives.selection import TokenSelection, selection_of
+from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
+from rl_distill.objectives.sessions import SESSION_RULES, SessionRule
+from rl_distill.objectives.soft_policy_loss import sapo
+from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
+from rl_distill.objectives.weighted_policy_loss import gpg as gpg_loss
+from rl_distill.objectives.whitened_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
-    "advantage", {"grpo": grpo, "dr_grpo": dr_grpo}, group="rl_distill.advantages"
+    "advantage",
+    {
+        "gae": gae,
+        "grpo": grpo,
+        "dr_grpo": dr_grpo,
+        "rloo": rloo,
+        "reinforce_plus_plus": reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+        "remax": remax,
+        "opo": opo,
+        "gpg": gpg,
+        "grpo_passk": grpo_passk,
+        "gdpo": gdpo,
+    },
+    group="rl_distill.advantages",
 )
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", {"ppo_clip": ppo_clip}, group="rl_distill.policy_losses")
-KL: Registry[KLEstimator] = Registry("KL estimator", KL_ESTIMATORS)
-AGGREGATION: Registry[RowWeights] = Registry("aggregation", AGGREGATIONS)
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss",
+    {
+        "ppo_clip": ppo_clip,
+        "gspo": gspo,
+        "sapo": sapo,
+        "gpg": gpg_loss,
+        "geo_mean": geo_mean,
+        "cispo": cispo,
+        "clip_cov": clip_cov,
+        "kl_cov": kl_cov,
+        "dppo_tv": dppo_tv,
+        "dppo_kl": dppo_kl,
+    },
+    group="rl_distill.policy_losses",
+)
+SESSION_RULE: Registry[SessionRule] = Registry("session rule", SESSION_RULES, group="rl_distill.session_rules")
+KL: Registry[KLEstimator] = Registry("KL estimator", KL_ESTIMATORS, group="rl_distill.kl_estimators")
+AGGREGATION: Registry[RowWeights] = Registry("aggregation", AGGREGATIONS, group="rl_distill.aggregations")
+REJECTION: Registry[Criterion] = Registry("rejection criterion", CRITERIA, group="rl_distill.rejection_criteria")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundPolicyLoss:
+    """A policy loss with its options bound.
+
+    Attributes:
+        loss: (PolicyTokens) -> TokenLosses.
+        select: (old_logprobs, advantages, loss_mask) -> [T] bool over the global batch; None where the loss treats all
+            tokens alike.
+    """
+
+    loss: PolicyLoss
+    select: TokenSelection | None
+
+
+def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPolicyLoss:
+    """The policy loss of this name, and its selection of tokens, each with those of the options that are its own.
+
+    Raises:
+        SettingsError: There is no such loss, or it has no such option.
+    """
+    loss = POLICY_LOSSES.get(name)
+    select = selection_of(loss)
+    of_selection = [] if select is None else option_names(select)[0]
+    mine = {option: value for option, value in options.items() if option not in of_selection}
+    bound = _bind(f"policy loss {name!r}", loss, mine, also_known=of_selection)
+    if select is not None:
+        select = cast(TokenSelection, partial(select, **{o: options[o] for o in of_selection if o in options}))
+    return BoundPolicyLoss(loss=bound, select=select)
 
 
 def function_with_options(registry: Registry[FunctionT], name: str, options: Mapping[str, Any]) -> FunctionT:
@@ -28,16 +101,21 @@ def function_with_options(registry: Registry[FunctionT], name: str, options: Map
     Raises:
         SettingsError: There is no such function, or it has no such option.
     """
-    function = registry.get(name)
-    known, takes_any = _option_names(function)
-    for option in options:
-        if option not in known and not takes_any:
-            raise SettingsError(unknown_name(f"option of {registry.kind} {name!r}:", option, known))
-    return cast(FunctionT, partial(function, **options)) if options else function
+    return _bind(f"{registry.kind} {name!r}", registry.get(name), options)
 
 
-def _option_names(function: Callable[..., Any]) -> tuple[list[str], bool]:
+def option_names(function: Callable[..., Any]) -> tuple[list[str], bool]:
     """Keyword-only parameters of a function, and whether it takes any others too."""
     parameters = inspect.signature(function).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
     return names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _bind(
+    what: str, function: FunctionT, options: Mapping[str, Any], *, also_known: list[str] | None = None
+) -> FunctionT:
+    known, takes_any = option_names(function)
+    for option in options:
+        if option not in known and not takes_any:
+            raise SettingsError(unknown_name(f"option of {what}:", option, [*known, *(also_known or [])]))
+    return cast(FunctionT, partial(function, **options)) if options else function

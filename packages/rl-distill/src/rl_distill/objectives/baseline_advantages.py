@@ -1,0 +1,55 @@
+"""Advantages against a baseline from outside the group: a critic's values (GAE), or a greedy response (ReMax).
+
+Source: GAE, Schulman et al. 2015, arXiv:1506.02438; ReMax, Li et al. 2023, arXiv:2310.10505.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_distill.objectives.ragged import discounted_sums, next_values
+from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, spread_units, units_of, unmasked
+from rl_distill.objectives.whitened_advantages import check_discounts
+from rl_distill.objectives.whitening import masked_whiten
+
+
+def gae(rows: RewardedRows, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> dict[str, Tensor]:
+    """Generalized advantage estimation over the trained tokens of each trajectory.
+
+    Tokens that no policy sampled are no steps: the next trained token follows at once.
+
+    Args:
+        rows: The batch with the token column `values`: values[t] is the critic's value of the state that token t was
+            sampled in. Each trajectory is an episode that ends with its session's reward.
+        gamma: Discount for each trained token, in [0, 1].
+        lam: Lambda, in [0, 1]; 0 takes the next value's word alone, 1 the rewards' alone.
+        whiten: Whiten the advantages over the batch, not the returns.
+
+    Returns:
+        `advantages` and `returns` [T]; returns are the critic's targets, advantages before whitening plus values.
+
+    Raises:
+        SettingsError: gamma or lam is outside [0, 1].
+        DataError: There are no `values`.
+    """
+    check_discounts(gamma=gamma, lam=lam)
+    episodes = episodes_of(rows)
+    values = rows.column("values")[rows.loss_mask].double()
+    errors = episodes.rewards + gamma * next_values(values, episodes.offsets) - values
+    advantages = discounted_sums(errors, episodes.offsets, discount=gamma * lam)
+    returns = advantages + values
+    if whiten:
+        advantages = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    return {"advantages": unmasked(advantages * episodes.share, rows), "returns": unmasked(returns, rows)}
+
+
+def remax(rows: RewardedRows) -> dict[str, Tensor]:
+    """ReMax: reward less that of the greedy response to the same prompt.
+
+    Args:
+        rows: The batch with the row column `reward_baseline`, the reward of the prompt's greedy response.
+
+    Raises:
+        DataError: There is no `reward_baseline`, or it is not finite.
+    """
+    units = units_of(rows, rows.total_rewards() - rows.row_column("reward_baseline"))
+    return {"advantages": spread_units(rows, units, units.rewards)}

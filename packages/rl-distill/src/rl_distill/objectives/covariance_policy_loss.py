@@ -1,0 +1,176 @@
+"""Policy losses that treat apart the few tokens that cost the most entropy: Clip-Cov and KL-Cov.
+
+These are tokens whose advantage and logprob are both far above the mean, so that their product, a token's share of the
+covariance, is large. Which tokens are selected is decided once, over the whole global batch, from the logprobs of the
+old policy, and travels as the bool column `token_selection`: so a token is treated alike whatever micro-batch it is in,
+and in every update on the batch. (The paper selects in each micro-batch from the logprobs of the policy in training,
+which are the old ones in the first update.)
+
+Source: Cui et al. 2025, arXiv:2505.22617, section 4.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError, SettingsError
+from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses, check_clips, clipped_surrogate
+from rl_distill.objectives.selection import selects_with
+from rl_distill.objectives.shapes import check_mask, check_tokens
+
+
+def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """Each token's part of the covariance of advantage and logprob over the global batch.
+
+    Args:
+        logprobs: [T] float, of the old policy; anything where masked.
+        advantages: [T] float; anything where masked.
+        loss_mask: [T] bool.
+
+    Returns:
+        [T] float64, 0 where masked: (advantage - mean) * (logprob - mean).
+
+    Raises:
+        ShapeError: Shapes or dtypes other than above.
+    """
+    check_tokens({"logprobs": logprobs, "advantages": advantages, "loss_mask": loss_mask})
+    check_mask(loss_mask)
+    product = torch.ones(int(loss_mask.sum()), dtype=torch.float64, device=loss_mask.device)
+    for values in (logprobs, advantages):
+        kept = values[loss_mask].double()
+        product = product * (kept - kept.mean())
+    return torch.zeros_like(loss_mask, dtype=torch.float64).masked_scatter(loss_mask, product)
+
+
+def select_band(
+    logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    seed: int = 0,
+) -> Tensor:
+    """A random choice of the tokens whose covariance is within a band.
+
+    Args:
+        logprobs: [T] of the old policy.
+        advantages: [T].
+        loss_mask: [T] bool.
+        share: How many, as a share of the trained tokens; at least one, where the band has one.
+        low: Covariances above this.
+        high: Covariances below this.
+        seed: Of the choice; the same batch gets the same choice.
+
+    Returns:
+        [T] bool.
+
+    Raises:
+        SettingsError: share is not in (0, 1], or the band is empty.
+    """
+    _check_share(share)
+    if not low < high:
+        raise SettingsError(f"the covariance band needs low < high; found {low}, {high}.")
+    found = covariances(logprobs, advantages, loss_mask)
+    candidates = torch.nonzero(loss_mask & (found > low) & (found < high)).flatten()
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+    return _marked(candidates[order[: _count(loss_mask, share)].to(candidates.device)], loss_mask)
+
+
+def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share: float = 2e-4) -> Tensor:
+    """The tokens with the largest covariance.
+
+    Args:
+        logprobs: [T] of the old policy.
+        advantages: [T].
+        loss_mask: [T] bool.
+        share: How many, as a share of the trained tokens; at least one, where one trains.
+
+    Returns:
+        [T] bool; of equal covariances the earlier tokens.
+
+    Raises:
+        SettingsError: share is not in (0, 1].
+    """
+    _check_share(share)
+    found = covariances(logprobs, advantages, loss_mask).masked_fill(~loss_mask, -torch.inf)
+    order = torch.argsort(found, descending=True, stable=True)
+    count = min(_count(loss_mask, share), int(loss_mask.sum()))
+    return _marked(order[:count], loss_mask)
+
+
+@selects_with(select_band)
+def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
+    """Clip-Cov: PPO's clip, and no gradient for the selected tokens.
+
+    Args:
+        tokens: Packed tokens with the selection of `select_band`.
+        clip_low: As `ppo_clip`; there is no dual clip.
+        clip_high: As `ppo_clip`.
+
+    Returns:
+        Losses and `actor/pg_clipfrac`, `actor/selected_fraction`, `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: clip_low outside [0, 1], or clip_high below 0.
+        DataError: There is no selection.
+    """
+    check_clips(clip_low=clip_low, clip_high=clip_high)
+    selection, log_ratio = _selection(tokens), tokens.log_ratio()
+    losses, was_clipped = clipped_surrogate(log_ratio.exp(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return TokenLosses(
+        losses=torch.where(selection, torch.zeros_like(losses), losses),
+        diagnostics={"actor/pg_clipfrac": was_clipped, **_diagnostics(selection, log_ratio)},
+    )
+
+
+@selects_with(select_top)
+def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: float = 1.0) -> TokenLosses:
+    """KL-Cov: the plain ratio without clip, and a pull back to the old policy for the selected tokens.
+
+    Args:
+        tokens: Packed tokens with the selection of `select_top`.
+        kl_to_old_coefficient: Weight of |log(policy / old)| at the selected tokens.
+
+    Returns:
+        Losses and `actor/selected_fraction`, `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: The coefficient is below 0.
+        DataError: There is no selection.
+    """
+    if not kl_to_old_coefficient >= 0.0:
+        raise SettingsError(f"kl_to_old_coefficient must be at least 0; found {kl_to_old_coefficient}.")
+    selection, log_ratio = _selection(tokens), tokens.log_ratio()
+    pull = torch.where(selection, kl_to_old_coefficient * log_ratio.abs(), torch.zeros_like(log_ratio))
+    return TokenLosses(
+        losses=-tokens.advantages * log_ratio.exp() + pull, diagnostics=_diagnostics(selection, log_ratio)
+    )
+
+
+def _selection(tokens: PolicyTokens) -> Tensor:
+    if tokens.selection is None:
+        raise DataError(
+            "clip_cov and kl_cov need the column 'token_selection'; the batch has none. Add it to the global batch "
+            "with `with_token_selection` before it is cut into micro-batches."
+        )
+    return tokens.selection
+
+
+def _diagnostics(selection: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
+    return {"actor/selected_fraction": selection.to(log_ratio.dtype), "actor/ppo_kl": -log_ratio.detach()}
+
+
+def _count(loss_mask: Tensor, share: float) -> int:
+    return max(1, int(share * int(loss_mask.sum())))
+
+
+def _marked(tokens: Tensor, loss_mask: Tensor) -> Tensor:
+    marked = torch.zeros_like(loss_mask)
+    marked[tokens] = True
+    return marked
+
+
+def _check_share(share: float) -> None:
+    if not 0.0 < share <= 1.0:
+        raise SettingsError(f"share must be above 0 and at most 1; found {share}.")

@@ -1,0 +1,81 @@
+"""How far the engine's logprobs are from the learner's.
+
+Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; names of metrics as verl's.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_distill.objectives.correction import blank_masked, bounded
+from rl_distill.objectives.ragged import row_counts, row_sums
+
+
+def mismatch_sums(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, offsets: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """How far the engine's logprobs are from the learner's, as sums that add up over micro-batches and ranks.
+
+    Args:
+        old_logprobs: [T] the learner's.
+        rollout_logprobs: [T] the engine's.
+        loss_mask: [T] bool.
+        offsets: [N + 1] int64 rows.
+
+    Returns:
+        (weighted sum, weight) by metric name. Over tokens: `training/rollout_probs_diff_mean`, `rollout_corr/kl` (of
+        the engine to the learner), `k3_kl`, `chi2_token`. Over trajectories with a trained token, from their mean
+        logprobs: `training_ppl`, `training_log_ppl`, `rollout_ppl`, `rollout_log_ppl`, `log_ppl_diff`,
+        `log_ppl_abs_diff`, `ppl_ratio`, and `chi2_seq`.
+
+    Raises:
+        ShapeError: Shapes or dtypes other than above.
+    """
+    old = blank_masked(old_logprobs.detach(), loss_mask, offsets)
+    rollout = blank_masked(rollout_logprobs.detach(), loss_mask, offsets)
+    log_ratio = bounded(old - rollout)
+    of_tokens = {
+        "training/rollout_probs_diff_mean": (old.exp() - rollout.exp()).abs(),
+        "rollout_corr/kl": rollout - old,
+        "rollout_corr/k3_kl": torch.expm1(log_ratio) - log_ratio,
+        "rollout_corr/chi2_token": torch.expm1(2.0 * log_ratio),
+    }
+    counts = row_counts(loss_mask, offsets)
+    training_log_ppl = -row_sums(old, offsets) / counts.clamp(min=1)
+    rollout_log_ppl = -row_sums(rollout, offsets) / counts.clamp(min=1)
+    difference = training_log_ppl - rollout_log_ppl
+    of_rows = {
+        "rollout_corr/training_ppl": training_log_ppl.exp(),
+        "rollout_corr/training_log_ppl": training_log_ppl,
+        "rollout_corr/rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_corr/rollout_log_ppl": rollout_log_ppl,
+        "rollout_corr/log_ppl_diff": difference,
+        "rollout_corr/log_ppl_abs_diff": difference.abs(),
+        "rollout_corr/ppl_ratio": difference.exp(),
+        "rollout_corr/chi2_seq": torch.expm1(2.0 * bounded(row_sums(old - rollout, offsets))),
+    }
+    sums = {name: _masked_sum(values, loss_mask) for name, values in of_tokens.items()}
+    return sums | {name: _masked_sum(values, counts > 0) for name, values in of_rows.items()}
+
+
+def mismatch_metrics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, offsets: Tensor
+) -> dict[str, Tensor]:
+    """The means of `mismatch_sums` over a whole batch, with the extremes, which do not add up over parts of it.
+
+    Returns:
+        Scalars by name: those of `mismatch_sums`, and `rollout_corr/log_ppl_diff_max` and `_min` over trajectories.
+        NaN when nothing trains.
+    """
+    sums = mismatch_sums(old_logprobs, rollout_logprobs, loss_mask, offsets)
+    metrics = {name: total / weight for name, (total, weight) in sums.items()}
+    log_ratio = blank_masked(old_logprobs - rollout_logprobs, loss_mask, offsets)
+    counts = row_counts(loss_mask, offsets)
+    differences = -(row_sums(log_ratio, offsets) / counts.clamp(min=1))[counts > 0]
+    is_empty = len(differences) == 0
+    metrics["rollout_corr/log_ppl_diff_max"] = differences.new_tensor(torch.nan) if is_empty else differences.max()
+    metrics["rollout_corr/log_ppl_diff_min"] = differences.new_tensor(torch.nan) if is_empty else differences.min()
+    return metrics
+
+
+def _masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(mask, values, torch.zeros_like(values)).sum(), mask.sum().to(values.dtype)

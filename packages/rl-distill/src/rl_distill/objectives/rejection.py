@@ -1,0 +1,234 @@
+"""Rejection: tokens or trajectories on which engine and learner differ too much do not train.
+
+A criterion is a statistic of token estimates of KL(rollout || old): k1 = log(rollout / old), k2 = k1^2 / 2 and k3 =
+old / rollout - 1 - log(old / rollout); of the token itself, or of its trajectory's sum, mean or maximum.
+
+Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Liu et al. 2025, "When speed kills stability",
+https://richardli.xyz/rl-collapse; names of criteria as verl's.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import SettingsError
+from rl_core.registry import unknown_name
+from rl_distill.objectives.correction import blank_masked, bounded
+from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
+
+Bound = float | tuple[float, float]
+"""Of a k1 criterion: (low, high) limits of exp(statistic), where one number x means (1 / x, x). Of a k2 or k3
+criterion: the largest statistic."""
+
+TokenStatistic = Callable[[Tensor], Tensor]
+RowStatistic = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _k1(log_ratio: Tensor) -> Tensor:
+    return -log_ratio
+
+
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _sums(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    return row_sums(torch.where(mask, values, torch.zeros_like(values)), offsets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """What a token or a trajectory is judged by.
+
+    Attributes:
+        of_token: log(old / rollout) [T] -> estimates [T].
+        of_row: (estimates [T], mask [T], offsets [N + 1]) -> [N]; None judges each token by itself.
+        is_signed: True for k1, which is bounded on both sides.
+    """
+
+    of_token: TokenStatistic
+    of_row: RowStatistic | None
+    is_signed: bool
+
+
+_TOKEN = {"k1": _k1, "k2": _k2, "k3": _k3}
+_ROW: dict[str, RowStatistic] = {"seq_sum": _sums, "seq_mean": row_means, "seq_max": row_maxima}
+
+CRITERIA: dict[str, Criterion] = {
+    **{f"token_{k}": Criterion(of_token=f, of_row=None, is_signed=k == "k1") for k, f in _TOKEN.items()},
+    **{
+        f"{level}_{k}": Criterion(of_token=of_token, of_row=of_row, is_signed=k == "k1")
+        for level, of_row in _ROW.items()
+        for k, of_token in _TOKEN.items()
+        if (level, k) != ("seq_max", "k1")
+    },
+}
+"""token_k1, token_k2, token_k3; seq_sum_*, seq_mean_*, seq_max_* of the same, but for seq_max_k1, which would look at
+one sign alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """One criterion on a batch.
+
+    Attributes:
+        statistic: [T], a trajectory's on each of its tokens; 0 where masked.
+        of_rows: [N] statistic of trajectories; of a token criterion the mean over tokens.
+        low: Smallest statistic that passes; None for no limit.
+        high: Largest statistic that passes.
+        passes: [T] bool.
+        is_by_row: True for a criterion of trajectories.
+    """
+
+    statistic: Tensor
+    of_rows: Tensor
+    is_by_row: bool
+    low: float | None
+    high: float
+    passes: Tensor
+
+
+def judge(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: Criterion, bound: Bound) -> Judgement:
+    """Apply one criterion.
+
+    Args:
+        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
+        loss_mask: [T] bool.
+        offsets: [N + 1] int64 rows.
+        criterion: One of `CRITERIA`.
+        bound: Its limit.
+
+    Raises:
+        ShapeError: Shapes or dtypes other than above.
+        SettingsError: An impossible bound.
+    """
+    low, high = limits(bound, is_signed=criterion.is_signed)
+    values = criterion.of_token(bounded(blank_masked(log_ratio, loss_mask, offsets)))
+    values = torch.where(loss_mask, values, torch.zeros_like(values))
+    if criterion.of_row is None:
+        statistic, of_rows = values, row_means(values, loss_mask, offsets)
+    else:
+        of_rows = criterion.of_row(values, loss_mask, offsets)
+        statistic = spread_rows(of_rows, offsets, num_tokens=len(values))
+    passes = statistic <= high if low is None else (statistic <= high) & (statistic >= low)
+    statistic = torch.where(loss_mask, statistic, torch.zeros_like(statistic))
+    return Judgement(
+        statistic=statistic,
+        of_rows=of_rows,
+        is_by_row=criterion.of_row is not None,
+        low=low,
+        high=high,
+        passes=passes,
+    )
+
+
+def limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
+    """Smallest and largest statistic that pass.
+
+    Raises:
+        SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion got two.
+    """
+    if not is_signed:
+        if isinstance(bound, tuple | list) or not bound > 0:
+            raise SettingsError(f"a k2 or k3 criterion has one bound above 0; found {bound}.")
+        return None, float(bound)
+    low, high = bound if isinstance(bound, tuple | list) else (1.0 / bound if bound > 0 else math.nan, bound)
+    if not 0.0 < low <= high:
+        raise SettingsError(
+            "a k1 criterion has bounds 0 < low <= high of rollout / old, or one above 1 for its inverse and itself; "
+            f"found {bound}."
+        )
+    return math.log(low), math.log(high)
+
+
+def rejection_mask(
+    log_ratio: Tensor,
+    loss_mask: Tensor,
+    offsets: Tensor,
+    *,
+    bounds: Mapping[str, Bound],
+    criteria: Mapping[str, Criterion] = CRITERIA,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The tokens that still train after every criterion had its say, and what the criteria found.
+
+    Args:
+        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
+        loss_mask: [T] bool of the global batch.
+        offsets: [N + 1] int64 rows.
+        bounds: Bound of each criterion by name; all must pass.
+        criteria: Criteria by name.
+
+    Returns:
+        [T] bool mask, True only where loss_mask is. Scalars by name, `rollout_corr/rollout_rs_{criterion}_*` and
+        `rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}`; none when nothing trains.
+
+    Raises:
+        ShapeError: Shapes or dtypes other than above.
+        SettingsError: Unknown criterion, or an impossible bound.
+    """
+    keep, metrics = loss_mask, dict[str, Tensor]()
+    for name, bound in bounds.items():
+        if name not in criteria:
+            raise SettingsError(unknown_name("rejection criterion", name, criteria))
+        found = judge(log_ratio, loss_mask, offsets, criterion=criteria[name], bound=bound)
+        keep = keep & found.passes
+        prefix = f"rollout_corr/rollout_rs_{name}"
+        metrics |= {f"{prefix}_{key}": value for key, value in _statistics(found, loss_mask, offsets).items()}
+        metrics |= _masked_fractions(prefix, loss_mask & found.passes, loss_mask, offsets)
+    metrics |= _masked_fractions("rollout_corr/rollout_rs", keep, loss_mask, offsets)
+    return keep, metrics if bool(loss_mask.any()) else {}
+
+
+def _statistics(found: Judgement, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """Mean, extremes and shares of a statistic over tokens, and over trajectories."""
+    of_tokens = found.statistic[loss_mask]
+    of_rows = found.of_rows[row_counts(loss_mask, offsets) > 0]
+    if len(of_tokens) == 0:
+        return {}
+    judged = of_rows if found.is_by_row else of_tokens
+    clamped = of_tokens.clamp(min=0.0 if found.low is None else found.low, max=found.high)
+    is_high, is_low = (partial(_share, high=found.high), partial(_share, low=found.low))
+    statistics = {
+        "mean": of_tokens.mean(),
+        "max": judged.max(),
+        "min": judged.min(),
+        "fraction_high": is_high(judged),
+        "fraction_low": is_low(judged),
+        "std": clamped.double().std(correction=0).to(of_tokens.dtype),
+        "seq_mean": of_rows.mean(),
+        "seq_std": of_rows.std() if len(of_rows) > 1 else of_rows.new_zeros(()),
+        "seq_max": of_rows.max(),
+        "seq_min": of_rows.min(),
+        "seq_max_deviation": of_rows.abs().max(),
+        "seq_fraction_high": is_high(of_rows),
+    }
+    return statistics | ({} if found.low is None else {"seq_fraction_low": is_low(of_rows)})
+
+
+def _share(values: Tensor, *, low: float | None = None, high: float | None = None) -> Tensor:
+    """Share of values above `high` or below `low`."""
+    outside = torch.zeros_like(values)
+    if high is not None:
+        outside = (values > high).to(values.dtype)
+    if low is not None:
+        outside = (values < low).to(values.dtype)
+    return outside.mean()
+
+
+def _masked_fractions(prefix: str, keep: Tensor, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """Share of trained tokens that were rejected, and of trajectories that lost one."""
+    if not bool(loss_mask.any()):
+        return {}
+    rejected = row_counts(loss_mask & ~keep, offsets)[row_counts(loss_mask, offsets) > 0]
+    return {
+        f"{prefix}_masked_fraction": (~keep[loss_mask]).float().mean(),
+        f"{prefix}_seq_masked_fraction": (rejected > 0).float().mean(),
+    }

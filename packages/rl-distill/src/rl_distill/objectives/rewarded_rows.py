@@ -1,0 +1,210 @@
+"""What advantages are made from, and the two ways of every estimator: by session, or by token."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError
+from rl_distill.objectives.ragged import row_counts, row_sums, spread_rows
+from rl_distill.objectives.sessions import SessionCredit, SessionRows, SessionRule, last
+from rl_distill.objectives.shapes import check_mask, check_offsets, check_rows, check_tokens
+
+EXTRA_REWARDS = "token_rewards"
+"""Token column of rewards besides the trajectory's own, such as a KL penalty."""
+
+SessionEstimate = Callable[[Tensor, Tensor], Tensor]
+"""(rewards [S], group [S] int64) of sessions -> [S] advantages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedRows:
+    """What advantages are made from: the trajectories of a global batch, packed.
+
+    Attributes:
+        rewards: [N] float, finite.
+        group: [N] int64, equal for the trajectories of one prompt.
+        session: [N] int64, equal within a group for the trajectories of one session.
+        output: [N] int64, orders the trajectories of a session.
+        loss_mask: [T] bool.
+        offsets: [N + 1] int64 rows of the token tensors.
+        columns: [T] further token columns by name, such as a critic's `values` and `token_rewards`.
+        row_columns: [N] further row columns by name, such as `reward_baseline` and `reward/COMPONENT`.
+        session_rule: For sessions that gave several trajectories.
+    """
+
+    rewards: Tensor
+    group: Tensor
+    session: Tensor
+    output: Tensor
+    loss_mask: Tensor
+    offsets: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    row_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    session_rule: SessionRule = last
+
+    def __post_init__(self) -> None:
+        """Check shapes, and that every reward is there."""
+        rows = {name: getattr(self, name) for name in ("rewards", "group", "session", "output")}
+        check_rows({**rows, **self.row_columns})
+        check_rows({"offsets[:-1]": self.offsets[:-1], "rewards": self.rewards})
+        num_tokens = check_tokens({"loss_mask": self.loss_mask, **self.columns})
+        check_mask(self.loss_mask)
+        check_offsets(self.offsets, num_tokens=num_tokens)
+        missing = torch.nonzero(~self.rewards.isfinite()).flatten().tolist()
+        if missing:
+            raise DataError(
+                f"rewards must be finite; rows {missing[:8]} of {len(self.rewards)} are not. "
+                "Score every trajectory, or drop those whose session failed."
+            )
+
+    def column(self, name: str) -> Tensor:
+        """[T] a token column, 0 where masked.
+
+        Raises:
+            DataError: It is not there.
+        """
+        try:
+            values = self.columns[name]
+        except KeyError:
+            raise DataError(f"{_missing(name, self.columns)} Add the column {name!r} first.") from None
+        return torch.where(self.loss_mask, values, torch.zeros_like(values))
+
+    def row_column(self, name: str) -> Tensor:
+        """[N] a row column.
+
+        Raises:
+            DataError: It is not there, or not finite.
+        """
+        try:
+            values = self.row_columns[name]
+        except KeyError:
+            raise DataError(f"{_missing(name, self.row_columns)} Add the column {name!r} first.") from None
+        if not bool(values.isfinite().all()):
+            raise DataError(f"column {name!r} must be finite; some rows are not. Give every trajectory a value.")
+        return values
+
+    def total_rewards(self) -> Tensor:
+        """[N] each trajectory's reward with the sum of its `token_rewards`."""
+        if EXTRA_REWARDS not in self.columns:
+            return self.rewards
+        added = row_sums(self.column(EXTRA_REWARDS).double(), self.offsets)
+        return (self.rewards.double() + added).to(self.rewards.dtype)
+
+    def credit(self, rewards: Tensor) -> SessionCredit:
+        """What the session rule makes of rewards [N]."""
+        pairs = torch.stack([self.group, self.session], dim=1)
+        sessions, session_of_row = torch.unique(pairs, dim=0, return_inverse=True)
+        by_output = torch.argsort(self.output, stable=True)
+        rank = torch.empty_like(by_output)
+        rank[by_output] = torch.arange(len(by_output), device=by_output.device)
+        last_rank = torch.zeros(len(sessions), dtype=torch.int64, device=rank.device)
+        last_rank = last_rank.scatter_reduce(0, session_of_row, rank, "amax")
+        is_last = last_rank[session_of_row] == rank
+        return self.session_rule(SessionRows(rewards=rewards, session=session_of_row, is_last=is_last))
+
+
+AdvantageEstimator = Callable[..., Mapping[str, Tensor]]
+"""(RewardedRows, **options) -> token columns [T] by name: `advantages`, and `returns` where a critic trains. 0 where
+masked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """The items that are compared within a group: sessions, unless the session rule says otherwise.
+
+    Attributes:
+        rewards: [U] float.
+        group: [U] int64.
+        num_tokens: [U] int64 trained tokens.
+        of_row: [N] int64 unit of each row.
+        share: [N] float, what a unit's advantage is multiplied by for each row.
+    """
+
+    rewards: Tensor
+    group: Tensor
+    num_tokens: Tensor
+    of_row: Tensor
+    share: Tensor
+
+
+def units_of(rows: RewardedRows, rewards: Tensor | None = None) -> Units:
+    """The units of a batch, with their rewards by the session rule.
+
+    Args:
+        rows: The batch.
+        rewards: [N] float; None takes `total_rewards`.
+    """
+    credit = rows.credit(rows.total_rewards() if rewards is None else rewards)
+    num_units = int(credit.unit.max()) + 1 if len(credit.unit) else 0
+    of_rows = row_counts(rows.loss_mask, rows.offsets)
+    return Units(
+        rewards=credit.rewards.new_zeros(num_units).scatter(0, credit.unit, credit.rewards),
+        group=rows.group.new_zeros(num_units).scatter(0, credit.unit, rows.group),
+        num_tokens=of_rows.new_zeros(num_units).index_add(0, credit.unit, of_rows),
+        of_row=credit.unit,
+        share=credit.share,
+    )
+
+
+def spread_units(rows: RewardedRows, units: Units, advantages: Tensor) -> Tensor:
+    """[T] advantages of units [U], on the trained tokens of their trajectories; 0 where masked."""
+    of_tokens = spread_rows(advantages[units.of_row] * units.share, rows.offsets, num_tokens=len(rows.loss_mask))
+    return torch.where(rows.loss_mask, of_tokens, torch.zeros_like(of_tokens))
+
+
+def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
+    """Advantages of sessions, spread to the trained tokens of their trajectories.
+
+    By the default session rule a session's reward is that of its last trajectory, and all of its trajectories get the
+    advantage. A session that gave none is absent from its group.
+
+    Returns:
+        [T] in the rewards' dtype, 0 where masked.
+    """
+    units = units_of(rows)
+    return spread_units(rows, units, estimate(units.rewards, units.group))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """The trained tokens alone, for estimators that go from token to token.
+
+    Attributes:
+        rewards: [M] float64: `token_rewards`, and at each trajectory's last trained token its session's reward.
+        offsets: [N + 1] int64 rows of the trained tokens.
+        share: [M] float64 share of the trajectory in its session's advantage.
+    """
+
+    rewards: Tensor
+    offsets: Tensor
+    share: Tensor
+
+
+def episodes_of(rows: RewardedRows) -> Episodes:
+    """The trained tokens of a batch, each trajectory an episode of its own that ends with its session's reward."""
+    credit = rows.credit(rows.rewards)
+    counts = row_counts(rows.loss_mask, rows.offsets)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    num_tokens = int(offsets[-1])
+    rewards = rows.column(EXTRA_REWARDS)[rows.loss_mask].double() if EXTRA_REWARDS in rows.columns else None
+    if rewards is None:
+        rewards = torch.zeros(num_tokens, dtype=torch.float64, device=offsets.device)
+    has_tokens = counts > 0
+    last_token = offsets[1:][has_tokens] - 1
+    return Episodes(
+        rewards=rewards.index_add(0, last_token, credit.rewards[has_tokens].double()),
+        offsets=offsets,
+        share=spread_rows(credit.share.double(), offsets, num_tokens=num_tokens),
+    )
+
+
+def unmasked(values: Tensor, rows: RewardedRows) -> Tensor:
+    """[T] in the rewards' dtype from values of the trained tokens [M], 0 where masked."""
+    empty = torch.zeros(len(rows.loss_mask), dtype=rows.rewards.dtype, device=values.device)
+    return empty.masked_scatter(rows.loss_mask, values.to(rows.rewards.dtype))
+
+
+def _missing(name: str, columns: Mapping[str, Tensor]) -> str:
+    return f"the advantage needs the column {name!r}; the batch has {', '.join(sorted(columns)) or 'none'}."

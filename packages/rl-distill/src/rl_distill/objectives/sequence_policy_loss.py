@@ -1,0 +1,91 @@
+"""Policy losses whose ratio is that of the whole response: GSPO and GMPO.
+
+Both take the geometric mean of the tokens' ratios, which does not explode with the length. Their papers give every
+trajectory the same weight: aggregate with seq-mean-token-mean.
+
+Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, section 4.3 (its token form); GMPO, Zhao et al. 2025,
+arXiv:2507.20673.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.policy_loss import (
+    PolicyTokens,
+    TokenLosses,
+    check_clips,
+    clipped_surrogate,
+)
+from rl_distill.objectives.ragged import row_means, spread_rows
+
+LOG_SEQUENCE_RATIO_BOUND = 10.0
+"""GSPO's log ratios are clamped from above to this before exp; beyond it the gradient is 0."""
+
+
+def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
+    """Group sequence policy optimization: PPO's clip on the response's ratio.
+
+    The gradient of a token is that of its own logprob with the weight of the response's ratio, which is how GSPO
+    allows for advantages that differ from token to token.
+
+    Args:
+        tokens: Packed tokens.
+        clip_low: The ratio's gain ends at 1 - clip_low where the advantage is negative.
+        clip_high: The ratio's gain ends at 1 + clip_high where the advantage is positive.
+
+    Returns:
+        Losses and `actor/pg_clipfrac`, `actor/ppo_kl` (k1 of old to policy).
+
+    Raises:
+        SettingsError: clip_low outside [0, 1], or clip_high below 0.
+    """
+    check_clips(clip_low=clip_low, clip_high=clip_high)
+    log_ratio = tokens.policy_logprobs - tokens.old_logprobs
+    of_sequence = _sequence_means(log_ratio.detach(), tokens)
+    own_gradient = tokens.policy_logprobs - tokens.policy_logprobs.detach()
+    ratio = (own_gradient + of_sequence).clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
+    losses, was_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return TokenLosses(
+        losses=losses, diagnostics={"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -log_ratio.detach()}
+    )
+
+
+def geo_mean(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLosses:
+    """Geometric-mean policy optimization: token ratios are clipped, then averaged in the exponent.
+
+    Args:
+        tokens: Packed tokens; a response's advantage is the mean of its tokens'.
+        clip_low: A token's log ratio is held above -clip_low where its advantage is negative.
+        clip_high: A token's log ratio is held below clip_high where its advantage is positive.
+
+    Returns:
+        Losses, the same for all tokens of a response, and `actor/pg_clipfrac` (clipped at positive advantages),
+        `actor/pg_clipfrac_lower` (at negative ones), `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: A bound is below 0.
+    """
+    if not clip_low >= 0.0 or not clip_high >= 0.0:
+        raise SettingsError(f"geo_mean needs clip_low >= 0 and clip_high >= 0; found {clip_low}, {clip_high}.")
+    log_ratio, advantages = tokens.log_ratio(), tokens.advantages
+    held = log_ratio.clamp(-clip_low, clip_high)
+    sign = advantages.sign()
+    # Pessimistic, as PPO's clip: whichever of the two gains less.
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * held)
+    ratio = _sequence_means(pessimistic, tokens).exp()
+    was_clipped = log_ratio.detach() != held.detach()
+    return TokenLosses(
+        losses=-_sequence_means(advantages, tokens) * ratio,
+        diagnostics={
+            "actor/pg_clipfrac": (was_clipped & (advantages > 0)).to(ratio.dtype),
+            "actor/pg_clipfrac_lower": (was_clipped & (advantages < 0)).to(ratio.dtype),
+            "actor/ppo_kl": -log_ratio.detach(),
+        },
+    )
+
+
+def _sequence_means(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[T] mean over the trained tokens of each token's response."""
+    means = row_means(values, tokens.loss_mask, tokens.offsets)
+    return spread_rows(means, tokens.offsets, num_tokens=tokens.num_tokens)

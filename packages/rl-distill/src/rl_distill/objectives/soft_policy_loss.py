@@ -1,0 +1,34 @@
+"""Policy losses that fade a token out instead of cutting it off: SAPO.
+
+Source: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6.
+"""
+
+import torch
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
+
+
+def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLosses:
+    """Soft adaptive policy optimization: a sigmoid of the ratio in place of the clip.
+
+    The paper gives every trajectory the same weight: aggregate with seq-mean-token-mean.
+
+    Args:
+        tokens: Packed tokens.
+        tau_positive: Steepness where the advantage is positive; higher fades earlier.
+        tau_negative: Steepness elsewhere.
+
+    Returns:
+        Losses -advantage * 4 / tau * sigmoid(tau * (ratio - 1)), whose gradient on policy is that of -advantage *
+        ratio, and `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: A steepness is not above 0.
+    """
+    if not tau_positive > 0.0 or not tau_negative > 0.0:
+        raise SettingsError(f"sapo needs tau_positive > 0 and tau_negative > 0; found {tau_positive}, {tau_negative}.")
+    log_ratio = tokens.log_ratio()
+    steepness = torch.where(tokens.advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
+    gate = torch.sigmoid(steepness * (log_ratio.exp() - 1.0)) * (4.0 / steepness)
+    return TokenLosses(losses=-tokens.advantages * gate, diagnostics={"actor/ppo_kl": -log_ratio.detach()})

@@ -1,0 +1,105 @@
+"""The critic's objective: squared error to the returns, with clipping.
+
+Source: Schulman et al. 2017, arXiv:1707.06347; clipped value loss as in OpenAI Baselines' ppo2.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError, SettingsError
+from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.objectives.shapes import check_mask, check_tokens
+
+ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, MetricSums]]
+"""(values [T], micro-batch) -> (loss summed over the micro-batch's tokens with `loss_weights`, metric sums)."""
+
+
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Half the squared error of values, or of values held near the old ones, whichever is larger.
+
+    Args:
+        values: [T] float, of the critic in training.
+        old_values: [T] float, of the critic before this batch's updates.
+        returns: [T] float, the targets.
+        clip: Largest distance from the old values that counts; math.inf turns the clip off.
+
+    Returns:
+        [T] losses, and [T] 1 where the clip took the gradient away, else 0.
+
+    Raises:
+        ShapeError: The three are not [T].
+        SettingsError: clip is not above 0.
+    """
+    if not clip > 0:
+        raise SettingsError(f"the value clip must be above 0; found {clip}. Set it to inf to turn it off.")
+    check_tokens({"values": values, "old_values": old_values, "returns": returns})
+    held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip) if math.isfinite(clip) else values
+    plain, bounded = (values - returns).square(), (held - returns).square()
+    return 0.5 * torch.maximum(plain, bounded), (bounded > plain).detach().to(values.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueObjective:
+    """A `ValueLoss`: call it with values [T] of the critic in training, and the micro-batch.
+
+    values[t] is the value of the state that token t was sampled in, as the column `values`.
+
+    Columns: `values` (of the critic before this batch's updates), `returns`, `loss_mask` and `loss_weights`. Nothing
+    outside `loss_mask` counts.
+
+    Metrics: `critic/vf_loss` is a mean weighted with `loss_weights`; `critic/vf_clipfrac` and `critic/vpred_mean` are
+    means over trained tokens.
+
+    Attributes:
+        clip: As `value_losses`.
+    """
+
+    clip: float = 0.2
+
+    def __call__(self, values: Tensor, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
+        """Loss of the micro-batch and its metric sums.
+
+        Raises:
+            ShapeError: A tensor is not [T].
+            DataError: A needed column is missing.
+        """
+        mask = _column(micro, "loss_mask")
+        check_mask(mask)
+        columns = {name: _column(micro, name) for name in ("values", "returns", "loss_weights")}
+        check_tokens({"loss_mask": mask, "the critic's values": values, **columns})
+        blank = {name: torch.where(mask, column, torch.zeros_like(column)) for name, column in columns.items()}
+        predicted = torch.where(mask, values, torch.zeros_like(values))
+        losses, was_clipped = value_losses(predicted, blank["values"], blank["returns"], clip=self.clip)
+        loss = (losses * blank["loss_weights"]).sum()
+        count = mask.sum().to(losses.dtype)
+        return loss, {
+            "critic/vf_loss": (loss.detach(), blank["loss_weights"].sum()),
+            "critic/vf_clipfrac": (was_clipped.sum(), count),
+            "critic/vpred_mean": (predicted.detach().sum(), count),
+        }
+
+
+def value_objective(*, clip: float = 0.2) -> ValueObjective:
+    """The critic's objective.
+
+    Args:
+        clip: Largest distance from the old values that counts; math.inf turns the clip off.
+
+    Raises:
+        SettingsError: clip is not above 0.
+    """
+    zero = torch.zeros(1)
+    value_losses(zero, zero, zero, clip=clip)
+    return ValueObjective(clip=clip)
+
+
+def _column(micro: MicroBatch, name: str) -> Tensor:
+    try:
+        return micro.columns[name]
+    except KeyError:
+        found = ", ".join(sorted(micro.columns)) or "none"
+        raise DataError(f"the critic's objective needs the column {name!r}; the micro-batch has {found}.") from None

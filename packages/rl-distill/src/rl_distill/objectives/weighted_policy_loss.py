@@ -1,0 +1,121 @@
+"""Policy losses whose gradient is that of the logprob, times a weight that passes no gradient.
+
+Their value is no surrogate of the reward; only the gradient means something.
+
+Source: GPG, Chu et al. 2025, arXiv:2504.02546; CISPO, MiniMax 2025, arXiv:2506.13585, section 3.1; DPPO, 2026,
+arXiv:2602.04879.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses, check_clips
+
+COMPLEMENT_FLOOR = 1e-8
+"""1 - probability is held above this before its logarithm."""
+
+
+def gpg(tokens: PolicyTokens) -> TokenLosses:
+    """Group policy gradient: REINFORCE, with neither ratio nor clip."""
+    log_ratio = tokens.log_ratio().detach()
+    return TokenLosses(losses=-tokens.advantages * tokens.policy_logprobs, diagnostics={"actor/ppo_kl": -log_ratio})
+
+
+def cispo(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> TokenLosses:
+    """Clipped importance sampling: the weight is clipped, so that no token loses its gradient.
+
+    Args:
+        tokens: Packed tokens.
+        clip_low: Weights are at least 1 - clip_low; 1 leaves them unbounded, as the paper does.
+        clip_high: Weights are at most 1 + clip_high.
+
+    Returns:
+        Losses and `actor/pg_clipfrac`, `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: clip_low outside [0, 1], or clip_high below 0.
+    """
+    check_clips(clip_low=clip_low, clip_high=clip_high)
+    log_ratio = tokens.log_ratio().detach()
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return TokenLosses(
+        losses=-tokens.advantages * weight * tokens.policy_logprobs,
+        diagnostics={"actor/pg_clipfrac": (ratio != weight).to(ratio.dtype), "actor/ppo_kl": -log_ratio},
+    )
+
+
+def dppo_tv(
+    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0
+) -> TokenLosses:
+    """Divergence PPO by total variation: a token trains while its probability is near the old one.
+
+    Args:
+        tokens: Packed tokens.
+        clip_low: With a negative advantage, a token stops when its probability fell by more.
+        clip_high: With a positive advantage, a token stops when its probability rose by more.
+        ratio_cap: Largest importance weight.
+
+    Returns:
+        Losses and `actor/pg_clipfrac` (stopped), `actor/pg_clipfrac_lower` (capped), `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: A bound is below 0, or ratio_cap below 1.
+    """
+    change = tokens.policy_logprobs.detach().exp() - tokens.old_logprobs.exp()
+    is_near = torch.where(tokens.advantages > 0, change <= clip_high, change >= -clip_low)
+    _check_divergences(clip_low, clip_high, ratio_cap)
+    return _trust_region_losses(tokens, is_near, ratio_cap=ratio_cap)
+
+
+def dppo_kl(
+    tokens: PolicyTokens, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0
+) -> TokenLosses:
+    """Divergence PPO by the KL of two outcomes, this token or another.
+
+    Args:
+        tokens: Packed tokens.
+        clip_low: With a negative advantage, a token less probable than before stops at a larger KL (nats).
+        clip_high: With a positive advantage, a token more probable than before stops at a larger KL.
+        ratio_cap: Largest importance weight.
+
+    Returns:
+        Losses and metrics as `dppo_tv`.
+
+    Raises:
+        SettingsError: A bound is below 0, or ratio_cap below 1.
+    """
+    policy, old = tokens.policy_logprobs.detach(), tokens.old_logprobs
+    kl = old.exp() * (old - policy) + _complement(old) * (_complement(old).log() - _complement(policy).log())
+    is_near = torch.where(
+        tokens.advantages > 0, (kl <= clip_high) | (policy <= old), (kl <= clip_low) | (policy >= old)
+    )
+    _check_divergences(clip_low, clip_high, ratio_cap)
+    return _trust_region_losses(tokens, is_near, ratio_cap=ratio_cap)
+
+
+def _trust_region_losses(tokens: PolicyTokens, is_near: Tensor, *, ratio_cap: float) -> TokenLosses:
+    log_ratio = tokens.log_ratio().detach()
+    ratio = log_ratio.exp()
+    weight = torch.where(is_near, ratio.clamp(max=ratio_cap), torch.zeros_like(ratio))
+    return TokenLosses(
+        losses=-tokens.advantages * weight * tokens.policy_logprobs,
+        diagnostics={
+            "actor/pg_clipfrac": (~is_near).to(ratio.dtype),
+            "actor/pg_clipfrac_lower": (is_near & (ratio > ratio_cap)).to(ratio.dtype),
+            "actor/ppo_kl": -log_ratio,
+        },
+    )
+
+
+def _complement(logprobs: Tensor) -> Tensor:
+    """[T] probability of every other token, away from 0."""
+    return (-torch.expm1(logprobs)).clamp(min=COMPLEMENT_FLOOR)
+
+
+def _check_divergences(clip_low: float, clip_high: float, ratio_cap: float) -> None:
+    if not clip_low >= 0.0 or not clip_high >= 0.0 or not ratio_cap >= 1.0:
+        raise SettingsError(
+            f"dppo needs clip_low >= 0, clip_high >= 0 and ratio_cap >= 1; found {clip_low}, {clip_high}, {ratio_cap}."
+        )

@@ -1,0 +1,33 @@
+"""Masked whitening: values less their mean, divided by their standard deviation."""
+
+import torch
+from torch import Tensor
+
+from rl_distill.objectives.shapes import check_mask, check_tokens
+
+
+def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """Values with mean 0 and variance 1 over the tokens of the mask.
+
+    Args:
+        values: [T] float of a whole global batch; anything where masked.
+        mask: [T] bool.
+        eps: Added to the variance, which is the unbiased one.
+
+    Returns:
+        [T] in the values' dtype, computed in float64, 0 where masked. Equal values, or a single one, get zeros.
+
+    Raises:
+        ShapeError: Shapes or dtypes other than above.
+    """
+    check_tokens({"values": values, "mask": mask})
+    check_mask(mask)
+    kept = values[mask].double()
+    if len(kept) == 0:
+        return torch.zeros_like(values)
+    # The mean of equal values may differ from them by rounding, which eps would blow up.
+    is_equal = kept.min() == kept.max()
+    centered = kept - kept.mean()
+    variance = centered.square().sum() / max(len(kept) - 1, 1)
+    whitened = torch.where(is_equal, torch.zeros_like(kept), centered * (variance + eps).rsqrt())
+    return torch.zeros_like(values).masked_scatter(mask, whitened.to(values.dtype))

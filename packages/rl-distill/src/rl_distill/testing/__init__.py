@@ -1,0 +1,24 @@
+"""Conformance kit: what every objective must fulfil, for tests of a user's own; see docs/guides/objectives.md.
+
+from rl_distill.testing import check_policy_loss
+
+def test_my_loss():
+    check_policy_loss(my_loss)
+"""
+
+from rl_distill.testing.advantages import check_advantage, example_rows
+from rl_distill.testing.examples import ExampleBatch, example_batch
+from rl_distill.testing.policy import check_objective, check_policy_loss
+from rl_distill.testing.rules import ConformanceError
+from rl_distill.testing.values import check_value_loss
+
+__all__ = [
+    "ConformanceError",
+    "ExampleBatch",
+    "check_advantage",
+    "check_objective",
+    "check_policy_loss",
+    "check_value_loss",
+    "example_batch",
+    "example_rows",
+]

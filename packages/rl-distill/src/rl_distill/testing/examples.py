@@ -1,0 +1,99 @@
+"""A random global batch in float64, and parts of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl_distill.learner import MicroBatch
+from rl_distill.objectives.aggregation import AGGREGATIONS, token_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleBatch:
+    """A global batch for checks, in float64.
+
+    Attributes:
+        inputs: [T] each by name: `policy_logprobs` and `entropy` of the policy in training, `values` of the critic.
+        micro: All rows packed, with the columns that the objectives of policy and critic can read.
+    """
+
+    inputs: Mapping[str, Tensor]
+    micro: MicroBatch
+
+    @property
+    def policy_logprobs(self) -> Tensor:
+        """[T] of the policy in training."""
+        return self.inputs["policy_logprobs"]
+
+    @property
+    def entropy(self) -> Tensor:
+        """[T] of the policy in training."""
+        return self.inputs["entropy"]
+
+
+def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) -> ExampleBatch:
+    """A random global batch: prompts and gaps are masked, advantages are of either sign.
+
+    Args:
+        lengths: Tokens of each trajectory; the first of each is masked, as a prompt is.
+        seed: Of the numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(int(sum(lengths)), generator=generator, dtype=torch.float64)
+
+    offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    loss_mask = torch.rand(int(sum(lengths)), generator=generator) > 0.25
+    loss_mask[offsets[:-1]] = False
+    policy = -1.0 - normal(0.5).abs()
+    columns = {
+        "loss_mask": loss_mask,
+        "loss_weights": token_weights(loss_mask, offsets, row_weights=AGGREGATIONS["token-mean"]).double(),
+        "advantages": normal(1.0),
+        "old_logprobs": policy + normal(0.3),
+        "reference_logprobs": policy + normal(0.3),
+        "rollout_logprobs": policy + normal(0.3),
+        "values": normal(1.0),
+        "returns": normal(1.0),
+    }
+    columns["token_selection"] = loss_mask & (torch.rand(len(loss_mask), generator=generator) > 0.5)
+    micro = MicroBatch(
+        input_ids=torch.zeros(len(policy), dtype=torch.int64),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        offsets=offsets,
+        columns={
+            name: values if values.dtype == torch.bool else torch.where(loss_mask, values, 0.0)
+            for name, values in columns.items()
+        },
+    )
+    inputs = {"policy_logprobs": policy, "entropy": normal(0.5).abs(), "values": columns["values"] + normal(0.3)}
+    return ExampleBatch(inputs=inputs, micro=micro)
+
+
+def with_columns(micro: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
+    """A micro-batch with these columns added or replaced."""
+    return replace(micro, columns={**micro.columns, **columns})
+
+
+def select_rows(example: ExampleBatch, rows: Sequence[int]) -> ExampleBatch:
+    """The batch of these rows, in this order; `tokens_of` says which tokens they are."""
+    tokens = tokens_of(example, rows)
+    micro = example.micro
+    lengths = micro.offsets.diff()[list(rows)]
+    return ExampleBatch(
+        inputs={name: values[tokens] for name, values in example.inputs.items()},
+        micro=MicroBatch(
+            input_ids=micro.input_ids[tokens],
+            position_ids=micro.position_ids[tokens],
+            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            columns={name: values[tokens] for name, values in micro.columns.items()},
+        ),
+    )
+
+
+def tokens_of(example: ExampleBatch, rows: Sequence[int]) -> Tensor:
+    """Indices of the tokens of these rows, in their order."""
+    return torch.cat([torch.arange(*example.micro.offsets[row : row + 2].tolist()) for row in rows])

@@ -1,0 +1,151 @@
+"""The rules that every objective keeps, of the policy or the critic: gradient, zero, mask, micro-batches."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import RLError
+from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.testing.examples import ExampleBatch, select_rows, tokens_of, with_columns
+
+TOLERANCE = 1e-10
+"""Largest difference, relative to the largest value, that float64 rounding explains."""
+
+POISONS = (float("nan"), float("inf"), float("-inf"), 1e30)
+
+Inputs = tuple[Tensor, ...]
+
+
+class ConformanceError(RLError, AssertionError):
+    """An objective broke a rule that training relies on; the message names the rule and the difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An objective under test.
+
+    Attributes:
+        inputs: Names in `ExampleBatch.inputs` of what it takes a gradient by; the first must get one.
+        call: (inputs [T] each, micro-batch) -> (loss, metric sums).
+    """
+
+    inputs: tuple[str, ...]
+    call: Callable[[Inputs, MicroBatch], tuple[Tensor, MetricSums]]
+
+    @property
+    def no_gradient(self) -> str:
+        """What is said of a loss that is constant."""
+        return f"the loss has no gradient; it must depend on {self.inputs[0]} without detaching them."
+
+    def leaves(self, example: ExampleBatch) -> Inputs:
+        """Fresh inputs that take a gradient."""
+        return tuple(example.inputs[name].detach().clone().requires_grad_() for name in self.inputs)
+
+
+Evaluation = tuple[Tensor, Tensor, MetricSums]
+"""Loss, gradients [number of inputs, T], metric sums."""
+
+
+def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
+    """The objective on a batch.
+
+    Raises:
+        ConformanceError: The loss is no scalar or has no gradient, or a metric keeps the graph alive.
+    """
+    leaves = subject.leaves(example)
+    loss, metrics = subject.call(leaves, example.micro)
+    if loss.ndim != 0:
+        raise ConformanceError(f"the loss must be a scalar; found shape {list(loss.shape)}.")
+    if not loss.requires_grad:
+        raise ConformanceError(subject.no_gradient)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    attached = [name for name, pair in metrics.items() if any(value.requires_grad for value in pair)]
+    if attached:
+        raise ConformanceError(f"metric sums must be detached; {attached[0]} keeps the graph alive.")
+    return loss.detach(), torch.stack(gradients), metrics
+
+
+def check_derivative(subject: Subject, example: ExampleBatch) -> None:
+    """The gradient is that of the loss, by finite differences in float64."""
+    leaves = subject.leaves(example)
+    if not subject.call(leaves, example.micro)[0].requires_grad:
+        raise ConformanceError(subject.no_gradient)
+    try:
+        torch.autograd.gradcheck(lambda *inputs: subject.call(inputs, example.micro)[0], leaves)
+    except RuntimeError as error:
+        raise ConformanceError(
+            f"the gradient is not the derivative of the loss: {error} If a part is detached on purpose, "
+            "pass has_stop_gradient=True."
+        ) from error
+
+
+def check_zero_gradient(subject: Subject, example: ExampleBatch, *, rule: str) -> None:
+    """On this batch every gradient is 0."""
+    _, gradients, _ = evaluate(subject, example)
+    largest = float(gradients.abs().max())
+    if largest != 0.0:
+        raise ConformanceError(f"{rule}; the largest is {largest:.3g}.")
+
+
+def check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
+    """Nothing outside loss_mask, NaN and infinity included, reaches loss, gradients or metrics."""
+    mask = example.micro.columns["loss_mask"]
+    expected = evaluate(subject, example)
+    for poison in POISONS:
+        columns = {
+            name: values | ~mask if values.dtype == torch.bool else torch.where(mask, values, poison)
+            for name, values in example.micro.columns.items()
+            if name != "loss_mask"
+        }
+        inputs = {name: torch.where(mask, values, poison) for name, values in example.inputs.items()}
+        poisoned = ExampleBatch(inputs=inputs, micro=with_columns(example.micro, columns))
+        compare(expected, evaluate(subject, poisoned), f"masked tokens must not count; with {poison} in them")
+    outside = expected[1][:, ~mask].abs()
+    if not bool((outside == 0).all()):
+        raise ConformanceError(f"masked tokens must get no gradient; the largest is {float(outside.max()):.3g}.")
+
+
+def check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
+    """Loss, gradients and metric sums add up to the same, however the rows are cut and ordered."""
+    expected = evaluate(subject, example)
+    rows = list(range(len(example.micro.offsets) - 1))
+    for cut in ([[row] for row in rows], [rows[:2], rows[2:]], [rows[::-1]], [rows[::2], rows[1::2]]):
+        loss, gradients, sums = torch.zeros(()), torch.zeros_like(expected[1]), dict[str, tuple[Tensor, Tensor]]()
+        for part in cut:
+            part_loss, part_gradients, part_sums = evaluate(subject, select_rows(example, part))
+            loss = loss + part_loss
+            gradients[:, tokens_of(example, part)] += part_gradients
+            for name, (total, weight) in part_sums.items():
+                before = sums.get(name, (torch.zeros(()), torch.zeros(())))
+                sums[name] = (before[0] + total, before[1] + weight)
+        compare(expected, (loss, gradients, sums), f"micro-batches must add up; cut into rows {cut}")
+
+
+def compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
+    """Refuse evaluations that differ by more than rounding."""
+    if expected[2].keys() != found[2].keys():
+        raise ConformanceError(f"{rule}: metrics {sorted(expected[2].keys() ^ found[2].keys())} come and go.")
+    pairs = {"loss": (expected[0], found[0]), "gradient": (expected[1], found[1])}
+    for name, sums in expected[2].items():
+        pairs[f"sum of {name}"] = (sums[0], found[2][name][0])
+        pairs[f"weight of {name}"] = (sums[1], found[2][name][1])
+    compare_tensors(pairs, rule)
+
+
+def compare_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], rule: str) -> None:
+    """Refuse (expected, found) tensors that differ by more than rounding."""
+    for name, (left, right) in pairs.items():
+        if left.numel() == 0:
+            continue
+        scale = max(1.0, float(left.abs().max()))
+        difference = float((left - right).abs().max())
+        if not difference <= TOLERANCE * scale:
+            raise ConformanceError(f"{rule}: {name} differs by {difference:.3g}.")
+
+
+def with_zeros(example: ExampleBatch, column: str) -> ExampleBatch:
+    """The batch with a column of zeros."""
+    zeros = {column: torch.zeros(len(example.micro.input_ids), dtype=torch.float64)}
+    return replace(example, micro=with_columns(example.micro, zeros))

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from rl_core.errors import DataError, SettingsError
+from rl_distill.objectives import RewardedRows, gae, remax
+from rl_distill.objectives.sessions import SESSION_RULES
+
+
+def rows_of(rewards, *, lengths, session=None, loss_mask=None, columns=None, row_columns=None, rule="last"):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return RewardedRows(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group=torch.zeros(len(rewards), dtype=torch.int64),
+        session=torch.tensor(session or list(range(len(rewards)))),
+        output=torch.arange(len(rewards)),
+        loss_mask=torch.tensor(loss_mask) if loss_mask else torch.ones(int(offsets[-1]), dtype=torch.bool),
+        offsets=offsets,
+        columns={name: torch.tensor(values, dtype=torch.float64) for name, values in (columns or {}).items()},
+        row_columns={name: torch.tensor(values, dtype=torch.float64) for name, values in (row_columns or {}).items()},
+        session_rule=SESSION_RULES[rule],
+    )
+
+
+def test_gae_literal():
+    # Trained tokens of the first row have values 1 and 3, the masked one between is no step; gamma = lambda = 0.5.
+    # Errors: 0.5 * 3 - 1 = 0.5 and 2 - 3 = -1; advantages 0.5 + 0.25 * -1 and -1. Second row: 4 - 1.
+    rows = rows_of(
+        [2.0, 4.0],
+        lengths=[4, 1],
+        loss_mask=[False, True, False, True, True],
+        columns={"values": [7.0, 1.0, 9.0, 3.0, 1.0]},
+    )
+    found = gae(rows, gamma=0.5, lam=0.5, whiten=False)
+    assert found["advantages"].tolist() == [0.0, 0.25, 0.0, -1.0, 3.0]
+    assert found["returns"].tolist() == [0.0, 1.25, 0.0, 2.0, 4.0]
+
+
+def test_whitening_leaves_the_returns():
+    rows = rows_of([1.0, 0.0], lengths=[2, 3], columns={"values": [0.1, 0.2, 0.3, 0.4, 0.5]})
+    plain, whitened = gae(rows, whiten=False), gae(rows)
+    assert whitened["returns"].tolist() == plain["returns"].tolist()
+    assert whitened["advantages"].mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert whitened["advantages"].var().item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_gae_of_a_perfect_critic_is_zero_and_of_a_silent_one_the_return():
+    perfect = rows_of([3.0], lengths=[3], columns={"values": [3.0, 3.0, 3.0]})
+    assert gae(perfect, whiten=False)["advantages"].tolist() == [0.0, 0.0, 0.0]
+    silent = rows_of([3.0], lengths=[3], columns={"values": [0.0] * 3, "token_rewards": [-1.0, 0.0, 0.0]})
+    assert gae(silent, whiten=False)["advantages"].tolist() == [2.0, 3.0, 3.0]
+
+
+def test_sessions_of_several_trajectories_in_gae():
+    columns = {"values": [0.0] * 3}
+    last = gae(rows_of([9.0, 1.0], session=[0, 0], lengths=[1, 2], columns=columns), whiten=False)
+    assert last["advantages"].tolist() == [1.0, 1.0, 1.0]
+    only = gae(rows_of([9.0, 1.0], session=[0, 0], lengths=[1, 2], columns=columns, rule="last_only"), whiten=False)
+    assert only["advantages"].tolist() == [0.0, 1.0, 1.0]
+    assert only["returns"].tolist() == [1.0, 1.0, 1.0], "the critic learns from all"
+    each = gae(rows_of([9.0, 1.0], session=[0, 0], lengths=[1, 2], columns=columns, rule="each"), whiten=False)
+    assert each["advantages"].tolist() == [9.0, 1.0, 1.0]
+
+
+def test_a_row_without_trained_tokens_is_left_out():
+    rows = rows_of([5.0, 1.0], lengths=[2, 1], loss_mask=[False, False, True], columns={"values": [0.0] * 3})
+    assert gae(rows, whiten=False)["advantages"].tolist() == [0.0, 0.0, 1.0]
+
+
+def test_gae_needs_values():
+    with pytest.raises(DataError, match="needs the column 'values'; the batch has none"):
+        gae(rows_of([1.0], lengths=[1]))
+
+
+@pytest.mark.parametrize("options", [{"gamma": 1.5}, {"lam": -0.5}])
+def test_impossible_discounts_are_refused(options):
+    with pytest.raises(SettingsError, match=rf"{next(iter(options))} must be in \[0, 1\]"):
+        gae(rows_of([1.0], lengths=[1], columns={"values": [0.0]}), **options)
+
+
+def test_remax_literal():
+    rows = rows_of([1.0, 0.0], lengths=[2, 1], row_columns={"reward_baseline": [0.25, 0.25]})
+    assert remax(rows)["advantages"].tolist() == [0.75, 0.75, -0.25]
+
+
+def test_remax_needs_a_finite_baseline():
+    with pytest.raises(DataError, match="needs the column 'reward_baseline'"):
+        remax(rows_of([1.0], lengths=[1]))
+    with pytest.raises(DataError, match="'reward_baseline' must be finite"):
+        remax(rows_of([1.0], lengths=[1], row_columns={"reward_baseline": [float("nan")]}))

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+import torch
+
+from rl_distill.objectives import mismatch_metrics, mismatch_sums
+
+LOG = math.log
+# Rows: one masked and two trained tokens, one trained; then one without a trained token.
+RATIOS = torch.tensor([math.nan, LOG(1.5), LOG(0.5), LOG(4.0), math.inf], dtype=torch.float64)
+MASK = torch.tensor([False, True, True, True, False])
+OFFSETS = torch.tensor([0, 3, 4, 5])
+
+
+def test_mismatch_literals():
+    old = torch.tensor([math.nan, -1.0, -2.0, -1.0, 7.0], dtype=torch.float64)
+    rollout = torch.tensor([0.0, -1.5, -2.0, -0.5, math.nan], dtype=torch.float64)
+    found = {name: float(value) for name, value in mismatch_metrics(old, rollout, MASK, OFFSETS).items()}
+    # Trajectories: learner -1.5 and -1, engine -1.75 and -0.5; the third trains nothing and counts nowhere.
+    differences = [1.5 - 1.75, 1.0 - 0.5]
+    assert found == pytest.approx(
+        {
+            "training/rollout_probs_diff_mean": (math.exp(-1) - math.exp(-1.5) + math.exp(-0.5) - math.exp(-1)) / 3,
+            "rollout_corr/kl": (-0.5 + 0.0 + 0.5) / 3,
+            "rollout_corr/k3_kl": (math.exp(0.5) - 1.5 + 0 + math.exp(-0.5) - 0.5) / 3,
+            "rollout_corr/chi2_token": (math.e + 1 + 1 / math.e) / 3 - 1,
+            "rollout_corr/chi2_seq": (math.e + 1 / math.e) / 2 - 1,
+            "rollout_corr/training_ppl": (math.exp(1.5) + math.exp(1.0)) / 2,
+            "rollout_corr/training_log_ppl": 1.25,
+            "rollout_corr/rollout_ppl": (math.exp(1.75) + math.exp(0.5)) / 2,
+            "rollout_corr/rollout_log_ppl": 1.125,
+            "rollout_corr/log_ppl_diff": 0.125,
+            "rollout_corr/log_ppl_abs_diff": 0.375,
+            "rollout_corr/ppl_ratio": sum(map(math.exp, differences)) / 2,
+            "rollout_corr/log_ppl_diff_max": 0.5,
+            "rollout_corr/log_ppl_diff_min": -0.25,
+        },
+        rel=1e-12,
+        abs=1e-12,
+    )
+
+
+def test_nothing_to_train_is_nan_and_sums_stay_zero():
+    mask = torch.zeros(5, dtype=torch.bool)
+    assert all(torch.isnan(value) for value in mismatch_metrics(RATIOS, RATIOS, mask, OFFSETS).values())
+    assert all(
+        float(total) == float(weight) == 0.0 for total, weight in mismatch_sums(RATIOS, RATIOS, mask, OFFSETS).values()
+    )
