@@ -1,6 +1,6 @@
 """The reference learner: transformers' model and torch's AdamW, padded; the oracle in tests.
 
-Imports transformers, which comes with the extra `rl-distill[megatron]`.
+Needs transformers, which comes with the extra `rl-distill[megatron]`.
 """
 
 from collections.abc import Mapping
@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.batch import Batch
+from rl_core.errors import SettingsError
 from rl_core.ragged import Ragged
 from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
 from rl_distill.hf_folder import read_policy_tensors
 from rl_distill.learner import LearnerOptions, Objective, StepResult
 from rl_distill.packing import Pack, pack_batch, unpack_values
+from rl_distill.reference_model import reference_model
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
     check_finite,
@@ -54,7 +55,8 @@ class TorchLearner:
         self._device = device or torch.device("cpu")
         with torch.random.fork_rng():
             torch.manual_seed(options.seed)
-            self._model: Any = Qwen3ForCausalLM(Qwen3Config(**self._source.config_json)).to(self._device, dtype)
+            model = reference_model(self._source.config_json, self._source.config)
+            self._model: Any = model.to(self._device, dtype)
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         if self._source.policy_dir is not None:
             self._copy_weights(read_policy_tensors(self._source.policy_dir, self._source.config, dtype=dtype))
@@ -165,6 +167,11 @@ class TorchLearner:
         self._model, self._parameters, self._mains = None, {}, {}
 
     def _packs(self, batch: Batch) -> list[Pack]:
+        if "routed_experts" in batch:
+            raise SettingsError(
+                "the reference learner cannot replay the column 'routed_experts'; leave it out of the batch, or train "
+                "with the Megatron learner."
+            )
         return pack_batch(batch, max_tokens=self._options.micro_batch_tokens, device=self._device)
 
     def _copy_weights(self, weights: Mapping[str, Tensor]) -> None:

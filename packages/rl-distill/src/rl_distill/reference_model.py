@@ -1,0 +1,59 @@
+"""transformers' model of a policy, with a parameter for each tensor of its folder.
+
+Imports transformers, which comes with the extra `rl-distill[megatron]`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+import transformers
+from torch import Tensor, nn
+
+from rl_distill.policy_config import MixtureConfig, PolicyConfig
+
+
+class _Expert(nn.Module):
+    """One gated feed-forward layer, named as in a Hugging Face folder."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+
+
+class _Experts(nn.ModuleList):
+    """The experts of a layer one by one, where transformers holds all in two parameters."""
+
+    def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
+        super().__init__(_Expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """[T, hidden] of tokens [T, hidden] by their experts [T, top_k] and the shares of these."""
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self):
+            tokens, places = torch.where(chosen == index)
+            out = out.index_add(0, tokens, expert(hidden[tokens]) * shares[tokens, places, None])
+        return out
+
+
+def reference_model(config_json: Mapping[str, Any], config: PolicyConfig) -> Any:
+    """transformers' model with random weights, whose parameters are named as the tensors of its folder.
+
+    Args:
+        config_json: The content of config.json.
+        config: What it says.
+    """
+    model_class = getattr(transformers, config.architecture)
+    model = model_class(model_class.config_class(**config_json))
+    for index, layer in enumerate(model.model.layers):
+        if config.mixture is not None and config.is_mixture(index):
+            layer.mlp.experts = _Experts(config.mixture, config.hidden_size, config.initializer_range)
+    return model
