@@ -4,6 +4,7 @@ The one file that starts Ray or joins it. Ray reads how it authenticates while i
 before anything else imports it.
 """
 
+import logging
 import os
 import secrets
 import shutil
@@ -70,6 +71,9 @@ def start_ray(options: RayOptions | None = None) -> Any:
             )
         return sys.modules["ray"]
     ray = import_ray(options)
+    logging.getLogger("ray").setLevel(
+        logging.ERROR
+    )  # else it says each time that it was not started by the main thread
     arguments: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR", "configure_logging": False}
     try:
         if options.address is not None:

@@ -56,7 +56,7 @@ class Cluster:
         group = RoleGroup(spec, size=size, slots=slots, launcher=self._launcher)
         self._groups.append(group)
         try:
-            await group.start(left_s)
+            await group.start(left_s, deadline_s=deadline_s)
         except BaseException:
             self._groups.remove(group)
             raise

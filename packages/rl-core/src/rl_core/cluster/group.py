@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +36,11 @@ class RoleGroup:
         self._restarts: set[asyncio.Task[None]] = set()
         self._is_group_restarting = False
 
-    async def start(self, deadline_s: float) -> None:
-        """Make every role's object; none is left where one fails."""
+    async def start(self, left_s: float, *, deadline_s: float) -> None:
+        """Make every role's object in the time that is left; none stays where one fails. A restart has it all."""
         self._deadline_s = deadline_s
         try:
-            await self._launch(self._roles)
+            await self._launch(self._roles, left_s)
         except BaseException:
             await self.close()
             raise
@@ -66,6 +66,9 @@ class RoleGroup:
     def __getitem__(self, rank: int) -> Role:
         """One of them."""
         return self._roles[rank]
+
+    def __iter__(self) -> Iterator[Role]:
+        return iter(self._roles)
 
     def __len__(self) -> int:
         return len(self._roles)
@@ -175,13 +178,13 @@ class RoleGroup:
         errors = [error for task in failed if (error := task.exception()) is not None]
         raise _root_of(errors)
 
-    async def _launch(self, roles: Sequence[Role]) -> None:
+    async def _launch(self, roles: Sequence[Role], deadline_s: float) -> None:
         """Start these together; all are ended where one fails.
 
         Raises:
             Exception: The first failure.
         """
-        launches = [asyncio.ensure_future(role.launch(self._deadline_s)) for role in roles]
+        launches = [asyncio.ensure_future(role.launch(deadline_s)) for role in roles]
         try:
             done, _ = await asyncio.wait(launches, return_when=asyncio.FIRST_EXCEPTION)
             for launch in done:
@@ -217,7 +220,7 @@ class RoleGroup:
                 await asyncio.gather(*(role.end(because) for role in unit))
                 await asyncio.sleep(pause_s)
                 try:
-                    await self._launch(unit)
+                    await self._launch(unit, self._deadline_s)
                     await self._run_hook(unit)
                     for role in unit:
                         role.check_alive()

@@ -15,6 +15,8 @@ from rl_core.cluster.roles import RoleSpec
 TAIL_LINES = 20
 TAIL_BYTES = 4000
 STDERR = 2
+NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
+"""How lines begin that the role did not print: ours, and Ray's."""
 
 
 class RoleOutput(Protocol):
@@ -120,5 +122,5 @@ def last_lines(text: bytes) -> str:
 
 def quote(tail: str) -> str:
     """What an error says about the output."""
-    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith("=== ")]
+    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith(NOT_SAID)]
     return "Its last output:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "It printed nothing."

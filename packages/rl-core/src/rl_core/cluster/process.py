@@ -119,7 +119,7 @@ class ProcessIncarnation:
             if not has_ended:
                 self._watchers.append(callback)
         if has_ended and self._because is None:
-            callback(self._death(""))
+            callback(self._death(None))
 
     async def close(self) -> None:
         """See `Incarnation.close`."""
@@ -179,16 +179,16 @@ class ProcessIncarnation:
             self._has_ended = True
             watchers = self._watchers if self._because is None else []
         for callback in watchers:
-            callback(self._death(""))
+            callback(self._death(None))
         self._calls.fail_all(self._death)
         self._ended.set_result(None)
 
-    def _death(self, method: str) -> RLError:
+    def _death(self, method: str | None) -> RLError:
         if self._is_closed:
             return NotReadyError(f"{self._spec} {self._because}.")
         if self._because is not None:
             return RoleDiedError(f"{self._spec} {self._because}.", role=self._spec.name, rank=self._spec.rank)
-        call = f" while {describe_call(method)} was waited for" if method else ""
+        call = f" while {describe_call(method)} was waited for" if method is not None else ""
         text = (
             f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())}{call}; the last thing "
             f"heard from it was {self.last_heard}. {quote(self._output.tail())}"

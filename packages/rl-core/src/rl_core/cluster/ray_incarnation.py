@@ -110,7 +110,7 @@ class RayIncarnation:
             if not has_died:
                 self._watchers.append(callback)
         if has_died and self._because is None:
-            callback(self._failure(""))
+            callback(self._failure(None))
 
     async def close(self) -> None:
         """See `Incarnation.close`."""
@@ -198,14 +198,14 @@ class RayIncarnation:
             self._has_died = True
             watchers = self._watchers if self._because is None else []
         for callback in watchers:
-            callback(self._failure(""))
+            callback(self._failure(None))
         self._calls.fail_all(self._failure)
         self._gone.set_result(None)
 
-    def _failure(self, method: str) -> RLError:
+    def _failure(self, method: str | None) -> RLError:
         if self._is_closed:
             return NotReadyError(f"{self._spec} {self._because}.")
-        call = f" while {describe_call(method)} was waited for" if method else ""
+        call = f" while {describe_call(method)} was waited for" if method is not None else ""
         where = "" if self._hello is None else f" (pid {self._hello.pid} on {self._hello.address})"
         text = (
             f"the actor of {self._spec}{where} ended{call}; the last thing heard from it was {self.last_heard}. "

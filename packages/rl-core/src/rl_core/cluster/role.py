@@ -164,7 +164,7 @@ class Role:
         context = RoleContext(
             name=self._spec.name, rank=self._spec.rank, size=self._size, address="", incarnation=self._incarnation
         )
-        birth = Birth(spec=self._spec, context=context, slot=self._slot, deadline_s=deadline_s)
+        birth = Birth(spec=self._spec, context=context, slot=self._slot, deadline_s=round(deadline_s, 1))
         life = await self._launcher.launch(birth)
         if self._state == "closed":
             await life.kill("was closed while it started")

@@ -1,0 +1,172 @@
+# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
+"""Checks of deaths: noticed, named, explained, and followed by a restart where one is wanted."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+
+from rl_core.cluster import Cluster, RestartedRole, RestartPolicy, Role
+from rl_core.cluster.guard import is_running
+from rl_core.errors import RLError, RoleDiedError, RoleError, SettingsError
+from rl_core.testing.cluster_checks import NOTICED_S, START_S, ClusterChecks, catches, echo, until, within
+from rl_core.testing.queue_checks import refuses
+
+
+class DeathChecks(ClusterChecks):
+    """A role that is killed is named within seconds, and leaves nothing behind."""
+
+    def test_a_killed_rank_fails_all_by_its_own_name_though_its_peers_raise_first(self) -> None:
+        self.needs_process()
+
+        async def use(cluster: Cluster) -> None:
+            group = await cluster.start_group(echo(), size=2, deadline_s=START_S)
+            with within(NOTICED_S), catches(RoleDiedError) as caught:
+                await group.call_all("fail_with", 1, self.folder / "died")
+            (found,) = caught
+            assert (found.role, found.rank) == ("echo", 1)
+            assert "echo[1]" in str(found)
+            assert any("echo[0] failed with it: RuntimeError: connection closed" in note for note in found.__notes__)
+            assert (group[0].is_alive, group[1].is_alive, group.is_alive) == (True, False, False)
+            with refuses(RoleDiedError, "echo[1] is dead"):
+                await group.call(1, "greet", "you")
+            assert await group.call(0, "greet", "you") == "hello you!"
+
+        self.with_cluster(use)
+
+    def test_a_death_is_noticed_though_nothing_is_called_and_its_children_end(self) -> None:
+        self.needs_process()
+        heard: list[tuple[Role, RLError]] = []
+
+        async def use(cluster: Cluster) -> None:
+            role = await cluster.start(echo(rank=3), deadline_s=START_S)
+            children = [await role.call("start_child", own_session=own) for own in (False, True)]
+            await role.call("say", "almost out of memory")
+            role.on_death(lambda *said: heard.append(said))
+            os.kill(role.pid, signal.SIGKILL)
+            with within(NOTICED_S):
+                error = await role.wait_death()
+            for word in ("echo[3]", f"pid {role.pid}", "the answer of 'say'", "almost out of memory"):
+                assert word in str(error), f"the message lacks {word}: {error}"
+            assert not role.is_alive
+            assert [(died.rank, told is error) for died, told in heard] == [(3, True)]
+            await until(lambda: not any(map(is_running, children)), "its children to end")
+            assert await role.wait_death()  # also when it was long ago
+
+        self.with_cluster(use)
+
+    def test_a_death_at_the_start_leaves_nothing(self) -> None:
+        self.needs_process()
+        flag = self.folder / "flag"
+        flag.write_text("die 1")
+
+        async def use(cluster: Cluster) -> None:
+            with refuses(RoleDiedError, "echo[1]", "its start was waited for"):
+                await cluster.start_group(echo(flag=flag), size=2, deadline_s=START_S)
+
+        self.with_cluster(use)
+
+    def test_each_role_has_a_log_and_its_last_lines_are_in_the_error(self) -> None:
+        self.needs_process()
+
+        async def use(cluster: Cluster) -> list[int]:
+            group = await cluster.start_group(echo(name="my engine"), size=2, deadline_s=START_S)
+            await group.call_each("say", [("first words",), ("last words",)])
+            with refuses(RoleDiedError, "my engine[1]", "last words"):
+                await group.call(1, "kill")
+            return [role.pid for role in group]
+
+        pids = self.with_cluster(use, log_directory=self.folder / "logs")
+        for rank, words in enumerate(["first words", "last words"]):
+            lines = (self.folder / "logs" / f"my-engine-{rank}.log").read_text().splitlines()
+            assert lines[0].startswith(f"=== my engine[{rank}] incarnation 1 pid {pids[rank]} ")
+            assert words in lines[1:]
+
+
+class RestartChecks(ClusterChecks):
+    """What shall be started again is, with a hook before it serves, and not for ever."""
+
+    def test_a_role_is_restarted_with_a_hook_and_logs_go_on(self) -> None:
+        self.needs_process()
+        restart = RestartPolicy(max_restarts=1, backoff_s=0.05, hook="open")
+
+        async def use(cluster: Cluster) -> None:
+            group = await cluster.start_group(echo(restart=restart), size=2, deadline_s=START_S)
+            pids = [role.pid for role in group]
+            lost = asyncio.ensure_future(group.call(1, "wait_forever"))
+            await group.call(1, "greet", "you")
+            os.kill(pids[1], signal.SIGKILL)
+            with refuses(RoleDiedError, "echo[1]", "restart 1 of 1", "call again"):
+                await lost
+            assert await group.call(1, "wait_until_open") == 1  # waits for the restart, and the hook has opened it
+            place = await group.call(1, "place")
+            assert (group[1].incarnation, place.incarnation, group[0].incarnation) == (2, 2, 1)
+            assert group[0].pid == pids[0]
+            os.kill(group[1].pid, signal.SIGKILL)
+            with refuses(RoleDiedError, "echo[1]", "was restarted 1 times"):
+                await group.call(1, "wait_forever")
+            assert not group[1].is_alive
+
+        self.with_cluster(use, log_directory=self.folder / "logs")
+        text = (self.folder / "logs" / "echo-1.log").read_text()
+        assert "echo[1] incarnation 1 pid" in text
+        assert "echo[1] incarnation 2 pid" in text
+
+    def test_a_group_is_restarted_whole(self) -> None:
+        self.needs_process()
+        hooked: list[list[tuple[int, int, str]]] = []
+
+        async def hook(roles: Sequence[RestartedRole]) -> None:
+            hooked.append([(role.spec.rank, role.incarnation, await role.call("greet", "hook")) for role in roles])
+
+        restart = RestartPolicy(max_restarts=1, backoff_s=0.0, scope="group", hook=hook)
+
+        async def use(cluster: Cluster) -> None:
+            group = await cluster.start_group(echo(restart=restart), size=2, deadline_s=START_S)
+            lost = asyncio.ensure_future(group.call(0, "wait_forever"))
+            await group.call(0, "greet", "you")
+            os.kill(group[1].pid, signal.SIGKILL)
+            with refuses(RoleError, "echo[0] was ended, as", "echo[1]", "restart 1 of 1"):
+                await lost
+            places = await group.call_all("place")
+            assert [place.incarnation for place in places] == [2, 2]
+
+        self.with_cluster(use)
+        assert hooked == [[(0, 2, "hello hook!"), (1, 2, "hello hook!")]]
+
+    def test_a_restart_that_fails_too_often_ends_with_the_last_error(self) -> None:
+        self.needs_process()
+        flag = self.folder / "flag"
+        restart = RestartPolicy(max_restarts=2, backoff_s=0.0)
+
+        async def use(cluster: Cluster) -> None:
+            role = await cluster.start(echo(flag=flag, restart=restart), deadline_s=START_S)
+            flag.write_text("die 0")
+            os.kill(role.pid, signal.SIGKILL)
+            await role.wait_death()
+            with refuses(RoleDiedError, "echo[0] is dead", "its start was waited for", "was restarted 2 times"):
+                await role.call("greet", "you")
+
+        self.with_cluster(use)
+
+    def test_close_breaks_a_restart_off(self) -> None:
+        self.needs_process()
+
+        async def use(cluster: Cluster) -> None:
+            restart = RestartPolicy(max_restarts=1, backoff_s=60.0)
+            role = await cluster.start(echo(restart=restart), deadline_s=START_S)
+            os.kill(role.pid, signal.SIGKILL)
+            await role.wait_death()
+            waiting = asyncio.ensure_future(role.call("greet", "you"))
+            with within(NOTICED_S):
+                await cluster.close()
+            with refuses(RLError, "was closed"):
+                await waiting
+
+        self.with_cluster(use)
+
+    def test_impossible_policies_are_refused(self) -> None:
+        with refuses(SettingsError, "role or group", "'node'"):
+            RestartPolicy(scope="node")  # type: ignore[arg-type]
+        with refuses(SettingsError, "max_restarts", "-1"):
+            RestartPolicy(max_restarts=-1)

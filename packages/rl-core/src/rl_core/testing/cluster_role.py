@@ -1,0 +1,223 @@
+"""A role for checks of clusters: it answers, waits, raises, prints, dies, and says where it lives."""
+
+import asyncio
+import builtins
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rl_core import errors
+from rl_core.cluster import RoleContext
+
+
+class UnknownError(Exception):
+    """An error that only this module knows."""
+
+
+class Unreadable:
+    """A value that pickles here and does not unpickle there."""
+
+    def __reduce__(self) -> Any:
+        """Make what cannot be made again."""
+        return _refuse, ()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError("this cannot be made again")
+
+
+class EchoRole:
+    """Does what a check asks of it."""
+
+    def __init__(
+        self,
+        greeting: str = "hello",
+        *,
+        context: RoleContext,
+        close_file: Path | None = None,
+        start_error: str = "",
+        flag: Path | None = None,
+    ) -> None:
+        """Greet in these words.
+
+        Args:
+            greeting: Before a name.
+            context: From the cluster.
+            close_file: Gets "closed" when the role is closed, and a suffix with its rank.
+            start_error: Raise this instead.
+            flag: Hang, or die, where this file exists and has the word, and the rank after it.
+        """
+        if start_error:
+            raise errors.SettingsError(start_error)
+        words = flag.read_text().split() if flag is not None and flag.exists() else []
+        if words == ["hang", str(context.rank)]:
+            threading.Event().wait()
+        if words == ["die", str(context.rank)]:
+            self.kill()
+        self.context = context
+        self.greeting = greeting
+        self.close_file = close_file
+        self.is_open = asyncio.Event()
+        self.num_begun = 0
+        self.seen: list[Any] = []
+
+    def greet(self, name: str, *, mark: str = "!") -> str:
+        """A plain method."""
+        return f"{self.greeting} {name}{mark}"
+
+    async def greet_async(self, name: str) -> str:
+        """An async one."""
+        await asyncio.sleep(0)
+        return f"{self.greeting} {name}"
+
+    def place(self) -> RoleContext:
+        """What the role was told of itself."""
+        return self.context
+
+    def see(self, value: Any) -> None:
+        """Keep a value."""
+        self.seen.append(value)
+
+    def seen_values(self) -> list[Any]:
+        """What was kept, in order; it is forgotten."""
+        seen, self.seen = self.seen, []
+        return seen
+
+    async def company(self, _value: Any) -> int:
+        """Calls that began up to the end of this turn of the event loop."""
+        self.num_begun += 1
+        await asyncio.sleep(0)
+        number = self.num_begun
+        await asyncio.sleep(0.01)
+        self.num_begun = 0
+        return number
+
+    def echo(self, value: Any) -> Any:
+        """Give it back."""
+        return value
+
+    def unreadable(self) -> Unreadable:
+        """A result that cannot be read."""
+        return Unreadable()
+
+    def unpicklable(self) -> Any:
+        """A result that cannot be sent."""
+        return threading.Lock()
+
+    def pid(self) -> int:
+        """Where it lives."""
+        return os.getpid()
+
+    def environment(self, name: str) -> str | None:
+        """A variable."""
+        return os.environ.get(name)
+
+    async def wait_until_open(self) -> int:
+        """Wait for `open`; gives the rank."""
+        await self.is_open.wait()
+        return self.context.rank
+
+    def open(self) -> None:
+        """Let those who wait go on."""
+        self.is_open.set()
+
+    def shut(self) -> None:
+        """Let those who come wait."""
+        self.is_open.clear()
+
+    async def wait_forever(self) -> None:
+        """Never answer."""
+        await asyncio.Event().wait()
+
+    async def raise_on(self, rank: int) -> None:
+        """Raise on one rank; the others hang, as in a collective."""
+        if self.context.rank == rank:
+            raise ValueError(f"rank {rank} has no rows")
+        await asyncio.Event().wait()
+
+    async def fail_with(self, rank: int, died: Path) -> None:
+        """Be killed on one rank; the others then raise at once, as peers of a collective do."""
+        if self.context.rank == rank:
+            died.touch()
+            await asyncio.sleep(0.2)
+            self.kill()
+        while not died.exists():
+            await asyncio.sleep(0.01)
+        raise RuntimeError("connection closed by peer")
+
+    def block(self, started: Path) -> None:
+        """Never answer, and let nothing else be answered; write a file first."""
+        started.touch()
+        while True:
+            time.sleep(3600)
+
+    def raise_error(self, kind: str, *args: Any, **attributes: Any) -> None:
+        """Raise an error of this class, with a note."""
+        found = getattr(errors, kind, None) or getattr(builtins, kind, None) or globals()[kind]
+        error = found(*args, **attributes)
+        error.add_note("while checking")
+        raise error
+
+    async def cancel(self) -> None:
+        """Raise what a cancelled task raises."""
+        raise asyncio.CancelledError
+
+    def say(self, text: str) -> None:
+        """Print."""
+        sys.stdout.write(f"{text}\n")
+
+    def start_child(self, *, own_session: bool) -> int:
+        """A process that does not end by itself; gives its pid."""
+        command = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
+        return subprocess.Popen(command, start_new_session=own_session).pid  # noqa: S603 - ours
+
+    def fork_sleeper(self) -> int:
+        """A child that holds on to everything that this process has open."""
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        return pid
+
+    def exit(self, status: int) -> None:
+        """End without a word."""
+        os._exit(status)
+
+    def kill(self) -> None:
+        """As the kernel does when memory runs out."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Say that it was closed."""
+        if self.close_file is not None:
+            path = self.close_file.with_suffix(f".{self.context.rank}")
+            path.write_text("closed")
+
+
+class AsyncEchoRole(EchoRole):
+    """The same, closed by an async method."""
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Say that it was closed."""
+        await asyncio.sleep(0)
+        super().close()
+
+
+class BadCloseRole:
+    """A role that cannot close."""
+
+    def close(self) -> None:
+        """Fail."""
+        raise RuntimeError("close failed")
+
+
+async def make_slowly(*, context: RoleContext, hangs_on: int = -1) -> EchoRole:
+    """An async factory."""
+    if context.rank == hangs_on:
+        await asyncio.Event().wait()
+    await asyncio.sleep(0)
+    return EchoRole("slowly", context=context)
