@@ -30,10 +30,10 @@ def keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def build(policy_dir: Path, **changes: Any) -> GPTModel:
+def build(policy_dir: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> GPTModel:
     """megatron's model of a folder, on one rank."""
     policy = parse_policy_config(read_policy_config(policy_dir))
-    config = transformer_config(policy, dtype=torch.float32, init_method=keep, **changes)
+    config = transformer_config(policy, dtype=dtype, init_method=keep, **changes)
     model = GPTModel(
         config,
         block_spec(config),
@@ -44,7 +44,7 @@ def build(policy_dir: Path, **changes: Any) -> GPTModel:
     )
     tensors = PolicyTensors(policy_dir, policy)
     for block in blocks_of(dict(model.named_parameters()), policy, whole_policy(policy)):
-        block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=torch.float32))
+        block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=dtype))
     return model
 
 
@@ -53,10 +53,10 @@ def random_rows(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(0, 40, (length,), generator=generator) for length in lengths]
 
 
-def layout_of(policy: PolicyConfig, lengths: list[int]) -> PackedLayout:
+def layout_of(policy: PolicyConfig, lengths: list[int], device: torch.device) -> PackedLayout:
     positions = torch.cat([torch.arange(length) for length in lengths])
     return packed_layout(
-        positions,
+        positions.to(device),
         offsets_of(lengths),
         frequencies=rotary_frequencies(policy),
         head_counts=(policy.num_heads, policy.num_key_value_heads),
@@ -64,7 +64,7 @@ def layout_of(policy: PolicyConfig, lengths: list[int]) -> PackedLayout:
 
 
 def packed_logits(model: GPTModel, policy_dir: Path, rows: list[torch.Tensor]) -> torch.Tensor:
-    layout = layout_of(parse_policy_config(read_policy_config(policy_dir)), [len(row) for row in rows])
+    layout = layout_of(parse_policy_config(read_policy_config(policy_dir)), [len(row) for row in rows], rows[0].device)
     ids = torch.cat(rows)[None]
     return model(ids, torch.zeros_like(ids), None, packed_seq_params=layout)[0]
 
@@ -188,3 +188,26 @@ def test_only_the_layer_before_the_head_leaves_tokens_out(family_policy: Path, m
     monkeypatch.setattr(config, "sequence_parallel", False)
     monkeypatch.setattr(config, "pipeline_model_parallel_size", 2)  # this process is the first of two stages
     assert [spec.module is LastLayer for spec in block_spec(config).layer_specs] == [False]
+
+
+def test_bfloat16_is_as_exact_as_in_transformers(family_policy: Path):
+    rows = random_rows(LENGTHS)
+    exact = reference_logits(family_policy, rows)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(family_policy, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = torch.cat([reference(row[None]).logits[0] for row in rows]).float()
+        found = packed_logits(build(family_policy, dtype=torch.bfloat16), family_policy, rows).float()
+
+    assert (found - exact).abs().mean() < 1.5 * (expected - exact).abs().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_logits_on_a_gpu_are_those_of_transformers(family_policy: Path):
+    rows = random_rows(LENGTHS)
+    model = build(family_policy).cuda()
+
+    with torch.no_grad():
+        found = packed_logits(model, family_policy, [row.cuda() for row in rows])
+
+    torch.testing.assert_close(found.cpu(), reference_logits(family_policy, rows), rtol=0, atol=1e-4)
