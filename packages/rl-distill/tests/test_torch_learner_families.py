@@ -57,7 +57,7 @@ def test_gradients_of_experts_are_those_of_transformers(mixture_policy: Path, ma
 
     result = learner.train_step(batch, supervised_objective)
 
-    assert result.loss == pytest.approx(float(loss), rel=1e-6)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.grad_norm == pytest.approx(float(expected), rel=1e-5)
 
 
