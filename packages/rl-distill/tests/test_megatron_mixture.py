@@ -34,6 +34,7 @@ LOGITS = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).log()
     ([[-1, -1]], [0, 0, 3 / 7, 4 / 7]),
     ([[-1, 0]], [0, 0, 3 / 7, 4 / 7]),
     ([[1, 1]], [0, 0, 3 / 7, 4 / 7]),
+    ([[0, 4]], [0, 0, 3 / 7, 4 / 7]),
 ])  # fmt: skip
 def test_probabilities_of_the_chosen_sum_to_one(given: list[list[int]] | None, expected: list[float]):
     experts = None if given is None else torch.tensor(given)

@@ -65,8 +65,9 @@ def route(logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | No
     chosen = torch.zeros_like(logits, dtype=torch.bool)
     chosen.scatter_(1, probabilities.detach().topk(top_k, dim=-1).indices, value=True)
     if given is not None:
-        replayed = torch.zeros_like(chosen).scatter_(1, given.clamp_min(0), value=True)
-        is_given = (given >= 0).all(-1) & (replayed.sum(-1) == top_k)
+        known = given.clamp(0, logits.shape[-1] - 1)
+        replayed = torch.zeros_like(chosen).scatter_(1, known, value=True)
+        is_given = (given == known).all(-1) & (replayed.sum(-1) == top_k)
         chosen = torch.where(is_given[:, None], replayed, chosen)
     probabilities = probabilities.masked_fill(~chosen, 0.0)
     if is_normalized:
