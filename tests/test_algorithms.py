@@ -18,18 +18,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl-k1": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k1"},
     "kl-k2": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k2"},
     "kl-k3": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k3"},
+    "kl-straight-through": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "k3+"},
     "kl-abs": {"algorithm__kl_coefficient": 0.1, "algorithm__kl_estimator": "abs"},
+    "kl-in-the-reward": {
+        "algorithm__advantage": "reinforce_plus_plus",
+        "algorithm__kl_coefficient": 0.1,
+        "algorithm__kl_estimator": "k1",
+        "algorithm__kl_in": "reward",
+        "algorithm__kl_target": 0.01,
+    },
+    **{f"advantage-{name}": {"algorithm__advantage": name} for name in ("rloo", "opo", "gpg", "grpo_passk")},
+    "advantage-baseline": {"algorithm__advantage": "reinforce_plus_plus_baseline", "algorithm__session_rule": "each"},
+    **{
+        f"loss-{name}": {"algorithm__policy_loss": name, "trainer__minibatches": 2}
+        for name in ("gspo", "geo_mean", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+    },
     "entropy": {"algorithm__entropy_coefficient": 0.01},
     "recomputed": RECOMPUTED,
-    "corrected-by-token": {**RECOMPUTED, "algorithm__correction": "token"},
-    "corrected-by-sequence": {**RECOMPUTED, "algorithm__correction": "sequence"},
+    "corrected-by-token": {**RECOMPUTED, "correction__weights": "token"},
+    "corrected-by-sequence": {**RECOMPUTED, "correction__weights": "sequence"},
+    "banded": {**RECOMPUTED, "correction__weights": "token", "correction__floor": 0.5},
+    "rejection": {**RECOMPUTED, "correction__reject": "{token_k1 = 2.0, seq_mean_k3 = 0.1}"},
     "minibatches": {"trainer__minibatches": 2},
-    "no-dual-clip": {"algorithm__dual_clip": None},
+    "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
     "other-temperature": {"rollout__temperature": 0.7},
     "torch-learner": {"policy__learner": "torch"},
     "everything": {
         **RECOMPUTED,
-        "algorithm__correction": "token",
+        "correction__weights": "token",
         "algorithm__kl_coefficient": 0.1,
         "algorithm__entropy_coefficient": 0.01,
         "trainer__minibatches": 2,
@@ -68,6 +84,14 @@ def test_two_steps(name: str, run: TinyRun) -> None:
     assert weights(run.run_folder / "checkpoints" / "step_2" / "policy") != weights(run.folder / "policy")
     assert first["actor/grad_norm"] > 0
     assert first["training/policy_version"] == 1
+    if settings.get("algorithm__kl_in") == "reward":
+        assert first["actor/kl_coef"] > second["actor/kl_coef"]  # far below the target at first
+    if settings.get("algorithm__policy_loss", "").endswith("_cov"):
+        assert first["actor/selected_fraction"] >= 0
+    if settings.get("correction__weights"):
+        assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+    if settings.get("correction__reject"):
+        assert first["rollout_corr/rollout_rs_masked_fraction"] < 0.1
     if "algorithm__kl_coefficient" in settings:
         if settings.get("trainer__minibatches", 1) == 1:
             assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-5)  # the policy is the reference still
@@ -76,6 +100,59 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert "actor/kl_loss" not in first
     if settings.get("algorithm__old_logprobs") == "recompute":
         assert first["training/rollout_probs_diff_max"] < 1e-4
+
+
+ADAPTIVE_KL = {
+    "algorithm__kl_coefficient": 0.1,
+    "algorithm__kl_estimator": "k1",
+    "algorithm__kl_in": "reward",
+    "algorithm__kl_target": 0.5,
+    "algorithm__kl_horizon": 16,
+}
+
+
+def test_an_adapted_kl_coefficient_goes_on_where_the_run_stopped(tiny_run: TinyRun, tmp_path: Path) -> None:
+    whole = copy_tiny_run(tiny_run, tmp_path / "whole")
+    first, second = train_two_steps(whole, **ADAPTIVE_KL)
+    assert first["actor/kl_coef"] == pytest.approx(0.1)
+    assert first["actor/reference_kl"] == pytest.approx(0.0, abs=1e-4)  # the policy is the reference still
+    assert second["actor/kl_coef"] == pytest.approx(0.08)  # 16 trajectories far below the target: 20 % less
+    parts = copy_tiny_run(tiny_run, tmp_path / "parts")
+    for steps, words in ((1, []), (2, ["--resume"])):
+        assert train_here(parts, *words, trainer__steps=steps, trainer__validate_first=False, **ADAPTIVE_KL) == 0
+    resumed = read_metrics(parts.run_folder / "metrics.jsonl")[-1].metrics
+    for name in ("actor/kl_coef", "actor/reference_kl", "actor/pg_loss", "critic/rewards/mean"):
+        assert resumed[name] == pytest.approx(second[name], rel=1e-6), name
+
+
+def test_components_of_the_reward_reach_gdpo(run: TinyRun) -> None:
+    reward = run.folder / "two_parts.py"
+    reward.write_text(
+        "def reward(given):\n"
+        "    length = sum(given.response_ids.tolist())\n"
+        "    return {'reward': float(length % 2), 'parity': float(length % 2), 'length': 0.01 * length}\n"
+    )
+    first, _ = train_two_steps(
+        run,
+        reward__function=f"{reward}:reward",
+        algorithm__advantage="gdpo",
+        algorithm__advantage_options="{weights = {parity = 1.0, length = 2.0}}",
+    )
+    assert first["critic/advantages/max"] > 0 > first["critic/advantages/min"]
+
+
+def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    status = train_here(
+        run, algorithm__advantage="gdpo", algorithm__advantage_options="{weights = {style = 1.0}}", trainer__steps=1
+    )
+    assert status == 2
+    assert "names the component 'style', but the reward function gave" in capsys.readouterr().err
+
+
+def test_a_rejection_that_leaves_nothing_is_said(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    status = train_here(run, **RECOMPUTED, correction__reject="{seq_sum_k2 = 1e-30}", trainer__steps=1)
+    assert status == 2
+    assert "left no token of 16 trajectories to train on. Widen its bounds" in capsys.readouterr().err
 
 
 def test_one_update_on_recomputed_logprobs_is_the_update_on_the_engines(tiny_run: TinyRun, tmp_path: Path) -> None:

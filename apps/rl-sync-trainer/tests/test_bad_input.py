@@ -154,7 +154,7 @@ ARITHMETIC = {
     ),
     "a nucleus in training": Mistake(settings={"rollout__top_p": 0.9}, says=("rollout.top_p < 1",)),
     "correction without recomputed logprobs": Mistake(
-        settings={"algorithm__correction": "token"}, says=('needs algorithm.old_logprobs = "recompute"',)
+        settings={"correction__weights": "token"}, says=('needs algorithm.old_logprobs = "recompute"',)
     ),
     "longer than the model's positions": Mistake(
         settings={"rollout__max_response_tokens": 57},

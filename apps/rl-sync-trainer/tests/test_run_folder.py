@@ -1,5 +1,6 @@
 """A run's folder: one holder at a time, and what may follow an earlier run."""
 
+import math
 import os
 import subprocess
 import sys
@@ -146,7 +147,7 @@ def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
     other = settings_in(
         tmp_path,
         learner__learning_rate=0.5,
-        algorithm__dual_clip=None,
+        algorithm__policy_loss_options={"dual_clip": math.inf},
         prompts__template_options={"style": "long"},
         trainer__steps=9,
     )
@@ -155,7 +156,7 @@ def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
     first, *differing, last = str(caught.value).splitlines()
     assert first.endswith("cannot be resumed with other settings:")
     assert differing == [
-        "  algorithm.dual_clip: the run has 3.0, now 'none'",
+        "  algorithm.policy_loss_options: the run has {}, now {'dual_clip': inf}",
         "  learner.learning_rate: the run has 1e-06, now 0.5",
         "  prompts.template_options: the run has {'style': 'short'}, now {'style': 'long'}",
     ]
@@ -173,7 +174,15 @@ def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
 
 def test_what_may_change_is_a_setting_and_not_what_is_learnt() -> None:
     assert set(CHANGEABLE_ON_RESUME) <= set(setting_fields())
-    learnt = ("algorithm.", "policy.", "rollout.temperature", "rollout.group_size", "learner.learning_rate", "run.seed")
+    learnt = (
+        "algorithm.",
+        "correction.",
+        "policy.",
+        "rollout.temperature",
+        "rollout.group_size",
+        "learner.learning_rate",
+        "run.seed",
+    )
     assert not any(name.startswith(learnt) for name in CHANGEABLE_ON_RESUME)
 
 

@@ -1,5 +1,6 @@
 """Where settings come from, which wins, and that each is explained."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,10 @@ def test_a_run_can_be_set_without_a_file() -> None:
         ("run.directory", "my runs", "my runs"),
         ("rollout.engine", "none", "none"),
         ("run.if_exists", "archive", "archive"),
-        ("algorithm.dual_clip", "none", None),
-        ("algorithm.dual_clip", "4", 4),
+        ("algorithm.clip_high", "none", None),
+        ("algorithm.clip_high", "4", 4),
+        ("algorithm.policy_loss_options", "{dual_clip = inf}", {"dual_clip": math.inf}),
+        ("correction.reject", "{token_k1 = [0.5, 2]}", {"token_k1": [0.5, 2]}),
         ("prompts.test", "None", None),
         ("learner.betas", "[0.9, 0.99]", [0.9, 0.99]),
         ("prompts.template_options", "{enable_thinking = false}", {"enable_thinking": False}),
@@ -75,14 +78,20 @@ def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
     words = [
         "--learner.betas=[0.8, 0.9]",
         "--prompts.template_options={enable_thinking = false, style = 'short'}",
-        "--algorithm.dual_clip=none",
+        "--algorithm.clip_low=none",
+        "--algorithm.policy_loss_options={dual_clip = inf}",
+        "--algorithm.advantage_options={gamma = 0.9, whiten = false, weights = {style = 2}}",
+        "--correction.reject={token_k1 = [0.5, 2], seq_sum_k3 = 1}",
         "--prompts.validation=validation.jsonl",
         "--learner.learning_rate=1",
     ]
     settings = load_settings(file, words, {})
     assert settings.learner.betas == (0.8, 0.9)
     assert settings.prompts.template_options == {"enable_thinking": False, "style": "short"}
-    assert settings.algorithm.dual_clip is None
+    assert settings.algorithm.clip_low is None
+    assert settings.algorithm.policy_loss_options == {"dual_clip": math.inf}
+    assert settings.algorithm.advantage_options == {"gamma": 0.9, "whiten": False, "weights": {"style": 2.0}}
+    assert settings.correction.reject == {"token_k1": (0.5, 2.0), "seq_sum_k3": 1.0}
     assert settings.prompts.validation == Path("validation.jsonl")
     assert settings.learner.learning_rate == 1.0
 

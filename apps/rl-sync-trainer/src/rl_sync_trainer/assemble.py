@@ -9,8 +9,16 @@ from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSp
 from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
-from rl_distill.learner import Learner, Objective
-from rl_distill.objectives.policy_objective import PolicyObjectiveOptions, policy_objective
+from rl_distill.learner import Learner
+from rl_distill.objectives.batch_columns import SampledLogprobs, component_columns
+from rl_distill.objectives.kl_control import AdaptiveKL
+from rl_distill.objectives.policy_objective import (
+    PolicyObjective,
+    PolicyObjectiveOptions,
+    bound_policy_loss,
+    policy_objective,
+)
+from rl_distill.objectives.selection import TokenSelection
 from rl_metrics.reduction import Recorder
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
@@ -43,6 +51,8 @@ class Parts:
         queue: Between rollouts and learner.
         transport: Brings weights to the engine.
         objective: What the learner minimises.
+        kl: The KL's coefficient at the start of the run, and how it goes on.
+        select_tokens: Chooses the tokens that the policy loss treats apart, where it does.
         stop: Ctrl-C and SIGTERM.
         on_state: Told each state that the run could go on from.
         log_metrics: Takes the metrics of a step.
@@ -59,7 +69,9 @@ class Parts:
     source: PromptSource
     queue: TransferQueue
     transport: WeightTransport
-    objective: Objective
+    objective: PolicyObjective
+    kl: AdaptiveKL
+    select_tokens: TokenSelection | None
     stop: StopSignal
     on_state: Callable[[TrainerState], None]
     log_metrics: Callable[[int, Mapping[str, float]], None]
@@ -80,6 +92,16 @@ class Parts:
     def recomputes_old_logprobs(self) -> bool:
         """True when the learner scores a batch before it trains on it."""
         return self.settings.algorithm.old_logprobs == "recompute"
+
+    @property
+    def sampled_logprobs(self) -> SampledLogprobs:
+        """Column of the logprobs of the policy that sampled, as the update knows them."""
+        return sampled_logprobs(self.settings)
+
+    def objective_at(self, kl_coefficient: float) -> PolicyObjective:
+        """The objective with the present coefficient of the KL, where that is in the loss."""
+        is_in_loss = self.settings.algorithm.kl_in == "loss"
+        return self.objective.with_kl_coefficient(kl_coefficient) if is_in_loss else self.objective
 
     @property
     def tolerances(self) -> ProofTolerances:
@@ -119,26 +141,57 @@ def make_learner(settings: Settings, policy: Path) -> Learner:
     return MegatronLearner(policy, settings.learner)
 
 
-def make_objective(settings: Settings) -> Objective:
-    """The policy objective of the settings."""
+def make_objective(settings: Settings) -> PolicyObjective:
+    """The policy objective of the settings.
+
+    Raises:
+        SettingsError: An option is unknown or impossible.
+    """
     algorithm = settings.algorithm
     return policy_objective(
         PolicyObjectiveOptions(
-            old_logprobs="old_logprobs" if algorithm.old_logprobs == "recompute" else "rollout_logprobs",
+            old_logprobs=sampled_logprobs(settings),
             policy_loss=algorithm.policy_loss,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            dual_clip=float("inf") if algorithm.dual_clip is None else algorithm.dual_clip,
-            kl_coefficient=algorithm.kl_coefficient,
+            policy_loss_options=algorithm.policy_loss_options,
+            kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
             kl_estimator=algorithm.kl_estimator,
             entropy_coefficient=algorithm.entropy_coefficient,
         )
     )
 
 
+def make_selection(settings: Settings) -> TokenSelection | None:
+    """What chooses the tokens that the policy loss treats apart; None where it treats all alike."""
+    return bound_policy_loss(make_objective(settings).options).select
+
+
+def sampled_logprobs(settings: Settings) -> SampledLogprobs:
+    """Column of the ratio's denominator."""
+    return "old_logprobs" if settings.algorithm.old_logprobs == "recompute" else "rollout_logprobs"
+
+
+def make_kl_control(settings: Settings) -> AdaptiveKL:
+    """The KL's coefficient at the start of a run.
+
+    Raises:
+        SettingsError: The target or the horizon is impossible.
+    """
+    algorithm = settings.algorithm
+    return AdaptiveKL(coefficient=algorithm.kl_coefficient, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+
+
+def gdpo_components(settings: Settings) -> list[str]:
+    """Components of the reward that travel with the rows, because the advantage compares them."""
+    weights = settings.algorithm.advantage_options.get("weights")
+    return sorted(weights) if settings.algorithm.advantage == "gdpo" and isinstance(weights, dict) else []
+
+
 def make_queue(settings: Settings) -> TransferQueue:
     """The queue with the tasks of this run, which get the groups as they were issued: so runs can be repeated."""
     rollout_columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
+    rollout_columns |= component_columns(gdpo_components(settings))
     late: dict[str, str] = {}
     if settings.algorithm.kl_coefficient:
         late[REFERENCE] = "reference_logprobs"

@@ -29,6 +29,7 @@ class TrainerState:
         wall_s: Seconds spent so far, over all attempts.
         steps_wall_s: Seconds of the training steps alone.
         results: Validation results by name, such as "validation_accuracy_first".
+        kl: State of the KL's coefficient; empty before the first step.
         unlogged: Metrics of `step` while it is not validated and logged; none when it is.
     """
 
@@ -39,6 +40,7 @@ class TrainerState:
     wall_s: float = 0.0
     steps_wall_s: float = 0.0
     results: Mapping[str, float] = field(default_factory=dict)
+    kl: Mapping[str, float] = field(default_factory=dict)
     unlogged: Mapping[str, float] | None = None
 
 

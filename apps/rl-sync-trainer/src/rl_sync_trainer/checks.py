@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.errors import EngineError, SettingsError
-from rl_core.registry import nearest_name
-from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
 from rl_rollout.loops.registry import LOOPS
+from rl_sync_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
 from rl_sync_trainer.settings import Settings
 
 SCRIPTED = "scripted"
@@ -37,7 +36,7 @@ def check_values(settings: Settings) -> None:
 
 
 def _value_problems(settings: Settings) -> Iterator[str]:
-    for find in (_ranges, _optional_ranges, _arithmetic, _names):
+    for find in (_ranges, _optional_ranges, _arithmetic, _names, algorithm_problems):
         yield from find(settings)
 
 
@@ -57,7 +56,7 @@ def check_trainable(settings: Settings) -> None:
 
 
 def _ranges(settings: Settings) -> Iterator[str]:
-    rollout, trainer, learner, algorithm = settings.rollout, settings.trainer, settings.learner, settings.algorithm
+    rollout, trainer, learner = settings.rollout, settings.trainer, settings.learner
     at_least = {
         "run.seed": (settings.run.seed, 0),
         "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
@@ -75,8 +74,8 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "learner.warmup_steps": (learner.warmup_steps, 0),
         "learner.clip_grad": (learner.clip_grad, 0),
         "learner.weight_decay": (learner.weight_decay, 0),
-        "algorithm.kl_coefficient": (algorithm.kl_coefficient, 0),
-        "algorithm.clip_high": (algorithm.clip_high, 0),
+        "algorithm.kl_coefficient": (settings.algorithm.kl_coefficient, 0),
+        "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
         "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
         "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
         "metrics.log_validation_generations": (settings.metrics.log_validation_generations, 0),
@@ -87,7 +86,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
     for name, number in {
         "learner.learning_rate": learner.learning_rate,
         "rollout.temperature": rollout.temperature,
-        "algorithm.correction_cap": algorithm.correction_cap,
+        "correction.cap": settings.correction.cap,
         "rollout.deadline_s": rollout.deadline_s,
         "rollout.start_deadline_s": rollout.start_deadline_s,
         "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,
@@ -96,10 +95,6 @@ def _ranges(settings: Settings) -> Iterator[str]:
             yield f"{name} must be above 0; found {number:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
-    if not 0 <= algorithm.clip_low < 1:
-        yield f"algorithm.clip_low must be at least 0 and below 1; found {algorithm.clip_low:g}."
-    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
-        yield f"algorithm.dual_clip must be above 1, or none; found {algorithm.dual_clip:g}."
     if not all(0 <= beta < 1 for beta in learner.betas):
         yield f"learner.betas must both be at least 0 and below 1; found {list(learner.betas)}."
     if learner.decay_steps is not None and learner.decay_steps <= learner.warmup_steps:
@@ -123,6 +118,7 @@ def _optional_ranges(settings: Settings) -> Iterator[str]:
     for name, number in {
         "reward.timeout_s": settings.reward.timeout_s,
         "trainer.proof_tolerance": settings.trainer.proof_tolerance,
+        "algorithm.kl_target": settings.algorithm.kl_target,
         "engine.kv_cache_gib": settings.engine.kv_cache_gib,
     }.items():
         if number is not None and not number > 0:
@@ -145,21 +141,11 @@ def _lengths(settings: Settings) -> Iterator[str]:
 
 
 def _arithmetic(settings: Settings) -> Iterator[str]:
-    rollout, trainer, algorithm = settings.rollout, settings.trainer, settings.algorithm
+    rollout, trainer = settings.rollout, settings.trainer
     if trainer.minibatches >= 1 and rollout.prompts_per_step % trainer.minibatches:
         yield (
             f"rollout.prompts_per_step = {rollout.prompts_per_step} groups cannot be divided into trainer.minibatches "
             f"= {trainer.minibatches} equal parts; make the first a multiple of the second."
-        )
-    if rollout.group_size == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
-        yield (
-            f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
-            "must be at least 2; found 1."
-        )
-    if algorithm.correction != "none" and algorithm.old_logprobs != "recompute":
-        yield (
-            f"algorithm.correction = {algorithm.correction!r} compares the learner's logprobs with the engine's; it "
-            'needs algorithm.old_logprobs = "recompute", found "rollout".'
         )
     if rollout.top_p < 1 or rollout.top_k is not None:
         yield (
@@ -169,19 +155,16 @@ def _arithmetic(settings: Settings) -> Iterator[str]:
 
 
 def _names(settings: Settings) -> Iterator[str]:
-    algorithm, rollout, run = settings.algorithm, settings.rollout, settings.run
+    rollout, run = settings.rollout, settings.run
     if run.name in ("", ".", "..") or "/" in run.name:
         yield f"run.name must be the name of one folder below run.directory; found {run.name!r}."
-    for name, found, known in (
-        ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
-        ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
-        ("algorithm.aggregation", algorithm.aggregation, AGGREGATION.names()),
-        ("algorithm.kl_estimator", algorithm.kl_estimator, KL.names()),
-        ("rollout.engine", rollout.engine, [name for name in known_engines() if name != SCRIPTED]),
-        ("rollout.loop", rollout.loop, LOOPS.names()),
-    ):
-        if found not in known:
-            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{nearest_name(found, known)}"
+    yield from unknown_names(
+        [
+            *algorithm_names(settings),
+            ("rollout.engine", rollout.engine, [name for name in known_engines() if name != SCRIPTED]),
+            ("rollout.loop", rollout.loop, LOOPS.names()),
+        ]
+    )
 
 
 def _files(settings: Settings) -> Iterator[str]:

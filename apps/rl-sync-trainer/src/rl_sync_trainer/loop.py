@@ -3,12 +3,12 @@
 import time
 from dataclasses import replace
 
-from rl_core import Batch, Lease
-from rl_distill.objectives.batch_columns import with_advantages, with_correction_weights, with_loss_weights
+from rl_core import Batch
 from rl_metrics.reduction import Recorder
 from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, Parts
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.evaluation import evaluate
+from rl_sync_trainer.preparation import adapted_kl, prepare_batch
 from rl_sync_trainer.stages import collect_rollouts, publish, record_step
 
 
@@ -65,20 +65,23 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     add_late_columns(parts, num_groups, recorder)
     size = len(prompts) // parts.settings.trainer.minibatches
     sizes = [min(size, num_groups - start) for start in range(0, num_groups, size)]
-    batches = [train_minibatch(parts, recorder, num_groups=count) for count in sizes]
+    kl = parts.kl.restored(state.kl) if state.kl else parts.kl
+    batches = [train_minibatch(parts, recorder, num_groups=count, kl_coefficient=kl.coefficient) for count in sizes]
+    trained = Batch.concat(batches)
     version = state.policy_version + 1
     with recorder.timer("update_weights"):
         await publish(parts, version, recorder)
     parts.queue.forget_finished()
     step_s = time.perf_counter() - started
-    record_step(parts, recorder, Batch.concat(batches), version=state.policy_version, step_s=step_s)
+    record_step(parts, recorder, trained, version=state.policy_version, step_s=step_s)
     return replace(
         state,
         step=state.step + 1,
         policy_version=version,
         prompt_source=parts.source.state(),
-        num_samples=state.num_samples + sum(map(len, batches)),
+        num_samples=state.num_samples + len(trained),
         steps_wall_s=state.steps_wall_s + step_s,
+        kl=adapted_kl(parts, kl, trained, recorder).state(),
         unlogged=recorder.reduce(),
     )
 
@@ -96,16 +99,19 @@ def add_late_columns(parts: Parts, num_groups: int, recorder: Recorder) -> None:
                 parts.queue.ack(lease, {column: scorer.logprobs(lease.batch, temperature=temperature)})
 
 
-def train_minibatch(parts: Parts, recorder: Recorder, *, num_groups: int) -> Batch:
-    """Lease whole groups, take one optimizer step on them, and ack."""
+def train_minibatch(parts: Parts, recorder: Recorder, *, num_groups: int, kl_coefficient: float) -> Batch:
+    """Lease whole groups, take one optimizer step on them, and ack.
+
+    Returns:
+        What was trained on, with the tokens that the correction rejected.
+    """
     settings = parts.settings
     lease = parts.lease(TRAIN, num_groups)
     with recorder.timer("adv"):
-        batch = prepare_batch(parts, lease)
+        batch = prepare_batch(parts, lease.batch, recorder, kl_coefficient=kl_coefficient)
+        objective = parts.objective_at(kl_coefficient)
     with recorder.timer("update_actor"):
-        result = parts.learner.train_step(
-            batch, parts.objective, temperature=settings.rollout.temperature, with_entropy=True
-        )
+        result = parts.learner.train_step(batch, objective, temperature=settings.rollout.temperature, with_entropy=True)
     parts.queue.ack(lease)
     for name, value in {
         **result.metrics,
@@ -114,19 +120,7 @@ def train_minibatch(parts: Parts, recorder: Recorder, *, num_groups: int) -> Bat
         "actor/lr": result.learning_rate,
     }.items():
         recorder.record(name, value)
-    return batch
-
-
-def prepare_batch(parts: Parts, lease: Lease) -> Batch:
-    """Add what the objective needs: advantages, loss weights, correction weights."""
-    algorithm = parts.settings.algorithm
-    batch = lease.batch
-    if algorithm.correction != "none":
-        batch = with_correction_weights(batch, level=algorithm.correction, cap=algorithm.correction_cap)
-    batch = with_advantages(batch, advantage=algorithm.advantage)
-    return with_loss_weights(
-        batch, aggregation=algorithm.aggregation, horizon=parts.settings.rollout.max_response_tokens
-    )
+    return batch.with_columns({"loss_mask": lease.batch["loss_mask"]})
 
 
 def is_due(step: int, every: int) -> bool:

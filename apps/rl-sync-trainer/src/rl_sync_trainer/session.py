@@ -17,9 +17,11 @@ from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import (
     Parts,
+    make_kl_control,
     make_learner,
     make_objective,
     make_queue,
+    make_selection,
     make_transport,
     open_rollout,
 )
@@ -102,7 +104,9 @@ class Session:
             )
         console.say(f"engine: {engine.traits.name}")
         parts = self._assemble(stack, learner, reference, engine, source, stop)
-        console.begin("GRPO", total_steps=settings.trainer.steps, done_steps=self._state.step)
+        console.begin(
+            settings.algorithm.advantage.upper(), total_steps=settings.trainer.steps, done_steps=self._state.step
+        )
         try:
             await train(parts, self._state)
         except StopRequestedError:
@@ -150,6 +154,8 @@ class Session:
             queue=queue,
             transport=transport,
             objective=make_objective(settings),
+            kl=make_kl_control(settings),
+            select_tokens=make_selection(settings),
             stop=stop,
             on_state=self._keep_state,
             log_metrics=self._trackers.log,

@@ -117,40 +117,74 @@ class RewardSettings:
     max_concurrency: int = 32
 
 
+OptionValue = bool | int | float | str
+"""What an option of an advantage or a policy loss can be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
     """What is optimised.
 
     Attributes:
-        advantage: "grpo" (groups centred and divided by their standard deviation) or "dr_grpo" (centred only).
-        policy_loss: "ppo_clip".
-        clip_low: PPO's ratio is clipped below 1 - clip_low.
-        clip_high: PPO's ratio is clipped above 1 + clip_high.
-        dual_clip: Bound of the loss for negative advantages; none turns it off.
+        advantage: "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline", "gae" (needs a critic), or the name of one installed by another package.
+        advantage_options: Its options, such as {gamma = 0.99, lam = 0.95} of gae, or {weights = {accuracy = 1.0}} of
+            gdpo, which names the components of the reward.
+        session_rule: What a session is worth that gave several trajectories: "last" (all get the last one's
+            advantage), "last_only" (the last alone gets it), "mean", or "each" (every trajectory for itself).
+        policy_loss: "ppo_clip", "gspo", "geo_mean" (GMPO), "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "clip_cov",
+            "kl_cov", or the name of one installed by another package.
+        policy_loss_options: Its further options, such as {dual_clip = inf} of ppo_clip, which turns the dual clip off.
+        clip_low: Clip range below; none takes the policy loss's own (ppo_clip: ratios below 1 - 0.2).
+        clip_high: Clip range above; none takes the policy loss's own (ppo_clip: ratios above 1 + 0.2).
         aggregation: "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm" or "seq-mean-token-mean",
             over the whole batch.
-        kl_coefficient: Weight of the KL to the frozen initial policy in the loss; 0 loads no reference.
-        kl_estimator: "k1", "k2", "k3" or "abs".
+        kl_in: Where the KL to the frozen initial policy counts: in the "loss", or as a penalty in the "reward".
+        kl_coefficient: Weight of that KL; 0 loads no reference.
+        kl_estimator: "k1", "k2", "k3" or "abs"; in the loss also "k1+", "k3+" or "abs+", their values with k2's
+            gradient.
+        kl_target: KL in nats a token that the coefficient is adapted to hold; none leaves it fixed.
+        kl_horizon: Trajectories over which an error of 20 % changes an adapted coefficient by 20 %.
         entropy_coefficient: Weight of the entropy bonus.
         old_logprobs: PPO's denominator: "rollout" takes the engine's logprobs, "recompute" the learner's own
             before the update.
-        correction: Truncated importance sampling for the engine's mismatch: "none", "token" or "sequence"; needs
-            old_logprobs = "recompute".
-        correction_cap: Largest importance weight.
     """
 
     advantage: str = "grpo"
+    advantage_options: dict[str, OptionValue | dict[str, float]] = field(default_factory=dict)
+    session_rule: str = "last"
     policy_loss: str = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
+    policy_loss_options: dict[str, OptionValue] = field(default_factory=dict)
+    clip_low: float | None = None
+    clip_high: float | None = None
     aggregation: str = "token-mean"
+    kl_in: Literal["loss", "reward"] = "loss"
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
     entropy_coefficient: float = 0.0
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    correction: Literal["none", "token", "sequence"] = "none"
-    correction_cap: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """What is done about the engine's probabilities, which are slightly other than the learner's.
+
+    Attributes:
+        weights: Importance weights of learner over engine by "token" or by "sequence", or "none"; needs
+            algorithm.old_logprobs = "recompute".
+        cap: Largest weight.
+        floor: Smallest weight: what is outside floor and cap then weighs 0 (IcePop); none truncates at the cap alone.
+        reject: Bound of each criterion by which tokens or trajectories are left out of training: token_k1, token_k2,
+            token_k3, or one of seq_sum, seq_mean and seq_max with the same endings, such as {seq_mean_k3 = 0.01} or
+            {token_k1 = [0.5, 2.0]}; needs algorithm.old_logprobs = "recompute".
+    """
+
+    weights: Literal["none", "token", "sequence"] = "none"
+    cap: float = 2.0
+    floor: float | None = None
+    reject: dict[str, float | tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +238,7 @@ class Settings(BaseSettings):
     run: RunSettings = Field(default_factory=RunSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    correction: CorrectionSettings = Field(default_factory=CorrectionSettings)
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
     engine: VLLMOptions = Field(default_factory=VLLMOptions)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)

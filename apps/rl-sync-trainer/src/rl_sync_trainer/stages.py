@@ -3,14 +3,23 @@
 import asyncio
 from collections.abc import Sequence
 
-from rl_core import Batch, Prompt
-from rl_core.errors import DeadlineError
+import numpy as np
+
+from rl_core import Batch, Prompt, Trajectory
+from rl_core.errors import DataError, DeadlineError
 from rl_core.publish import PublishReport, publish_weights
+from rl_distill.objectives.batch_columns import with_reward_components
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
-from rl_metrics.rollout_metrics import summarize_batch, summarize_components, summarize_speed, summarize_timings
+from rl_metrics.rollout_metrics import (
+    spread,
+    summarize_batch,
+    summarize_components,
+    summarize_speed,
+    summarize_timings,
+)
 from rl_rollout.rollout import GroupResult, require_some_success
-from rl_sync_trainer.assemble import Parts
+from rl_sync_trainer.assemble import Parts, gdpo_components
 
 
 async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Recorder) -> int:
@@ -25,7 +34,7 @@ async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Re
     def settle(group: GroupResult) -> None:
         for index, session in enumerate(group.sessions):
             if session.failure is None:
-                parts.queue.put(group.prompt.uid, index, session.trajectories)
+                put_session(parts, group.prompt.uid, index, session.trajectories)
             else:
                 parts.queue.fail(group.prompt.uid, index, reason=session.failure)
         for trajectory in group.trajectories:
@@ -45,6 +54,28 @@ async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Re
     parts.record(recorder, summarize_timings(Batch.from_trajectories(trajectories), timings))
     parts.record(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
     return sum(bool(group.trajectories) for group in groups)
+
+
+def put_session(parts: Parts, prompt_uid: str, index: int, trajectories: Sequence[Trajectory]) -> None:
+    """Settle a session in the queue, with the components of its rewards where the advantage compares them.
+
+    Raises:
+        DataError: A trajectory lacks such a component.
+    """
+    names = gdpo_components(parts.settings)
+    if not names or not trajectories:
+        parts.queue.put(prompt_uid, index, trajectories)
+        return
+    for trajectory in trajectories:
+        lacking = sorted(set(names) - trajectory.reward_components.keys())
+        if lacking:
+            raise DataError(
+                f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function gave "
+                f"{sorted(trajectory.reward_components) or 'none'} for prompt {prompt_uid}. Let it return every "
+                "component for every response."
+            )
+    components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
+    parts.queue.put_batch(with_reward_components(Batch.from_trajectories(trajectories), components))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
@@ -74,6 +105,10 @@ def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int,
     }
     if parts.recomputes_old_logprobs:
         values |= summarize_mismatch(batch)
+    if "token_rewards" in batch:
+        penalties = batch.ragged("token_rewards")
+        sums = np.asarray([row.sum(dtype=np.float64) for row in penalties])
+        values |= spread("critic/rewards", batch.dense("reward") + sums)
     for name, value in values.items():
         recorder.record(name, value)
     recorder.record("timing_s/step", step_s)

@@ -83,13 +83,19 @@ def with_reward_components(batch: Batch, components: Sequence[Mapping[str, float
                 f"row {index} lacks the reward component {lacking[0]!r}, which others have; the reward function must "
                 f"return {', '.join(names)} for every trajectory."
             )
+    component_columns(names)
+    values = {name: np.asarray([row[name] for row in components], dtype=np.float32) for name in names}
+    return batch.with_columns({COMPONENT + name: column for name, column in values.items()})
+
+
+def component_columns(names: Sequence[str]) -> frozenset[str]:
+    """The columns of components of the reward, which are declared by this."""
     for name in names:
         declare_column(
             COMPONENT + name,
             ColumnSpec(dtype="float32", is_ragged=False, meaning="One named component of the reward."),
         )
-    values = {name: np.asarray([row[name] for row in components], dtype=np.float32) for name in names}
-    return batch.with_columns({COMPONENT + name: column for name, column in values.items()})
+    return frozenset(COMPONENT + name for name in names)
 
 
 def with_kl_in_reward(

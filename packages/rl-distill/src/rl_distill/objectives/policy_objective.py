@@ -195,16 +195,19 @@ def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
 def _try_out(bound: BoundPolicyLoss) -> None:
     """Call a policy loss on one token, so that an impossible option is refused before a run starts."""
     zero = torch.zeros(1)
-    bound.loss(
-        PolicyTokens(
-            policy_logprobs=zero,
-            old_logprobs=zero,
-            advantages=zero,
-            loss_mask=zero == 0,
-            offsets=torch.tensor([0, 1]),
-            selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
+    try:
+        bound.loss(
+            PolicyTokens(
+                policy_logprobs=zero,
+                old_logprobs=zero,
+                advantages=zero,
+                loss_mask=zero == 0,
+                offsets=torch.tensor([0, 1]),
+                selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
+            )
         )
-    )
+    except TypeError as error:  # such as a text for a number
+        raise SettingsError(f"the policy loss cannot work with its options: {error}.") from error
 
 
 def _column(micro: MicroBatch, name: str) -> Tensor:

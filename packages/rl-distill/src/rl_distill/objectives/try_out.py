@@ -1,0 +1,37 @@
+"""Estimators on a tiny batch, so that an impossible option is refused before a run starts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.registry import ADVANTAGES, function_with_options
+from rl_distill.objectives.rewarded_rows import RewardedRows
+from rl_distill.objectives.whitened_advantages import COMPONENT
+
+
+def try_advantage(name: str, options: Mapping[str, Any]) -> None:
+    """Run an estimator on two trajectories of one token, which have every column that the built-in ones read.
+
+    Raises:
+        SettingsError: It is not known, an option is unknown, or has an impossible value.
+    """
+    estimator = function_with_options(ADVANTAGES, name, options)
+    weights = options.get("weights")
+    zeros, index = torch.zeros(2), torch.arange(2)
+    components = {COMPONENT + name: zeros for name in (weights if isinstance(weights, Mapping) else ("any",))}
+    rows = RewardedRows(
+        rewards=zeros,
+        group=torch.zeros_like(index),
+        session=index,
+        output=torch.zeros_like(index),
+        loss_mask=zeros == 0,
+        offsets=torch.arange(3),
+        columns={"values": zeros},
+        row_columns={"reward_baseline": zeros, **components},
+    )
+    try:
+        estimator(rows)
+    except (TypeError, AttributeError) as error:  # such as a text for a number
+        raise SettingsError(f"advantage {name!r} cannot work with {dict(options)}: {error}.") from error
