@@ -4,8 +4,9 @@ import pickle
 
 import pytest
 
+from rl_core.cluster import RoleSpec
 from rl_core.cluster.messages import RemoteError
-from rl_core.errors import MissingExtraError, RoleError, SettingsError, WeightProofError
+from rl_core.errors import MissingExtraError, RoleDiedError, RoleError, SettingsError, WeightProofError
 
 
 class OwnError(Exception):
@@ -21,7 +22,7 @@ def cross(error):
     try:
         raise error
     except BaseException as raised:
-        return pickle.loads(pickle.dumps(RemoteError.of(raised))).rebuild("engine[1]")
+        return pickle.loads(pickle.dumps(RemoteError.of(raised))).rebuild(RoleSpec(name="engine", factory="", rank=1))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def cross(error):
         MissingExtraError("install rl-core[ray]"),
         WeightProofError("differs"),
         WeightProofError("differs", tensor="lm_head.weight"),
+        RoleDiedError("it died", role="engine", rank=1),
     ],
     ids=repr,
 )
@@ -50,6 +52,7 @@ def test_standard_errors_and_ours_arrive_as_they_were(error):
     for name in ("tensor", "errno", "filename", "name", "value"):
         assert getattr(arrived, name, None) == getattr(error, name, None)
     assert arrived.__notes__[0].startswith("Traceback in engine[1]:\nTraceback (most recent call last)")
+    assert (arrived.role, arrived.rank) == ("engine", 1)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +78,16 @@ def test_what_is_not_plain_arrives_as_text():
     assert str(arrived) == "{'rows': [1, 2]}"
 
 
-def test_causes_and_notes_are_in_the_traceback():
+def test_causes_are_in_the_traceback_and_notes_arrive():
     error = ValueError("outer")
     error.__cause__ = OwnError("inner")
     error.add_note("while publishing version 3")
-    text = cross(error).__notes__[0]
-    assert "inner" in text
-    assert "while publishing version 3" in text
+    arrived = cross(error)
+    assert arrived.__notes__[0] == "while publishing version 3"
+    assert "OwnError: inner" in arrived.__notes__[1]
+    assert "direct cause" in arrived.__notes__[1]
+
+
+def test_the_role_that_raised_first_stays_named():
+    arrived = cross(RoleError("teacher[3] raised ValueError", role="teacher", rank=3))
+    assert (arrived.role, arrived.rank) == ("teacher", 3)

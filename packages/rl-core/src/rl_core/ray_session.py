@@ -102,7 +102,8 @@ def import_ray(options: RayOptions) -> Any:
         MissingExtraError: Ray is not installed.
         SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
     """
-    if not ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
+    loaded = sys.modules.get("ray")
+    if loaded is None or not loaded.is_initialized():
         prepare_environment(options)
     try:
         import ray

@@ -54,7 +54,7 @@ class Cluster:
         slots = await self._take_slots(spec, size, pool, deadline_s)
         left_s = max(ends_at - asyncio.get_running_loop().time(), 0.0)
         group = RoleGroup(spec, size=size, slots=slots, launcher=self._launcher)
-        self._groups.append(group)
+        self._groups = [other for other in self._groups if any(role.state != "closed" for role in other)] + [group]
         try:
             await group.start(left_s, deadline_s=deadline_s)
         except BaseException:
@@ -88,6 +88,11 @@ class Cluster:
         pool = pool or own_pool(spec, size)
         if pool is None:
             return [None] * size
+        if (pool.gpus or spec.gpus) and "CUDA_VISIBLE_DEVICES" in spec.environment:
+            raise SettingsError(
+                f"role {spec.name!r} asks for GPUs, and its environment sets CUDA_VISIBLE_DEVICES, which the pool sets "
+                "as well. Leave one of them out."
+            )
         return await self._launcher.pools.take(self._launcher.reserver, pool, [spec] * size, deadline_s)
 
 

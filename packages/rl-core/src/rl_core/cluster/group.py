@@ -137,7 +137,7 @@ class RoleGroup:
             role.on_death(callback)
 
     async def wait_death(self) -> RLError:
-        """Wait until a role dies; gives the error that its calls get."""
+        """Wait until a role dies; see `Role.wait_death`."""
         waits = [asyncio.ensure_future(role.wait_death()) for role in self._roles]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +197,7 @@ class RoleGroup:
     def _has_died(self, role: Role, error: RLError) -> None:
         """Decide what becomes of it, before anybody else learns of its death."""
         policy = self._spec.restart
-        if self._is_group_restarting or role.is_restarting:
+        if self._is_group_restarting or role.state == "restarting":
             return  # who restarts it sees it
         unit, budget = [role], self._budgets[id(role)]
         if policy.scope == "group":

@@ -14,12 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MARK_VARIABLE = "RL_ROLE_MARKS"
 LIMIT_S = 10.0
 PAUSE_S = 0.02
+LOOK_S = 0.5
 
 
 def start_guard(mark: str, pids: Sequence[int]) -> None:
@@ -67,28 +68,38 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def watch(pids: Sequence[int]) -> select.poll:
-    """Something that becomes readable when a process is gone.
+def watch(pids: Sequence[int]) -> Callable[[], object]:
+    """Something that waits until a process is gone.
 
     Raises:
         ProcessLookupError: One is gone already.
     """
     poll = select.poll()
     for pid in pids:
-        poll.register(os.pidfd_open(pid), select.POLLIN)
-    return poll
+        try:
+            poll.register(os.pidfd_open(pid), select.POLLIN)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, ProcessLookupError):
+                raise
+            return lambda: _wait_by_looking(pids)  # before Linux 5.3
+    return poll.poll
+
+
+def _wait_by_looking(pids: Sequence[int]) -> None:
+    while all(is_running(pid) for pid in pids):
+        time.sleep(LOOK_S)
 
 
 def main() -> None:
     """Watch in the background, then end everything marked."""
     mark, pids = sys.argv[1], [int(word) for word in sys.argv[2:]]
-    watched = watch(pids)
+    wait = watch(pids)
     if os.fork():
         os._exit(0)  # whoever started this knows that it watches, and has no child that it does not know
     os.chdir("/")
     for descriptor in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-    watched.poll()
+    wait()
     end_marked(mark)
 
 

@@ -14,6 +14,7 @@ from rl_core.cluster.roles import RoleSpec
 
 TAIL_LINES = 20
 TAIL_BYTES = 4000
+LINE_BYTES = 1 << 16
 STDERR = 2
 NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
 """How lines begin that the role did not print: ours, and Ray's."""
@@ -87,7 +88,7 @@ class PrefixedOutput:
 
     def _copy(self, pipe: IO[bytes]) -> None:
         with pipe:
-            for line in pipe:
+            while line := pipe.readline(LINE_BYTES):
                 self._lines.append(line[-TAIL_BYTES:])
                 with contextlib.suppress(OSError):
                     os.write(STDERR, self._prefix + line.removesuffix(b"\n") + b"\n")

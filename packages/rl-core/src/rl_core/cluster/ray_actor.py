@@ -72,7 +72,7 @@ class RoleActor:
         if door.log is not None:
             sys.stderr.write(log_header(door.role, door.incarnation))
         if sys.platform == "linux":
-            start_guard(door.mark, [os.getpid()])
+            start_guard(door.mark, [os.getpid(), os.getppid()])  # the parent is the node's own process
 
     def __repr__(self) -> str:
         """What Ray puts before the lines that it prints."""

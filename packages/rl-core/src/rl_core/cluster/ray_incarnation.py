@@ -50,10 +50,13 @@ class RayIncarnation:
         self._watchers: list[Callable[[RLError], None]] = []
         self._lock = threading.Lock()
         self._has_died = False
+        self._is_suspected = False
+        self._is_reported = False
         self._end_text = ""
         self._gone: Future[None] = Future()
         self._gone.set_running_or_notify_cancel()
         self._hello: Hello | None = None
+        self._is_here = False
         self._actor = make_actor(birth, options, self._mark)
         self._actor.lives.remote().future().add_done_callback(self._has_ended)
 
@@ -66,6 +69,7 @@ class RayIncarnation:
         try:
             async with limit:
                 self._hello = await self._ask(self._actor.hello.remote())
+                self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
                 context = replace(birth.context, address=self._hello.address)
                 await self.call("", to_wire(pack(("", (spec, context), {}))))
         except BaseException as error:
@@ -162,7 +166,7 @@ class RayIncarnation:
                 return
             lost = named(RoleError(f"a call of {self._spec} was lost: {_shorten(error)}"), self._spec)
             if isinstance(error, ray.exceptions.RayActorError):
-                threading.Timer(GONE_S, self._calls.fail, (number, lost)).start()  # its death is told before that
+                self._suspect(error)  # its calls fail when its end is certain
                 return
             if frame is not None:
                 self._actor.skip.remote(frame)
@@ -170,13 +174,22 @@ class RayIncarnation:
 
         return settle
 
+    def _suspect(self, error: BaseException) -> None:
+        """A call found no actor; Ray says soon whether it ended, and where it does not, that is its end too."""
+        with self._lock:
+            is_first, self._is_suspected = not self._is_suspected, True
+        if is_first:
+            timer = threading.Timer(GONE_S, self._report, (error,))
+            timer.daemon = True
+            timer.start()
+
     async def _end(self) -> None:
         with contextlib.suppress(Exception):  # Ray is gone
             ray.kill(self._actor)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
                 await asyncio.wrap_future(self._gone)
-        if self._hello is not None and is_here(self._hello.node):
+        if self._is_here:
             await asyncio.to_thread(self._end_here)
 
     def _end_here(self) -> None:
@@ -190,6 +203,10 @@ class RayIncarnation:
         threading.Thread(target=self._report, args=(lived.exception(),), name=f"end {self._spec}", daemon=True).start()
 
     def _report(self, error: BaseException) -> None:
+        with self._lock:
+            if self._is_reported:
+                return
+            self._is_reported = True
         with contextlib.suppress(Exception):
             ray.kill(self._actor)  # where Ray cannot reach it, and nobody can call it any more
         output = "" if self._because is not None else self._output()
@@ -228,7 +245,7 @@ class RayIncarnation:
         """Its last lines, from the node where they are."""
         if self._hello is None:
             return "It printed nothing."
-        if is_here(self._hello.node):
+        if self._is_here:
             return quote(read_printed(self._hello.printed))
         alive = {node["NodeID"] for node in ray_nodes() if node["Alive"]}
         if self._hello.node not in alive:
@@ -265,11 +282,6 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         runtime_env={"env_vars": environment},
         **wanted,
     ).remote(Door(str(spec), birth.context.incarnation, mark, log))
-
-
-def is_here(node: str) -> bool:
-    """True for the node of this process."""
-    return bool(node == ray.get_runtime_context().get_node_id())
 
 
 def read_printed(printed: list[tuple[str, int]]) -> str:

@@ -54,6 +54,7 @@ class Role:
         self._fate = ""
         self._ending: BaseException | None = None
         self._callbacks: list[DeathCallback] = []
+        self._mourners: set[asyncio.Future[RLError]] = set()
         self.supervisor: DeathCallback | None = None
         """Decides what becomes of it; called before anybody else learns of its death."""
 
@@ -82,6 +83,16 @@ class Role:
         if self._life is None:
             raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
         return self._life.pid
+
+    @property
+    def state(self) -> State:
+        """What it does: starting, serving, restarting, dead (for good) or closed."""
+        return self._state
+
+    @property
+    def last_heard(self) -> str:
+        """The last thing that it said, and how long ago."""
+        return "nothing" if self._life is None else self._life.last_heard
 
     @property
     def is_alive(self) -> bool:
@@ -131,25 +142,29 @@ class Role:
         self._callbacks.append(callback)
 
     async def wait_death(self) -> RLError:
-        """Wait until it dies; gives the error that its calls get."""
-        died: asyncio.Future[RLError] = asyncio.get_running_loop().create_future()
+        """Wait until it dies, though it may be restarted; gives the error that its calls get.
 
-        def callback(_role: "Role", error: RLError) -> None:
-            if not died.done():
-                died.set_result(error)
-
+        Raises:
+            NotReadyError: It was closed.
+        """
         if self._state == "dead":
             return self._death()
-        self._callbacks.append(callback)
+        if self._state == "closed":
+            raise self._closed()
+        died: asyncio.Future[RLError] = asyncio.get_running_loop().create_future()
+        self._mourners.add(died)
         try:
             return await died
         finally:
-            self._callbacks.remove(callback)
+            self._mourners.discard(died)
 
     async def close(self) -> None:
         """Call the object's `close`, where it has one, and end its process with its children. Can be called twice."""
         life = self._life
         self._set("closed")
+        for died in self._mourners:
+            if not died.done():
+                died.set_exception(self._closed())
         try:
             if life is not None:
                 await life.close()
@@ -199,11 +214,6 @@ class Role:
         if self._state != "closed":
             self._set("serving")
 
-    @property
-    def is_restarting(self) -> bool:
-        """True from its death until it serves again."""
-        return self._state == "restarting"
-
     def check_alive(self) -> None:
         """Refuse to go on with one that died already.
 
@@ -241,6 +251,9 @@ class Role:
             return
         if self.supervisor is not None:
             self.supervisor(self, error)
+        for died in self._mourners:
+            if not died.done():
+                died.set_result(error)
         for callback in list(self._callbacks):
             callback(self, error)
 
@@ -248,10 +261,13 @@ class Role:
         while self._state in ("starting", "restarting"):
             await self._changed.wait()
         if self._state == "closed":
-            raise NotReadyError(f"{self._spec} was closed; start it again before calling it.")
+            raise self._closed()
         if self._state == "dead" or self._life is None:
             raise self._death()
         return self._life
+
+    def _closed(self) -> RLError:
+        return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
 
     def _death(self) -> RLError:
         error = RoleDiedError(f"{self._spec} is dead: {self._ending} {self._fate}".rstrip())

@@ -1,0 +1,121 @@
+"""Roles for code that is not async: waits in any thread, and Ctrl-C during them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec
+from rl_core.cluster.guard import is_running, marked_processes
+from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
+from rl_core.testing import wait_until
+
+START_S = 60.0
+SPEC = RoleSpec(name="echo", factory="rl_core.testing.cluster_role:EchoRole")
+
+
+@pytest.fixture(scope="module")
+def group():
+    group = BlockingGroup.start(ClusterOptions(), SPEC, size=2, deadline_s=START_S)
+    yield group
+    pids = group.call_all("pid")
+    group.close()
+    group.close()
+    assert not any(map(is_running, pids))
+    with pytest.raises(NotReadyError, match="closed"):
+        group.call(0, "pid")
+
+
+def test_calls_wait_for_their_results(group):
+    assert group.size == 2
+    assert group.is_alive
+    assert group.call(1, "greet", "you", mark="?") == "hello you?"
+    assert group.call_all("greet", "all") == ["hello all!"] * 2
+    assert group.call_each("greet", [("a",), ("b",)]) == ["hello a!", "hello b!"]
+    with pytest.raises(TimeoutError, match=r"'wait_forever' within 0\.1 s"):
+        group.call_all("wait_forever", deadline_s=0.1)
+    with pytest.raises(ValueError, match="rank 1 has no rows") as caught:
+        group.call_all("raise_on", 1)
+    assert caught.value.rank == 1
+
+
+def test_a_thread_whose_event_loop_runs_can_wait_too(group):
+    async def inside():
+        return group.call_all("greet", "you")
+
+    assert asyncio.run(inside()) == ["hello you!"] * 2
+
+
+def test_threads_call_at_once(group):
+    results = {}
+    threads = [
+        threading.Thread(target=lambda name=name: results.update({name: group.call(name % 2, "echo", name)}))
+        for name in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(START_S)
+    assert results == {name: name for name in range(8)}
+
+
+def test_ctrl_c_breaks_a_wait_off_and_the_group_goes_on(group):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        group.call_all("wait_forever")
+    assert group.call_all("greet", "you") == ["hello you!"] * 2
+
+
+def test_what_is_refused_at_the_start_leaves_no_thread():
+    before = threading.active_count()
+    pool = ResourcePool(name="giants", size=2, cpus=10_000)
+    with pytest.raises(SettingsError, match="'giants'"):
+        BlockingGroup.start(ClusterOptions(), SPEC, size=2, pool=pool, deadline_s=START_S)
+    assert threading.active_count() == before
+
+
+def test_four_ranks_live_on_few_cpus():
+    pool = ResourcePool(name="ranks", size=4, cpus=len(os.sched_getaffinity(0)) / 4)
+    group = BlockingGroup.start(ClusterOptions(), SPEC, size=4, pool=pool, deadline_s=START_S)
+    assert [place.rank for place in group.call_all("place")] == [0, 1, 2, 3]
+    with pytest.raises(RoleDiedError, match=r"echo\[0\]"):
+        group.call(0, "kill")
+    group.close()
+
+
+BREAK_OFF = """
+import sys
+from rl_core.cluster import BlockingGroup, ClusterOptions, RoleSpec
+
+class Slow:
+    def __init__(self, path):
+        import os, time
+        with open(path + str(os.getpid()), "w") as file:
+            file.write(os.environ["RL_ROLE_MARKS"])
+        time.sleep(3600)
+
+if __name__ == "__main__":
+    spec = RoleSpec(name="slow", factory="slow_roles:Slow", kwargs={"path": sys.argv[1]})
+    try:
+        BlockingGroup.start(ClusterOptions(), spec, size=2, deadline_s=600)
+    except KeyboardInterrupt:
+        print("broken off", flush=True)
+"""
+
+
+def test_ctrl_c_during_a_start_leaves_nothing(tmp_path):
+    (tmp_path / "slow_roles.py").write_text(BREAK_OFF)
+    command = [sys.executable, str(tmp_path / "slow_roles.py"), str(tmp_path / "mark-")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        marks = lambda: [path.read_text() for path in tmp_path.glob("mark-*")]
+        wait_until(lambda: len(list(filter(None, marks()))) == 2, "both factories to run", deadline_s=START_S)
+        found = [process for mark in marks() for process in marked_processes(mark)]
+        assert len(found) == 2
+        parent.send_signal(signal.SIGINT)
+        assert parent.communicate(timeout=10)[0] == "broken off\n"
+    assert parent.returncode == 0
+    assert not any(map(is_running, found))
