@@ -284,6 +284,11 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
     ).remote(Door(str(spec), birth.context.incarnation, mark, log))
 
 
+def store(packed: Packed) -> Any:
+    """Put a call into Ray's object store, for several actors."""
+    return ray.put(to_wire(packed))
+
+
 def read_printed(printed: list[tuple[str, int]]) -> str:
     """The last lines of each file."""
     return "\n".join(read_tail(Path(path), start) for path, start in printed)

@@ -12,7 +12,8 @@ from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.packing import pack
 from rl_core.cluster.pools import PoolBook
-from rl_core.cluster.ray_incarnation import RayIncarnation
+from rl_core.cluster.ray_actor import to_wire
+from rl_core.cluster.ray_incarnation import RayIncarnation, store
 from rl_core.cluster.ray_pools import RayReserver
 from rl_core.ray_session import start_ray, stop_ray
 
@@ -48,13 +49,8 @@ class RayLauncher:
 
     def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:
         """See `Launcher.pack`."""
-        import ray
-
-        from rl_core.cluster.ray_actor import to_wire
-
         packed = pack((method, args, dict(kwargs)))
-        wire = to_wire(packed)
-        return ray.put(wire) if num_roles > 1 and packed.size_bytes > SHARED_BYTES else wire
+        return store(packed) if num_roles > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`."""
