@@ -46,7 +46,7 @@ def test_far_ratios_stay_finite():
     ],
 )
 def test_banded_literals(level, floor, cap, expected):
-    found = banded_weights(RATIOS, MASK, OFFSETS, level=level, floor=floor, cap=cap)
+    found = banded_weights(RATIOS, MASK, OFFSETS, level=level, band=(floor, cap))
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -62,7 +62,7 @@ def test_impossible_settings_are_refused(options, message):
 @pytest.mark.parametrize(("floor", "cap"), [(0.0, 2.0), (2.0, 1.0), (math.nan, 1.0)])
 def test_impossible_bands_are_refused(floor, cap):
     with pytest.raises(SettingsError, match="0 < floor <= cap"):
-        banded_weights(RATIOS, MASK, OFFSETS, level="token", floor=floor, cap=cap)
+        banded_weights(RATIOS, MASK, OFFSETS, level="token", band=(floor, cap))
 
 
 def test_shapes_are_checked():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rl_distill.objectives import banded_weights, truncated_weights, weight_metrics
+from rl_distill.objectives import WeightBounds, banded_weights, truncated_weights, weight_metrics
 
 LOG = math.log
 LOG_RATIOS = torch.tensor([math.nan, LOG(4), LOG(0.25), LOG(1), math.inf], dtype=torch.float64)
@@ -15,8 +15,9 @@ def metrics_of(*, level, cap, floor=None):
     if floor is None:
         weights = truncated_weights(LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap)
     else:
-        weights = banded_weights(LOG_RATIOS, MASK, OFFSETS, level=level, floor=floor, cap=cap)
-    found = weight_metrics(weights, LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap, floor=floor)
+        weights = banded_weights(LOG_RATIOS, MASK, OFFSETS, level=level, band=(floor, cap))
+    bounds = WeightBounds(level=level, cap=cap, floor=floor)
+    found = weight_metrics(weights, LOG_RATIOS, MASK, OFFSETS, bounds=bounds)
     return {name.removeprefix("rollout_corr/rollout_is_"): float(value) for name, value in found.items()}
 
 
@@ -59,4 +60,4 @@ def test_of_a_band():
 
 def test_nothing_to_train_has_none():
     none = torch.zeros_like(MASK)
-    assert weight_metrics(LOG_RATIOS, LOG_RATIOS, none, OFFSETS, level="token", cap=2.0) == {}
+    assert weight_metrics(LOG_RATIOS, LOG_RATIOS, none, OFFSETS, bounds=WeightBounds(level="token")) == {}

@@ -23,7 +23,7 @@ from rl_distill.objectives.registry import (
 from rl_distill.objectives.rejection import Bound, rejection_mask
 from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, RewardedRows
 from rl_distill.objectives.selection import TokenSelection
-from rl_distill.objectives.weight_metrics import weight_metrics
+from rl_distill.objectives.weight_metrics import WeightBounds, weight_metrics
 from rl_distill.objectives.whitened_advantages import COMPONENT
 
 SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
@@ -175,7 +175,7 @@ def with_correction_weights(
     if floor is None:
         weights = truncated_weights(*ratios, level=level, cap=cap)
     else:
-        weights = banded_weights(*ratios, level=level, floor=floor, cap=cap)
+        weights = banded_weights(*ratios, level=level, band=(floor, cap))
     return batch.with_columns({"correction_weights": _ragged_like(mask, weights)})
 
 
@@ -189,9 +189,7 @@ def correction_weight_metrics(
         _log_ratio(batch),
         batch.tensor("loss_mask"),
         offsets,
-        level=level,
-        cap=cap,
-        floor=floor,
+        bounds=WeightBounds(level=level, cap=cap, floor=floor),
     )
     return {name: float(value) for name, value in metrics.items()}
 

@@ -45,7 +45,7 @@ def truncated_weights(
 
 
 def banded_weights(
-    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, floor: float, cap: float
+    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, band: tuple[float, float]
 ) -> Tensor:
     """Importance weights old / rollout, 0 outside a band (IcePop).
 
@@ -54,8 +54,7 @@ def banded_weights(
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
         level: "token", or "sequence" for the product over each trajectory's trained tokens.
-        floor: Smallest weight that counts.
-        cap: Largest weight that counts.
+        band: Smallest and largest weight that count.
 
     Returns:
         [T] weights without gradient, 0 where masked. The loss weights are not changed: what falls out counts as 0.
@@ -64,6 +63,7 @@ def banded_weights(
         ShapeError: Shapes or dtypes other than above.
         SettingsError: Unknown level, or not 0 < floor <= cap.
     """
+    floor, cap = band
     if not 0 < floor <= cap:
         raise SettingsError(f"banded correction needs 0 < floor <= cap; found {floor}, {cap}.")
     weights = importance_ratios(log_ratio, loss_mask, offsets, level=level)

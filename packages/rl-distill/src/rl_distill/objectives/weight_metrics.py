@@ -3,10 +3,27 @@
 Source: names of metrics as verl's; effective sample size, Kong 1992.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from rl_distill.objectives.correction import CorrectionLevel, importance_ratios
 from rl_distill.objectives.ragged import row_counts, row_means
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBounds:
+    """How importance weights are made.
+
+    Attributes:
+        level: What one ratio covers.
+        cap: Upper bound.
+        floor: Lower bound of banded weights; None truncates from above alone, and calls ratios below 1 / cap low.
+    """
+
+    level: CorrectionLevel
+    cap: float = 2.0
+    floor: float | None = None
 
 
 def weight_metrics(
@@ -15,9 +32,7 @@ def weight_metrics(
     loss_mask: Tensor,
     offsets: Tensor,
     *,
-    level: CorrectionLevel,
-    cap: float,
-    floor: float | None = None,
+    bounds: WeightBounds,
 ) -> dict[str, Tensor]:
     """Statistics of the weights of a global batch.
 
@@ -26,9 +41,7 @@ def weight_metrics(
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
-        level: What one ratio covers.
-        cap: Upper bound of the weights.
-        floor: Lower bound of banded weights; None counts low ratios below 1 / cap.
+        bounds: How the weights were made.
 
     Returns:
         `rollout_corr/rollout_is_*` by name: of the weights mean, std, min, max and the effective share of samples; of
@@ -37,29 +50,38 @@ def weight_metrics(
     """
     if not bool(loss_mask.any()):
         return {}
-    low = 1.0 / cap if floor is None else floor
-    ratios = importance_ratios(log_ratio, loss_mask, offsets, level=level)
+    ratios = importance_ratios(log_ratio, loss_mask, offsets, level=bounds.level)
     has_tokens = row_counts(loss_mask, offsets) > 0
     kept, of_tokens = weights[loss_mask].double(), ratios[loss_mask].double()
     of_rows = row_means(weights, loss_mask, offsets)[has_tokens].double()
     ratio_of_rows = row_means(ratios, loss_mask, offsets)[has_tokens].double()
-    judged = ratio_of_rows if level == "sequence" else of_tokens
     metrics = {
-        "mean": kept.mean(),
-        "std": kept.std(correction=0),
-        "max": kept.max(),
-        "min": kept.min(),
+        **_spread(kept),
         "eff_sample_size": kept.mean().square() / kept.square().mean() if bool(kept.any()) else kept.new_zeros(()),
-        "ratio_fraction_high": (judged > cap).double().mean(),
-        "ratio_fraction_low": (judged < low).double().mean(),
-        "seq_mean": of_rows.mean(),
-        "seq_std": of_rows.std() if len(of_rows) > 1 else of_rows.new_zeros(()),
-        "seq_max": of_rows.max(),
-        "seq_min": of_rows.min(),
+        **_outside(ratio_of_rows if bounds.level == "sequence" else of_tokens, bounds, stem="ratio_"),
+        **{f"seq_{name}": value for name, value in _spread(of_rows, correction=1).items()},
         "seq_max_deviation": (of_rows - 1.0).abs().max(),
-        "seq_fraction_high": (ratio_of_rows > cap).double().mean(),
-        "seq_fraction_low": (ratio_of_rows < low).double().mean(),
+        **_outside(ratio_of_rows, bounds, stem="seq_"),
     }
-    if floor is not None:
-        metrics["oob_ratio"] = ((of_tokens < floor) | (of_tokens > cap)).double().mean()
+    if bounds.floor is not None:
+        metrics["oob_ratio"] = ((of_tokens < bounds.floor) | (of_tokens > bounds.cap)).double().mean()
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+
+
+def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
+    has_spread = len(values) > correction
+    return {
+        "mean": values.mean(),
+        "std": values.std(correction=correction) if has_spread else values.new_zeros(()),
+        "max": values.max(),
+        "min": values.min(),
+    }
+
+
+def _outside(ratios: Tensor, bounds: WeightBounds, *, stem: str) -> dict[str, Tensor]:
+    """Shares of ratios beyond the bounds."""
+    low = 1.0 / bounds.cap if bounds.floor is None else bounds.floor
+    return {
+        f"{stem}fraction_high": (ratios > bounds.cap).double().mean(),
+        f"{stem}fraction_low": (ratios < low).double().mean(),
+    }

@@ -1,0 +1,30 @@
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives import ADVANTAGES
+from rl_distill.objectives.try_out import try_advantage
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_every_built_in_advantage_runs_as_it_is(name):
+    try_advantage(name, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gropo", {}, "unknown advantage 'gropo'. Did you mean 'grpo'"),
+        ("gae", {"lambda": 0.9}, "unknown option of advantage 'gae': 'lambda'. Did you mean 'lam'"),
+        ("gae", {"lam": 1.5}, "lam must be in"),
+        ("grpo", {"eps": "small"}, "cannot work with {'eps': 'small'}"),
+        ("gdpo", {"weights": 1.0}, "cannot work with {'weights': 1.0}"),
+    ],
+)
+def test_impossible_options_are_refused(name, options, message):
+    with pytest.raises(SettingsError) as caught:
+        try_advantage(name, options)
+    assert message in str(caught.value)
+
+
+def test_gdpo_is_tried_with_the_components_that_it_names():
+    try_advantage("gdpo", {"weights": {"style": 1.0}})
