@@ -1,12 +1,11 @@
-"""A learner's checkpoint: safetensors under Hugging Face names, and JSON.
+"""A learner's checkpoint: `policy/`, a Hugging Face folder; `state/`, tensors in torch_dist; `learner.json`.
 
-`policy/` is a Hugging Face folder; `optimizer/` has Adam's moments, and `master.safetensors` the float32
-weights of a bfloat16 policy. All names are Hugging Face's, so that a checkpoint loads into any learner and any
-parallel layout. Nothing in it can run code.
+All names are Hugging Face's, so that a checkpoint loads into any learner and any parallel layout. Nothing in it can
+run code: see `torch_dist`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,36 +14,18 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError
-from rl_distill.hf_folder import read_policy_tensors, read_tensors, tensor_shapes, write_policy_folder, write_tensors
+from rl_distill.hf_folder import tensor_shapes, write_policy_folder
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import PolicyConfig
+from rl_distill.torch_dist import Piece, TensorFolder
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LEARNER_FILE = "learner.json"
 POLICY_FOLDER = "policy"
-MASTER_FILE = "master.safetensors"
-MOMENT_FILES = {"exp_avg": "optimizer/exp_avg.safetensors", "exp_avg_sq": "optimizer/exp_avg_sq.safetensors"}
+STATE_FOLDER = "state"
+STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerState:
-    """Everything that a learner continues from; tensors by Hugging Face name.
-
-    Attributes:
-        step: Optimizer steps done.
-        weights: In the policy's dtype.
-        exp_avg: Adam's first moments, float32.
-        exp_avg_sq: Adam's second moments, float32.
-        master: float32 weights of a bfloat16 policy, else None.
-    """
-
-    step: int
-    weights: Mapping[str, Tensor]
-    exp_avg: Mapping[str, Tensor]
-    exp_avg_sq: Mapping[str, Tensor]
-    master: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,39 +43,64 @@ class PolicySource:
     policy_dir: Path | None
 
 
-def write_checkpoint(directory: Path, state: LearnerState, *, source: PolicySource, options: LearnerOptions) -> None:
-    """Write a learner's state.
+def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a critic by Hugging Face name: a token classifier's with one label."""
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name != "lm_head.weight"}
+    return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
 
-    Args:
-        directory: Is made where it does not exist, and must be empty.
-        state: What to write.
-        source: The policy's configuration and tokenizer.
-        options: Recorded for the reader.
+
+def require_empty(directory: Path) -> None:
+    """Make a directory to save into.
 
     Raises:
-        CheckpointError: The directory has files in it.
+        CheckpointError: It has files in it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise CheckpointError(f"{directory} must be empty to save into it; give a new directory.")
-    policy_dir = directory / POLICY_FOLDER
-    write_policy_folder(policy_dir, source.config_json, state.weights, source_dir=source.policy_dir)
-    for name, file in MOMENT_FILES.items():
-        write_tensors(directory / file, getattr(state, name))
-    if state.master is not None:
-        write_tensors(directory / MASTER_FILE, state.master)
+
+
+def write_saved_policy(directory: Path, source: PolicySource, names: Sequence[str], *, dtype: torch.dtype) -> None:
+    """Write `policy/` from the float32 weights in `state/`, a tensor at a time.
+
+    Args:
+        directory: The checkpoint.
+        source: The policy's configuration and tokenizer.
+        names: Of the tensors to write; a critic's among them make it a token classifier.
+        dtype: Of the policy.
+    """
+    folder = TensorFolder(directory / STATE_FOLDER)
+    shapes = folder.shapes()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            shape = shapes[f"weights/{name}"]
+            whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
+            folder.read([whole])
+            yield name, whole.tensor.to(dtype)
+
+    config_json = dict(source.config_json)
+    if "score.weight" in names:
+        config_json |= {
+            "architectures": [source.config.architecture.replace("ForCausalLM", "ForTokenClassification")],
+            "num_labels": 1,
+        }
+    write_policy_folder(directory / POLICY_FOLDER, config_json, tensors(), source_dir=source.policy_dir)
+
+
+def write_header(directory: Path, *, source: PolicySource, options: LearnerOptions, step: int) -> None:
+    """Write learner.json: last, so that a folder that was cut short has none."""
     header = {
         "format_version": FORMAT_VERSION,
-        "step": state.step,
+        "step": step,
         "config_digest": source.config.digest,
         "options": asdict(options),
     }
-    # Last, so that a folder that was cut short has no learner.json.
     (directory / LEARNER_FILE).write_text(json.dumps(header, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_checkpoint(directory: Path, *, config: PolicyConfig, dtype: str) -> LearnerState:
-    """Read what `write_checkpoint` wrote.
+def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
+    """The step of a checkpoint of this policy.
 
     Args:
         directory: The checkpoint.
@@ -102,9 +108,9 @@ def read_checkpoint(directory: Path, *, config: PolicyConfig, dtype: str) -> Lea
         dtype: Its dtype, "float32" or "bfloat16".
 
     Raises:
-        CheckpointError: Missing, torn, of another policy or dtype; names file and tensor.
+        CheckpointError: Missing, torn, of another policy or dtype.
     """
-    header = _read_header(directory / LEARNER_FILE)
+    header = _read_json(directory / LEARNER_FILE)
     if header["config_digest"] != config.digest:
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: its configuration has digest {header['config_digest']}, "
@@ -115,16 +121,10 @@ def read_checkpoint(directory: Path, *, config: PolicyConfig, dtype: str) -> Lea
             f"{directory} was saved with dtype = {header['dtype']!r}; this learner has {dtype!r}. "
             f"Set dtype = {header['dtype']!r}, or start a new run from {directory / POLICY_FOLDER}."
         )
-    shapes = tensor_shapes(config)
-    weights = read_policy_tensors(directory / POLICY_FOLDER, config, dtype=DTYPES[dtype], error=CheckpointError)
-    moments = {name: read_tensors(directory / file, shapes, dtype=torch.float32) for name, file in MOMENT_FILES.items()}
-    master = None
-    if dtype != "float32":
-        master = read_tensors(directory / MASTER_FILE, shapes, dtype=torch.float32)
-    return LearnerState(step=header["step"], weights=weights, master=master, **moments)
+    return int(header["step"])
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

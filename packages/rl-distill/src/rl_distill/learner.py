@@ -45,11 +45,13 @@ class StepResult:
     """What one optimizer step did.
 
     Attributes:
-        step: Number of this step, from 1.
+        step: Optimizer steps done, this one among them.
         loss: The objective over the whole global batch.
         grad_norm: Global norm before clipping.
         learning_rate: Used by this step.
         metrics: Weighted means of the objective's metric sums.
+        is_applied: False where loss or gradient norm is not finite: the step was skipped, and the weights are as before.
+        broken_rows: Rows of the batch in which something is not finite, where that was found out.
     """
 
     step: int
@@ -57,6 +59,20 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     metrics: Mapping[str, float]
+    is_applied: bool = True
+    broken_rows: tuple[int, ...] = ()
+
+
+class PendingSave(Protocol):
+    """A checkpoint on its way to the disk."""
+
+    def wait(self) -> None:
+        """Wait until it is whole; any thread may. Can be called twice.
+
+        Raises:
+            OSError: The disk would not take it; the directory is no checkpoint.
+        """
+        ...
 
 
 class Learner(Protocol):
@@ -81,6 +97,8 @@ class Learner(Protocol):
     ) -> StepResult:
         """One optimizer step on the whole batch; the batch needs `loss_weights`.
 
+        A step whose loss or gradients are not finite is skipped: see `StepResult.is_applied`.
+
         Raises:
             ShapeError: A needed column is missing or nothing in the batch trains.
         """
@@ -95,8 +113,19 @@ class Learner(Protocol):
         """Names served from another tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write weights (a Hugging Face folder in `policy/`), optimizer and step into an empty directory."""
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """Write a checkpoint into an empty directory.
+
+        `policy/` is a Hugging Face folder of the weights, `state/` has float32 weights and Adam's moments in torch's
+        distributed format, which loads under any parallel layout, and `learner.json` the step; it is written last.
+
+        Args:
+            directory: Is made where it does not exist.
+            in_background: Return when the state is copied; what is returned then says when it is written.
+
+        Raises:
+            CheckpointError: The directory has files in it.
+        """
         ...
 
     def load(self, directory: Path) -> None:
@@ -105,6 +134,35 @@ class Learner(Protocol):
         Raises:
             CheckpointError: Missing, torn, or of another model.
         """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Can be called twice."""
+        ...
+
+
+class Critic(Protocol):
+    """A critic in training. One caller at a time; what is not here is as `Learner`'s."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done so far."""
+        ...
+
+    def values(self, batch: Batch) -> Ragged:
+        """Values of the states before each token of each trajectory, float32, first token 0."""
+        ...
+
+    def train_step(self, batch: Batch, objective: Objective) -> StepResult:
+        """One optimizer step on the whole batch; the objective gets values in the place of logprobs."""
+        ...
+
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """As `Learner.save`; `policy/` is a Hugging Face token classifier with one label."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """As `Learner.load`."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Options of learners; imports without torch, so that settings can nest them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class LearnerOptions:
         clip_grad: Largest global gradient norm; 0 turns clipping off.
         micro_batch_tokens: Most tokens of a micro-batch; a longer trajectory gets its own.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
+        recompute: "full" makes each layer's activations again in the backward pass, for memory; "none" keeps them.
         num_threads: Threads of a CPU learner; None leaves torch's setting.
         seed: Of the initial weights, where none are loaded, and of dropout.
     """
@@ -30,6 +32,7 @@ class LearnerOptions:
     clip_grad: float = 1.0
     micro_batch_tokens: int = 8192
     dtype: str = "float32"
+    recompute: Literal["none", "full"] = "none"
     num_threads: int | None = None
     seed: int = 0
 

@@ -16,6 +16,9 @@ from rl_distill.learner import MicroBatch
 
 Rows = NDArray[np.int64]
 
+ROUTED_EXPERTS = "routed_experts"
+"""The one token column of indices; the others are numbers or claims."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pack:
@@ -161,8 +164,7 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
     for name in sorted(batch.names - {"input_ids"}):
         column = batch[name]
         if isinstance(column, Ragged):
-            dtype = np.bool_ if column_spec(name).dtype == "bool" else np.float32
-            columns[name] = _tensor(column.values[places].astype(dtype, copy=False), device)
+            columns[name] = _tensor(column.values[places].astype(_dtype(name), copy=False), device)
     micro_batch = MicroBatch(
         input_ids=_tensor(ids.values[places].astype(np.int64), device),
         position_ids=_tensor(positions, device),
@@ -170,6 +172,12 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
         columns=columns,
     )
     return Pack(micro_batch, rows, offsets)
+
+
+def _dtype(column: str) -> type[np.generic]:
+    if column == ROUTED_EXPERTS:
+        return np.int64
+    return np.bool_ if column_spec(column).dtype == "bool" else np.float32
 
 
 def _tensor(values: NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -83,11 +83,21 @@ def check_open(is_open: bool) -> None:
         raise NotReadyError("the learner was closed; make a new one.")
 
 
-def metric_means(sums: Iterable[MetricSums]) -> dict[str, float]:
-    """Weighted means over micro-batches; a metric without weight is left out."""
+def metric_totals(sums: Iterable[MetricSums]) -> dict[str, tuple[float, float]]:
+    """(weighted sum, weight) of each metric over micro-batches."""
     totals: dict[str, tuple[float, float]] = {}
     for part in sums:
         for name, (value, weight) in part.items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + float(value), before[1] + float(weight))
-    return {name: value / weight for name, (value, weight) in totals.items() if weight}
+    return totals
+
+
+def metric_means(totals: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Weighted means over ranks; a metric without weight is left out."""
+    joined: dict[str, tuple[float, float]] = {}
+    for part in totals:
+        for name, (value, weight) in part.items():
+            before = joined.get(name, (0.0, 0.0))
+            joined[name] = (before[0] + value, before[1] + weight)
+    return {name: value / weight for name, (value, weight) in joined.items() if weight}

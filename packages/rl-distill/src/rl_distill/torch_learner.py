@@ -3,6 +3,7 @@
 Needs transformers, which comes with the extra `rl-distill[megatron]`.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,29 @@ from torch import Tensor
 from rl_core.batch import Batch
 from rl_core.errors import SettingsError
 from rl_core.ragged import Ragged
-from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
+from rl_distill.checkpoint import (
+    STATE_FOLDER,
+    STATE_KINDS,
+    read_header,
+    require_empty,
+    write_header,
+    write_saved_policy,
+)
 from rl_distill.hf_folder import read_policy_tensors
-from rl_distill.learner import LearnerOptions, Objective, StepResult
+from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
 from rl_distill.packing import Pack, pack_batch, unpack_values
 from rl_distill.reference_model import reference_model
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
-    check_finite,
     check_open,
     check_trainable,
     clip_scale,
     metric_means,
+    metric_totals,
     open_policy,
     parameter_dtype,
 )
+from rl_distill.torch_dist import Piece, TensorFolder, write_contents, write_pieces
 
 
 class TorchLearner:
@@ -96,7 +105,6 @@ class TorchLearner:
 
         Raises:
             ShapeError: loss_weights is missing or all zero.
-            NonFiniteError: Loss or gradients are not finite; the weights are unchanged.
         """
         check_open(self._is_open)
         check_trainable(batch)
@@ -109,18 +117,23 @@ class TorchLearner:
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
             metrics.append(sums)
-        check_finite("the loss", loss, step=step)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._mains[name].grad = parameter.grad.float()
         grads = [main.grad for main in self._mains.values() if main.grad is not None]
         grad_norm = float(torch.stack([grad.norm() for grad in grads]).norm())
-        check_finite("the gradient norm", grad_norm, step=step)
         learning_rate = learning_rate_at(step, self._options)
-        self._update(grads, clip_scale(grad_norm, self._options.clip_grad), learning_rate)
-        self._step = step
+        is_applied = math.isfinite(loss) and math.isfinite(grad_norm)
+        if is_applied:
+            self._update(grads, clip_scale(grad_norm, self._options.clip_grad), learning_rate)
+            self._step = step
         return StepResult(
-            step=step, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, metrics=metric_means(metrics)
+            step=self._step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            metrics=metric_means([metric_totals(metrics)]),
+            is_applied=is_applied,
         )
 
     def export_weights(self) -> Mapping[str, Tensor]:
@@ -128,21 +141,23 @@ class TorchLearner:
         check_open(self._is_open)
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint into an empty directory.
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - written at once
+        """Write a checkpoint into an empty directory, before it returns.
 
         Raises:
             CheckpointError: The directory has files in it.
         """
-        is_main = self._options.dtype == "float32"
-        state = LearnerState(
-            step=self._step,
-            weights=self.export_weights(),
-            exp_avg=self._moments("exp_avg"),
-            exp_avg_sq=self._moments("exp_avg_sq"),
-            master=None if is_main else self._mains,
-        )
-        write_checkpoint(directory, state, source=self._source, options=self._options)
+        require_empty(directory)
+        states = {
+            "weights": self._mains,
+            "exp_avg": self._moments("exp_avg"),
+            "exp_avg_sq": self._moments("exp_avg_sq"),
+        }
+        pieces = [_piece(f"{kind}/{name}", tensor) for kind, of in states.items() for name, tensor in of.items()]
+        write_contents(directory / STATE_FOLDER, [write_pieces(directory / STATE_FOLDER, pieces, rank=0, num_ranks=1)])
+        write_saved_policy(directory, self._source, list(self._mains), dtype=parameter_dtype(self._options))
+        write_header(directory, source=self._source, options=self._options, step=self._step)
+        return _Written()
 
     def load(self, directory: Path) -> None:
         """Continue from `save`.
@@ -151,15 +166,16 @@ class TorchLearner:
             CheckpointError: Missing, torn, or of another model; the learner is unchanged.
         """
         check_open(self._is_open)
-        state = read_checkpoint(directory, config=self._source.config, dtype=self._options.dtype)
-        self._copy_weights(state.weights)
+        step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
+        states = {kind: {name: torch.empty(main.shape) for name, main in self._mains.items()} for kind in STATE_KINDS}
+        pieces = [_piece(f"{kind}/{name}", tensor) for kind, of in states.items() for name, tensor in of.items()]
+        TensorFolder(directory / STATE_FOLDER).read(pieces)
+        self._copy_weights(states["weights"])
         for name, main in self._mains.items():
-            if state.master is not None:
-                main.data.copy_(state.master[name])
-            moments = {"exp_avg": state.exp_avg[name], "exp_avg_sq": state.exp_avg_sq[name]}
-            adam = {m: tensor.to(self._device).clone() for m, tensor in moments.items()}
-            self._adam.state[main] = {"step": torch.tensor(float(state.step)), **adam} if state.step else {}
-        self._step = state.step
+            main.data.copy_(states["weights"][name])
+            moments = {m: states[m][name].to(self._device) for m in ("exp_avg", "exp_avg_sq")}
+            self._adam.state[main] = {"step": torch.tensor(float(step)), **moments} if step else {}
+        self._step = step
 
     def close(self) -> None:
         """Free the model."""
@@ -209,6 +225,19 @@ class TorchLearner:
         before = (rows, (steps - 1).clamp_min(0))
         logprobs = distribution[before].gather(-1, micro_batch.input_ids[:, None]).squeeze(-1)
         return torch.where(is_scored, logprobs, 0.0), torch.where(is_scored, entropy[before], 0.0)
+
+
+class _Written:
+    """A checkpoint that was written at once."""
+
+    def wait(self) -> None:
+        """It is whole."""
+
+
+def _piece(name: str, tensor: Tensor) -> Piece:
+    """A whole tensor under a name; on the CPU it is the tensor itself, to be read or filled."""
+    shape = tuple(tensor.shape)
+    return Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=tensor.detach().cpu().contiguous())
 
 
 def _adamw(parameters: list[Tensor], options: LearnerOptions) -> torch.optim.AdamW:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
+from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
 from rl_distill.megatron.layout import PACKED_FORMAT, HeadIndex, PackedLayout
 
 _MATMUL_LENGTH = 256
@@ -192,6 +194,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         self.layer_number = layer_number
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        is_shared = config.context_parallel_size > 1
+        self._context_group = parallel_state.get_context_parallel_group() if is_shared else None
 
     def forward(
         self,
@@ -221,12 +225,23 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if layout is None or layout.qkv_format != PACKED_FORMAT or layout.cos is None or layout.sin is None:
             raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params; make it with packed_layout.")
         cos, sin = layout.cos.to(query.dtype), layout.sin.to(query.dtype)
-        head_dim = query.shape[-1]
+        num_heads = query.shape[2]
+        q, k = (_Rotary.apply(x, cos, sin).squeeze(1) for x in (query, key))  # type: ignore[no-untyped-call]
+        qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
+        q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
+        out = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
+        out = _FromBuckets.apply(out, layout.heads[qkv[0].shape[1]])  # type: ignore[no-untyped-call]
+        out = out.view(*qkv[0].shape)
+        if self._context_group is not None:
+            out = heads_to_tokens(out, group=self._context_group)
+        return out.reshape(query.shape[0], 1, -1)  # type: ignore[no-any-return]
 
-        def bucketed(x: Tensor) -> Tensor:
-            return _ToBuckets.apply(x.reshape(-1, head_dim), layout.heads[x.shape[2]])  # type: ignore[no-any-return, no-untyped-call]
+    def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
+        """All tokens of the heads for which this rank attends, from all heads of its own tokens."""
+        if self._context_group is None:
+            return x
+        return tokens_to_heads(x, num_query_heads=num_query_heads, group=self._context_group)
 
-        q, k = (bucketed(_Rotary.apply(x, cos, sin)) for x in (query, key))  # type: ignore[no-untyped-call]
-        out = bucket_attention((q, k, bucketed(value)), layout.buckets, scale=self.scale)
-        out = _FromBuckets.apply(out, layout.heads[query.shape[2]])  # type: ignore[no-untyped-call]
-        return out.view(query.shape[0], 1, -1)  # type: ignore[no-any-return]
+
+def _bucketed(x: Tensor, index: HeadIndex) -> Tensor:
+    return _ToBuckets.apply(x.reshape(-1, x.shape[-1]), index)  # type: ignore[no-any-return, no-untyped-call]

@@ -14,8 +14,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as random
 import torch
+import torch.distributed as dist
 from megatron.core.package_info import __version__
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -91,6 +93,28 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return make
 
 
+def _all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+    """Gather tensors of different lengths, which gloo does not: as the longest, then cut."""
+    longest = max(len(output) for output in outputs)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    dist.all_gather(gathered, padded, group=group)
+    for output, values in zip(outputs, gathered, strict=True):
+        output.copy_(values[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    """Sum over ranks of tensors of different lengths, each for one rank: as the longest, then cut."""
+    longest = max(len(part) for part in inputs)
+    padded = output.new_zeros(len(inputs), longest, *output.shape[1:])
+    for place, part in zip(padded, inputs, strict=True):
+        place[: len(part)] = part
+    own = torch.empty_like(padded[0])
+    dist.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
+    output.copy_(own[: len(output)])
+
+
 def _torch_overlay() -> _Overlay:
     stream = _Stream()
     cuda = {
@@ -161,5 +185,7 @@ def install_cpu_compatibility() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = overlay  # type: ignore[attr-defined]
     _rng_on_cpu()
+    uneven = _Overlay(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
+    mappings.torch = _Overlay(overlay, {"distributed": uneven})
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = _as_numpy_on_cpu

@@ -1,79 +1,75 @@
-"""The Megatron learner: megatron-core's model, data parallelism, schedule and optimizer, on packed trajectories."""
+"""The Megatron learner: megatron-core's models, parallelism, schedules and optimizer, on packed trajectories."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_distill.checkpoint import LearnerState, read_checkpoint, write_checkpoint
-from rl_distill.learner import LearnerOptions, MetricSums, Objective, StepResult
-from rl_distill.megatron.convert import from_megatron, to_megatron, whole_policy
-from rl_distill.megatron.cpu import install_cpu_compatibility
-from rl_distill.megatron.layout import packed_layout
-from rl_distill.megatron.model import Scored
-from rl_distill.megatron.optimizer import MegatronAdam
-from rl_distill.megatron.parallel import Rank, initialize_rank, learner_device
-from rl_distill.megatron.rotary import rotary_frequencies
-from rl_distill.megatron.setup import build_policy
-from rl_distill.packing import Pack, pack_batch, scored_tokens, unpack_values
-from rl_distill.schedule import learning_rate_at
-from rl_distill.stepping import (
-    check_finite,
-    check_open,
-    check_trainable,
-    metric_means,
-    open_policy,
-    parameter_dtype,
+from rl_core.ragged import Ragged, token_positions
+from rl_distill.checkpoint import (
+    STATE_FOLDER,
+    critic_shapes,
+    read_header,
+    require_empty,
+    write_header,
+    write_saved_policy,
 )
+from rl_distill.hf_folder import tensor_shapes
+from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
+from rl_distill.megatron.host import WeightBlock
+from rl_distill.megatron.model import Head
+from rl_distill.megatron.rank_model import RankShare, StepShare
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.megatron.setup import ModelPlan
+from rl_distill.options import ParallelOptions
+from rl_distill.packing import Rows, plan_ranks
+from rl_distill.parallel_layout import check_layout
+from rl_distill.stepping import check_open, check_trainable, metric_means, open_policy, parameter_dtype
+from rl_distill.torch_dist import TensorFolder, write_contents
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """What the micro-batches of a step gave."""
+class RankedModel:
+    """A model over a learner's ranks: what policies, critics and references have in common."""
 
-    losses: list[Tensor] = field(default_factory=list)
-    metrics: list[MetricSums] = field(default_factory=list)
-
-
-class MegatronLearner:
-    """Trains a policy with megatron-core, on a GPU or a CPU; see `rl_distill.learner.Learner`."""
-
-    def __init__(self, policy: Path | Mapping[str, Any], options: LearnerOptions, *, rank: Rank | None = None) -> None:
-        """Build the policy on this process's device.
+    def __init__(
+        self,
+        policy: Path | Mapping[str, Any],
+        options: LearnerOptions,
+        *,
+        ranks: LearnerRanks | None,
+        name: str,
+        head: Head = "policy",
+        trains: bool = True,
+    ) -> None:
+        """Build the model on every rank.
 
         Args:
             policy: A Hugging Face folder with safetensors, or a config.json's content for random weights.
             options: How to train.
-            rank: This process among the learner's; None for a single one.
+            ranks: Where; None for this process alone.
+            name: Of the model on its ranks.
+            head: What comes out.
+            trains: False keeps neither gradients nor an optimizer.
 
         Raises:
-            SettingsError: The architecture or a setting is not supported.
+            SettingsError: The architecture, a setting or the layout is not supported.
             DataError: A file or tensor of the folder is missing or torn.
             MissingExtraError: megatron-core is not installed.
         """
         self._options = options
         self._source = open_policy(policy)
-        dtype = parameter_dtype(options)
-        if options.num_threads is not None:
-            torch.set_num_threads(options.num_threads)
-        install_cpu_compatibility()
-        initialize_rank(rank or Rank(), seed=options.seed)
-        self._device = learner_device()
-        self._frequencies = rotary_frequencies(self._source.config).to(self._device)
-        self._shard = whole_policy(self._source.config)
-        self._model = build_policy(self._source, self._shard, dtype=dtype, seed=options.seed, device=self._device)
-        self._adam = MegatronAdam(self._model, options)
-        self._model.config.finalize_model_grads_func = _finalize_without_division
-        self._model.config.grad_scale_func = None
+        parameter_dtype(options)
+        parallel = ParallelOptions() if ranks is None else ranks.parallel
+        check_layout(parallel, self._source.config)
+        self._name = name
+        self._owns_ranks = ranks is None
+        self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
+        plan = ModelPlan(source=self._source, options=options, parallel=parallel, head=head, trains=trains)
+        self._num_parameters = sum(self._ranks.call_all("build", name, plan))
         self._step = 0
         self._is_open = True
 
@@ -84,25 +80,167 @@ class MegatronLearner:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the policy; a tied head counts once."""
+        """Parameters of the model; a tied head counts once."""
         check_open(self._is_open)
-        return sum(parameter.numel() for parameter in self._model.parameters())
+        return self._num_parameters
 
     @property
     def tied(self) -> Mapping[str, str]:
         """Names served from another tensor."""
         return self._source.config.tied
 
+    def close(self) -> None:
+        """Free the model; ranks that were given stay. Can be called twice."""
+        if self._is_open:
+            self._is_open = False
+            if self._owns_ranks:
+                self._ranks.close()
+            else:
+                self._ranks.call_all("drop", self._name)
+
+    def _score(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """A float32 for each token, in the batch's row order."""
+        check_open(self._is_open)
+        ids = batch.ragged("input_ids")
+        needed = {"input_ids"} | ({"routed_experts"} & batch.names)
+        shares, rows = self._shares(batch.only(needed))
+        found = self._call_shares("score", shares, temperature=temperature)
+        out = np.zeros(len(ids.values), dtype=np.float32)
+        for of_rank, values in zip(rows, found, strict=True):
+            out[token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values
+        return Ragged(out, ids.offsets)
+
+    def _train(
+        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> StepResult:
+        check_open(self._is_open)
+        check_trainable(batch)
+        shares, rows = self._shares(batch)
+        arguments = {"temperature": temperature, "with_entropy": with_entropy}
+        parts: list[StepShare] = self._call_shares("train_step", shares, objective, **arguments)
+        broken = [int(of_rank[row]) for of_rank, part in zip(rows, parts, strict=True) for row in part.broken_rows]
+        first = parts[0]
+        self._step += first.is_applied
+        return StepResult(
+            step=self._step,
+            loss=first.loss,
+            grad_norm=first.grad_norm,
+            learning_rate=first.learning_rate,
+            metrics=metric_means(part.metrics for part in parts),
+            is_applied=first.is_applied,
+            broken_rows=tuple(sorted(broken)),
+        )
+
+    def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
+        """Each data-parallel rank's rows in the order of its micro-batches, and which rows these are."""
+        parallel = self._ranks.parallel
+        plans = plan_ranks(
+            batch.ragged("input_ids").lengths,
+            max_tokens=self._options.micro_batch_tokens * parallel.context,
+            num_ranks=parallel.data,
+            multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        )
+        rows = [np.concatenate([*plan, np.zeros(0, dtype=np.int64)]) for plan in plans]
+        shares = [
+            RankShare(batch=batch.select(of_rank), sizes=tuple(len(part) for part in plan))
+            for of_rank, plan in zip(rows, plans, strict=True)
+        ]
+        return shares, rows
+
+    def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of the model with each rank's share; gives the answers in the order of the shares."""
+        calls = [(self._name, method, (shares[place.data], *args), kwargs) for place in self._ranks.places]
+        answers = self._ranks.call_each("run", calls)
+        pairs = zip(self._ranks.places, answers, strict=True)
+        by_share = {place.data: answer for place, answer in pairs if place.answers}
+        return [by_share[number] for number in range(len(shares))]
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the model by Hugging Face name."""
+        return tensor_shapes(self._source.config)
+
+
+class TrainedModel(RankedModel):
+    """A model with an optimizer: its weights leave it, and it is saved and loaded."""
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """All weights by Hugging Face name, on the CPU of this process; views where it holds them, until the next step."""
+        check_open(self._is_open)
+        blocks: list[WeightBlock] = [b for of_rank in self._ranks.call_all("export", self._name) for b in of_rank]
+        weights: dict[str, Tensor] = {}
+        for block in blocks:
+            tensor = block.tensor()
+            if block.sizes == block.shape:
+                weights[block.name] = tensor
+                continue
+            if block.name not in weights:
+                weights[block.name] = torch.empty(block.shape, dtype=tensor.dtype)
+            place = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
+            weights[block.name][place] = tensor
+        return {name: weights[name] for name in self._shapes()}
+
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """Write a checkpoint into an empty directory: see `rl_distill.learner.Learner`."""
+        check_open(self._is_open)
+        require_empty(directory)
+        self._ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
+        pending = _Pending(self, directory, step=self._step)
+        if not in_background:
+            pending.wait()
+        return pending
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`, under whatever layout it was written.
+
+        Raises:
+            CheckpointError: Missing, torn, or of another model; the learner is unchanged.
+        """
+        check_open(self._is_open)
+        step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
+        kinds = ("weights", "exp_avg", "exp_avg_sq")
+        shapes = {f"{kind}/{name}": shape for kind in kinds for name, shape in self._shapes().items()}
+        TensorFolder(directory / STATE_FOLDER).check(shapes)
+        self._ranks.call_all("load", self._name, directory / STATE_FOLDER, step=step)
+        self._step = step
+
+    def _finish_save(self, directory: Path, *, step: int) -> None:
+        """Wait for the ranks, and write what names their files; the header last."""
+        write_contents(directory / STATE_FOLDER, self._ranks.finish_save(self._name))
+        write_saved_policy(directory, self._source, list(self._shapes()), dtype=parameter_dtype(self._options))
+        write_header(directory, source=self._source, options=self._options, step=step)
+
+
+class _Pending:
+    """A checkpoint that ranks are writing."""
+
+    def __init__(self, model: TrainedModel, directory: Path, *, step: int) -> None:
+        self._model, self._directory, self._step = model, directory, step
+        self._is_done = False
+
+    def wait(self) -> None:
+        """Wait until it is whole."""
+        if not self._is_done:
+            self._model._finish_save(self._directory, step=self._step)
+            self._is_done = True
+
+
+class MegatronLearner(TrainedModel):
+    """Trains a policy with megatron-core; see `rl_distill.learner.Learner`."""
+
+    def __init__(
+        self,
+        policy: Path | Mapping[str, Any],
+        options: LearnerOptions,
+        *,
+        ranks: LearnerRanks | None = None,
+        name: str = "policy",
+    ) -> None:
+        """Build the policy; arguments and errors as `RankedModel`."""
+        super().__init__(policy, options, ranks=ranks, name=name)
+
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
-        check_open(self._is_open)
-        packs = self._packs(batch)
-
-        def scatter(pack: Pack, scored: Tensor, scores: Scored, **_: object) -> Tensor:
-            return _spread(scores.logprobs, scored, pack)
-
-        values = self._run(packs, scatter, temperature=temperature, mask=None)
-        return unpack_values(packs, values, batch)
+        return self._score(batch, temperature=temperature)
 
     def train_step(
         self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
@@ -111,153 +249,54 @@ class MegatronLearner:
 
         Raises:
             ShapeError: loss_weights is missing or all zero.
-            NonFiniteError: Loss or gradients are not finite; the weights are unchanged.
         """
-        check_open(self._is_open)
-        check_trainable(batch)
-        step = self._step + 1
-        gathered = _Gathered()
+        return self._train(batch, objective, temperature=temperature, with_entropy=with_entropy)
 
-        def evaluate(pack: Pack, scored: Tensor, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            entropy = _spread(scores.entropy, scored, pack) if with_entropy else None
-            loss, sums = objective(_spread(scores.logprobs, scored, pack), entropy, pack.micro_batch)
-            gathered.losses.append(loss.detach())
-            gathered.metrics.append(sums)
-            return loss, torch.zeros((), dtype=torch.int), {}
 
-        self._model.zero_grad_buffer()
-        self._adam.zero_grad()
-        mask = "loss_mask" if "loss_mask" in batch else None
-        self._run(self._packs(batch), evaluate, temperature=temperature, mask=mask, with_gradients=True)
-        loss = sum(float(value) for value in gathered.losses)
-        check_finite("the loss", loss, step=step)
-        learning_rate = learning_rate_at(step, self._options)
-        grad_norm = self._adam.grad_norm()
-        check_finite("the gradient norm", grad_norm, step=step)
-        self._adam.step(grad_norm, learning_rate=learning_rate)
-        self._step = step
-        return StepResult(
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            metrics=metric_means(gathered.metrics),
-        )
+class MegatronReference(RankedModel):
+    """A policy that never trains: no gradients, no optimizer."""
 
-    def export_weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face name; views where the layout allows, valid until the next step."""
-        check_open(self._is_open)
-        return self._from_megatron({name: p.detach() for name, p in self._parameters().items()})
+    def __init__(
+        self,
+        policy: Path | Mapping[str, Any],
+        options: LearnerOptions,
+        *,
+        ranks: LearnerRanks | None = None,
+        name: str = "reference",
+    ) -> None:
+        """Build the policy; arguments and errors as `RankedModel`."""
+        super().__init__(policy, options, ranks=ranks, name=name, trains=False)
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint into an empty directory.
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
+        return self._score(batch, temperature=temperature)
+
+
+class MegatronCritic(TrainedModel):
+    """Trains a critic: a policy's layers under a value head; see `rl_distill.learner.Critic`."""
+
+    def __init__(
+        self,
+        policy: Path | Mapping[str, Any],
+        options: LearnerOptions,
+        *,
+        ranks: LearnerRanks | None = None,
+        name: str = "critic",
+    ) -> None:
+        """Build the critic; the value head starts at 0 where the folder has none. Otherwise as `RankedModel`."""
+        super().__init__(policy, options, ranks=ranks, name=name, head="value")
+
+    def values(self, batch: Batch) -> Ragged:
+        """Values of the states before each token, float32, in the batch's row order, first token 0."""
+        return self._score(batch)
+
+    def train_step(self, batch: Batch, objective: Objective) -> StepResult:
+        """One optimizer step on the whole batch; values are those of `loss_mask`, others stay 0.
 
         Raises:
-            CheckpointError: The directory has files in it.
+            ShapeError: loss_weights is missing or all zero.
         """
-        check_open(self._is_open)
-        parameters = self._parameters()
-        master = self._adam.master_weights(parameters)
-        state = LearnerState(
-            step=self._step,
-            weights=self.export_weights(),
-            exp_avg=self._from_megatron(self._adam.moments(parameters, "exp_avg")),
-            exp_avg_sq=self._from_megatron(self._adam.moments(parameters, "exp_avg_sq")),
-            master=None if master is None else self._from_megatron(master),
-        )
-        write_checkpoint(directory, state, source=self._source, options=self._options)
+        return self._train(batch, objective)
 
-    def load(self, directory: Path) -> None:
-        """Continue from `save`.
-
-        Raises:
-            CheckpointError: Missing, torn, or of another model; the learner is unchanged.
-        """
-        check_open(self._is_open)
-        config = self._source.config
-        state = read_checkpoint(directory, config=config, dtype=self._options.dtype)
-        parameters = self._parameters()
-        with torch.no_grad():
-            for name, tensor in to_megatron(state.weights, config, self._shard).items():
-                parameters[name].copy_(tensor)
-        moments = {
-            "exp_avg": to_megatron(state.exp_avg, config, self._shard),
-            "exp_avg_sq": to_megatron(state.exp_avg_sq, config, self._shard),
-        }
-        master = None if state.master is None else to_megatron(state.master, config, self._shard)
-        self._adam.load(parameters, step=state.step, moments=moments, master=master)
-        self._step = state.step
-
-    def close(self) -> None:
-        """Free the model; the process groups stay, for others in the process may use them."""
-        if self._is_open:
-            self._is_open = False
-            del self._model, self._adam
-
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name.removeprefix("module."): p for name, p in self._unwrapped().named_parameters()}
-
-    def _unwrapped(self) -> torch.nn.Module:
-        return self._model.module  # type: ignore[no-any-return]
-
-    def _from_megatron(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return from_megatron([state], self._source.config, self._shard)
-
-    def _packs(self, batch: Batch) -> list[Pack]:
-        return pack_batch(batch, max_tokens=self._options.micro_batch_tokens, device=self._device)
-
-    def _run(
-        self, packs: list[Pack], evaluate: Any, *, temperature: float, mask: str | None, with_gradients: bool = False
-    ) -> list[Any]:
-        """megatron's schedule over the packs; `evaluate` sees the scores of each.
-
-        Returns:
-            What `evaluate` gave for each pack, without gradients; with them, nothing of use.
-        """
-        if not packs:
-            return []
-
-        def forward_step(source: Iterator[Pack], model: torch.nn.Module) -> tuple[Any, Any]:
-            pack = next(source)
-            scored = scored_tokens(pack, mask=mask)
-            output = self._score(model, pack, scored, temperature)
-            return output, partial(_call_evaluate, evaluate, pack, scored)
-
-        with nullcontext() if with_gradients else torch.no_grad():
-            return get_forward_backward_func()(  # type: ignore[no-any-return]
-                forward_step_func=forward_step,
-                data_iterator=iter(packs),
-                model=self._model,
-                num_microbatches=len(packs),
-                seq_length=max(int(pack.offsets[-1]) for pack in packs),
-                micro_batch_size=1,
-                forward_only=not with_gradients,
-                collect_non_loss_data=not with_gradients,
-            )
-
-    def _score(self, model: torch.nn.Module, pack: Pack, scored: Tensor, temperature: float) -> Any:
-        config, micro_batch = self._source.config, pack.micro_batch
-        layout = packed_layout(
-            micro_batch.position_ids,
-            pack.offsets,
-            frequencies=self._frequencies,
-            head_counts=(config.num_heads, config.num_key_value_heads),
-        )
-        return model(
-            micro_batch.input_ids, micro_batch.position_ids, layout=layout, scored=scored, temperature=temperature
-        )
-
-
-def _call_evaluate(evaluate: Any, pack: Pack, scored: Tensor, scores: Scored, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - megatron passes it
-    return evaluate(pack, scored, scores)
-
-
-def _spread(values: Tensor, scored: Tensor, pack: Pack) -> Tensor:
-    """[T] with the values at the scored tokens and 0 elsewhere."""
-    out = torch.zeros(len(pack.micro_batch.input_ids), dtype=values.dtype, device=values.device)
-    return out.index_copy(0, scored, values)
-
-
-def _finalize_without_division(model: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Sum gradients over ranks; loss_weights already normalise over the global batch."""
-    finalize_model_grads(model, None, **kwargs)
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return critic_shapes(self._source.config)

@@ -1,10 +1,14 @@
-"""megatron's Adam: clipping, learning rate, and its state by parameter."""
+"""megatron's Adam: clipping, learning rate, and its state by parameter, shared over ranks or not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_distill.megatron.cpu import cuda_type_names
@@ -14,15 +18,33 @@ from rl_distill.stepping import clip_scale
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
-class MegatronAdam:
-    """megatron's mixed-precision AdamW over a model; no weight decay on norms."""
+@dataclass(frozen=True, slots=True)
+class _Main:
+    """What the optimizer updates for a parameter on this rank.
 
-    def __init__(self, model: Any, options: LearnerOptions) -> None:
+    Attributes:
+        tensor: Float32; None where other ranks have all of it.
+        inner: torch's optimizer that has its state; None likewise.
+        start: Where the tensor begins in the flat parameter, where ranks share it.
+        is_shared: True when each data-parallel rank has a stretch of the flat parameter.
+    """
+
+    tensor: Tensor | None
+    inner: torch.optim.Optimizer | None
+    start: int
+    is_shared: bool
+
+
+class MegatronAdam:
+    """megatron's mixed-precision AdamW over a rank's model chunks; no weight decay on norms."""
+
+    def __init__(self, chunks: Sequence[Any], options: LearnerOptions, *, is_distributed: bool = False) -> None:
         """Make the optimizer.
 
         Args:
-            model: megatron's DistributedDataParallel.
+            chunks: megatron's DistributedDataParallel, each.
             options: Adam's.
+            is_distributed: Share state and float32 weights over the data-parallel ranks.
         """
         self._clip_grad = options.clip_grad
         is_bf16 = options.dtype == "bfloat16"
@@ -36,16 +58,17 @@ class MegatronAdam:
             adam_eps=options.eps,
             bf16=is_bf16,
             params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=is_distributed,
         )
-        with cuda_type_names(list(model.parameters())):
-            self._optimizer = get_megatron_optimizer(config, [model])
-        for inner in self._inner():
+        with cuda_type_names([parameter for chunk in chunks for parameter in chunk.parameters()]):
+            self._optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        for inner in self.inner():
             for group in inner.param_groups:
                 # megatron leaves applying wd_mult, which spares norms, to its own scheduler.
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one pass over memory for each parameter, on CPU and GPU
+        self._mains = self._find_mains([parameter for chunk in chunks for parameter in chunk.parameters()])
 
     def zero_grad(self) -> None:
         """Forget gradients."""
@@ -63,27 +86,36 @@ class MegatronAdam:
             grad_norm: What `grad_norm` gave.
             learning_rate: Of this step.
         """
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        for inner in self.inner():
+            for group in inner.param_groups:
+                group["lr"] = learning_rate
         scale = clip_scale(grad_norm, self._clip_grad)
         if scale < 1.0:  # megatron's own clipping insists on CUDA tensors
-            grads = [p.grad for inner in self._inner() for group in inner.param_groups for p in group["params"]]
+            grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         self._optimizer.step_with_ready_grads()
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
-        """A moment of each parameter; zeros before the first step."""
+        """A moment of each parameter, in its shape; zeros before the first step. Every rank calls it together."""
         out = {}
         for parameter_name, parameter in parameters.items():
-            value = self._state_of(_main(parameter)).get(name)
-            out[parameter_name] = torch.zeros_like(_main(parameter)).detach() if value is None else value
+            main = self._mains[parameter]
+            own = None
+            if main.tensor is not None and main.inner is not None:
+                value = main.inner.state[main.tensor].get(name) if main.tensor in main.inner.state else None
+                own = torch.zeros_like(main.tensor).detach() if value is None else value
+            out[parameter_name] = _whole(parameter, main, own)
         return out
 
     def master_weights(self, parameters: Parameters) -> dict[str, Tensor] | None:
-        """float32 weights behind bfloat16 ones; None when the parameters are float32."""
-        if all(_main(parameter) is parameter for parameter in parameters.values()):
+        """float32 weights behind bfloat16 ones; None when the parameters are float32. As `moments`."""
+        if all(parameter.dtype == torch.float32 for parameter in parameters.values()):
             return None
-        return {name: _main(parameter).detach() for name, parameter in parameters.items()}
+        mains = {name: self._mains[parameter] for name, parameter in parameters.items()}
+        return {
+            name: _whole(parameters[name], main, None if main.tensor is None else main.tensor.detach())
+            for name, main in mains.items()
+        }
 
     def load(
         self,
@@ -96,38 +128,89 @@ class MegatronAdam:
         """Continue from saved moments.
 
         Args:
-            parameters: The model's.
+            parameters: The rank's.
             step: Optimizer steps done.
-            moments: exp_avg and exp_avg_sq of each parameter.
+            moments: exp_avg and exp_avg_sq of each parameter, in its shape.
             master: float32 weights, for bfloat16 parameters.
         """
         for name, parameter in parameters.items():
-            main = _main(parameter)
+            main = self._mains[parameter]
+            if main.tensor is None or main.inner is None:
+                continue
             if master is not None:
-                main.data.copy_(master[name])
-            state = self._state_of(main)
+                main.tensor.data.copy_(_part(master[name], main))
+            state = main.inner.state[main.tensor]
             state.clear()
             if step:
                 # A step tensor for each parameter: Adam counts in place, and a shared one would count them all.
-                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.device)
-                state.update({m: moments[m][name].to(main.device).clone() for m in moments})
-        for inner in self._inner():
+                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
+                state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in moments})
+        for inner in self.inner():
             for group in inner.param_groups:
                 if "step" in group:  # fused optimizers of Transformer Engine and apex count by group
                     group["step"] = step
 
-    def _inner(self) -> Iterator[torch.optim.Optimizer]:
-        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            yield part.optimizer
+    def tensors(self) -> Iterator[Tensor]:
+        """Moments and float32 weights that the optimizer keeps beside the model's own parameters."""
+        for main in self._mains.values():
+            if main.tensor is not None and main.inner is not None:
+                state = main.inner.state[main.tensor] if main.tensor in main.inner.state else {}
+                yield from (value for name, value in state.items() if name != "step" and torch.is_tensor(value))
+        for parameter, main in self._mains.items():
+            if main.tensor is not None and parameter.dtype != torch.float32:
+                yield main.tensor
 
-    def _state_of(self, main: Tensor) -> dict[str, Any]:
-        for inner in self._inner():
-            if any(main is p for group in inner.param_groups for p in group["params"]):
-                return inner.state[main]  # type: ignore[no-any-return]
+    def inner(self) -> Iterator[torch.optim.Optimizer]:
+        """torch's optimizers; none where a rank has no part."""
+        for part in self._parts():
+            if part.optimizer is not None:
+                yield part.optimizer
+
+    def _parts(self) -> Sequence[Any]:
+        return getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+
+    def _find_mains(self, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, _Main]:
+        mains: dict[torch.nn.Parameter, _Main] = {}
+        for part in self._parts():
+            if isinstance(part, DistributedOptimizer):
+                for parameter, (group, position) in part.model_param_group_index_map.items():
+                    tensor = part.optimizer.param_groups[group]["params"][position]
+                    start = part._get_model_param_range_map(parameter)["param"].start
+                    mains[parameter] = _Main(tensor, part.optimizer, start, is_shared=True)
+        is_shared = bool(mains) or any(isinstance(part, DistributedOptimizer) for part in self._parts())
+        for parameter in parameters:
+            if parameter not in mains:
+                mains[parameter] = _Main(None, None, 0, True) if is_shared else self._plain_main(parameter)
+        return mains
+
+    def _plain_main(self, parameter: torch.nn.Parameter) -> _Main:
+        main = getattr(parameter, "main_param", None)
+        tensor = parameter if main is None else main
+        for inner in self.inner():
+            if any(tensor is p for group in inner.param_groups for p in group["params"]):
+                return _Main(tensor, inner, 0, is_shared=False)
         raise KeyError("a parameter is in no optimizer")
 
 
-def _main(parameter: torch.nn.Parameter) -> Tensor:
-    """The float32 tensor that the optimizer updates for a parameter."""
-    main = getattr(parameter, "main_param", None)
-    return parameter if main is None else main
+def _whole(parameter: torch.nn.Parameter, main: _Main, own: Tensor | None) -> Tensor:
+    """A tensor in the parameter's shape from what this rank has of it."""
+    if not main.is_shared:
+        return own if own is not None else torch.zeros_like(parameter, dtype=torch.float32)
+    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if own is not None:
+        whole[main.start : main.start + own.numel()] = own
+    is_expert = not getattr(parameter, "allreduce", True)
+    group = (
+        parallel_state.get_expert_data_parallel_group()
+        if is_expert
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    dist.all_reduce(whole, group=group)
+    return whole.view(parameter.shape)
+
+
+def _part(whole: Tensor, main: _Main) -> Tensor:
+    """What this rank keeps of a tensor in the parameter's shape."""
+    if not main.is_shared or main.tensor is None:
+        return whole
+    return whole.reshape(-1)[main.start : main.start + main.tensor.numel()]

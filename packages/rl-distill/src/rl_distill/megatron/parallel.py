@@ -1,26 +1,35 @@
 """A process becomes a rank: torch.distributed and megatron's process groups."""
 
+import os
+import socket
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_core.errors import SettingsError
+from rl_distill.megatron.convert import Shard
+from rl_distill.options import ParallelOptions
+from rl_distill.policy_config import PolicyConfig
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""A collective that takes longer fails on every rank that waits in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """Which of the learner's processes this is.
+class Rendezvous:
+    """Where the ranks of a learner meet.
 
     Attributes:
-        rank: From 0.
-        world_size: Number of processes.
+        address: Host of rank 0, as the others reach it.
+        port: Of its store.
     """
 
-    rank: int = 0
-    world_size: int = 1
+    address: str
+    port: int
 
 
 def learner_device() -> torch.device:
@@ -34,31 +43,195 @@ def undisturbed_random_numbers() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices)
 
 
-def initialize_rank(rank: Rank, *, seed: int) -> None:
-    """Make megatron's process groups, once in a process; random numbers of others stay as they were.
+class StoreListener:
+    """Rank 0's store, listening on one address alone and a port of the system's choice."""
+
+    def __init__(self, address: str, *, num_ranks: int) -> None:
+        """Listen; `rendezvous` says where."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((address, 0))
+        listener.listen(max(16, num_ranks))
+        self.rendezvous = Rendezvous(address=address, port=listener.getsockname()[1])
+        self.store = dist.TCPStore(
+            address,
+            self.rendezvous.port,
+            num_ranks,
+            is_master=True,
+            timeout=COLLECTIVE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
+        )
+
+
+def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, listener: StoreListener | None) -> None:
+    """Make this process a rank of torch.distributed, once.
 
     A single process talks to nobody and opens no port. Where an engine in this process has already set up
     torch.distributed for itself alone, that is used.
 
     Args:
-        rank: This process.
+        rank: From 0.
+        num_ranks: Number of processes.
+        rendezvous: Where they meet; None for a single one.
+        listener: Rank 0's own store.
+
+    Raises:
+        SettingsError: torch.distributed is set up here for another number of processes.
+    """
+    if not dist.is_initialized():
+        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        if rendezvous is None:
+            store: dist.Store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            _use_interface_of(rendezvous.address)
+            store = listener.store if listener is not None else _client_store(rendezvous, num_ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
+    if dist.get_world_size() != num_ranks:
+        raise SettingsError(
+            f"torch.distributed is set up for {dist.get_world_size()} processes here, the learner for {num_ranks}; "
+            "run the learner in a process of its own."
+        )
+
+
+def _client_store(rendezvous: Rendezvous, num_ranks: int) -> dist.Store:
+    return dist.TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        num_ranks,
+        is_master=False,
+        timeout=COLLECTIVE_TIMEOUT,
+        wait_for_workers=False,
+        use_libuv=True,
+    )
+
+
+def _use_interface_of(address: str) -> None:
+    """Ranks that meet on loopback open no other interface."""
+    if address.startswith("127.") or address == "::1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
+    """Make megatron's process groups, once in a process; random numbers of others stay as they were.
+
+    Args:
+        parallel: The layout.
         seed: Of megatron's random number trackers.
 
     Raises:
-        SettingsError: The world size is not 1, or torch.distributed has another one.
+        SettingsError: The process has groups of another layout.
     """
-    if rank.world_size != 1:
-        raise SettingsError(f"the Megatron learner runs at world size 1; found {rank.world_size}.")
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size)
-    if dist.get_world_size() != rank.world_size:
-        raise SettingsError(
-            f"torch.distributed is set up for {dist.get_world_size()} processes here, the learner for "
-            f"{rank.world_size}; run the learner in a process of its own."
-        )
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(1, 1)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=_virtual(parallel),
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+            create_gloo_process_groups=False,
+        )
         with undisturbed_random_numbers():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    found = {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    wanted = {name: getattr(parallel, name) for name in found}
+    if found != wanted:
+        raise SettingsError(f"this process has megatron's groups for {found} already; found {wanted}.")
+
+
+def _virtual(parallel: ParallelOptions) -> int | None:
+    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of the learner's work this rank does.
+
+    Attributes:
+        data: Which share of the rows.
+        context: Which share of a micro-batch's tokens.
+        pipeline: Which stage.
+        tensor: Which slice of the matrices.
+        is_last_stage: True where logprobs come out.
+    """
+
+    data: int
+    context: int
+    pipeline: int
+    tensor: int
+    is_last_stage: bool
+
+    @classmethod
+    def of_this_rank(cls) -> "Place":
+        """Ask megatron's groups."""
+        return cls(
+            data=parallel_state.get_data_parallel_rank(),
+            context=parallel_state.get_context_parallel_rank(),
+            pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+
+    @property
+    def answers(self) -> bool:
+        """True on the one rank of each data-parallel share that says what came out."""
+        return self.is_last_stage and self.context == 0 and self.tensor == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Which of the ranks with the same parameters this one is.
+
+    Attributes:
+        rank: Among the data- and context-parallel ranks.
+        size: Their number.
+        expert_rank: Among the ranks with the same experts.
+        expert_size: Their number.
+    """
+
+    rank: int
+    size: int
+    expert_rank: int
+    expert_size: int
+
+    @classmethod
+    def of_this_rank(cls) -> "Copies":
+        """Ask megatron's groups."""
+        return cls(
+            rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            expert_rank=parallel_state.get_expert_data_parallel_rank(),
+            expert_size=parallel_state.get_expert_data_parallel_world_size(),
+        )
+
+
+def shards_of_this_rank(config: PolicyConfig, parallel: ParallelOptions) -> list[Shard]:
+    """What this rank holds of a policy: one shard for each of its model chunks."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    num_chunks = parallel.pipeline * parallel.virtual_pipeline
+    size = config.num_layers // num_chunks
+    shards = []
+    for virtual in range(parallel.virtual_pipeline):
+        chunk = virtual * parallel.pipeline + stage
+        shards.append(
+            Shard(
+                layers=range(chunk * size, (chunk + 1) * size),
+                has_embedding=chunk == 0,
+                has_head=chunk == num_chunks - 1,
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor_size=parallel.tensor,
+                expert_rank=parallel_state.get_expert_model_parallel_rank(),
+                expert_size=parallel.expert,
+                expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+                expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+            )
+        )
+    return shards

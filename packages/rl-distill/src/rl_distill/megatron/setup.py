@@ -1,6 +1,9 @@
-"""Build a policy on this rank: model, weights, and megatron's data parallelism around it."""
+"""Build this rank's part of a model: chunks, weights, and megatron's data parallelism around them."""
 
+import hashlib
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,56 +11,137 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rl_core.errors import DataError
 from rl_distill.checkpoint import PolicySource
-from rl_distill.hf_folder import read_policy_tensors
-from rl_distill.megatron.convert import Shard, to_megatron
-from rl_distill.megatron.model import PolicyModel
+from rl_distill.hf_folder import PolicyTensors
+from rl_distill.megatron.convert import Block, Shard, blocks_of
+from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.parallel import undisturbed_random_numbers
+from rl_distill.options import LearnerOptions, ParallelOptions
+
+VALUE_HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}
+"""A critic's head: megatron's names, and those of a Hugging Face token classifier with one label."""
 
 
-def build_policy(source: PolicySource, shard: Shard, *, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
-    """A policy's model on this rank, with its weights, wrapped for data parallelism.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """What to build on every rank.
+
+    Attributes:
+        source: Where weights and configuration come from.
+        options: dtype, seed and recomputation count here.
+        parallel: The layout.
+        head: What comes out.
+        trains: False builds neither gradients nor an optimizer.
+    """
+
+    source: PolicySource
+    options: LearnerOptions
+    parallel: ParallelOptions
+    head: Head = "policy"
+    trains: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
+
+
+def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) -> list[Any]:
+    """This rank's model chunks with their weights.
 
     Args:
-        source: Where weights and configuration come from.
-        shard: This rank's part.
-        dtype: Of the parameters.
-        seed: Of random weights; others' random numbers stay as they were.
-        device: Where the model goes.
+        plan: What to build.
+        shards: One for each chunk.
+        device: Where the chunks go.
 
     Returns:
-        megatron's DistributedDataParallel around a PolicyModel.
+        For each chunk megatron's DistributedDataParallel around a PolicyModel, or the model where nothing trains.
 
     Raises:
         DataError: A file or tensor is missing, torn or of another shape.
     """
-    state = None
-    if source.policy_dir is not None:
-        tensors = read_policy_tensors(source.policy_dir, source.config, dtype=dtype)
-        state = to_megatron(tensors, source.config, shard)
-    config = transformer_config(source.config, dtype=dtype, init_method=None if state is None else _keep)
-    with undisturbed_random_numbers(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # megatron's, about its own calls of itself
-        torch.manual_seed(seed)
-        model = PolicyModel(source.config, config)
-    if state is not None:
-        _load(model, state)
-    model = model.to(device)
-    if dtype != torch.float32:
-        model = Float16Module(config, model)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, ddp, model)
+    config = transformer_config(
+        plan.source.config,
+        dtype=plan.dtype,
+        init_method=_keep,
+        parallel=plan.parallel,
+        recompute=plan.options.recompute == "full" and plan.trains,
+    )
+    is_virtual = len(shards) > 1
+    chunks = []
+    for index, shard in enumerate(shards):
+        with undisturbed_random_numbers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # megatron's, about its own calls of itself
+            model: Any = PolicyModel(
+                plan.source.config,
+                config,
+                shard=shard,
+                virtual_stage=index if is_virtual else None,
+                head=plan.head,
+            )
+        with torch.no_grad():
+            fill_weights(model, plan, shard)
+        model = model.to(device)
+        if plan.dtype != torch.float32:
+            model = Float16Module(config, model)
+        chunks.append(model)
+    if not plan.trains:
+        return [chunk.requires_grad_(False) for chunk in chunks]
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=plan.parallel.distributed_optimizer,
+    )
+    return [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
+    ]
+
+
+def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
+    """Fill a chunk's parameters from the policy's folder, or with random numbers that no layout changes."""
+    parameters = dict(model.named_parameters())
+    folder = plan.source.policy_dir
+    tensors = None if folder is None else PolicyTensors(folder, plan.source.config)
+    for parameter in parameters.values():
+        parameter.zero_()  # rows that pad the vocabulary stay zeros
+    for block in chunk_blocks(parameters, plan, shard):
+        if tensors is not None and (block.name in tensors or block.name not in VALUE_HEAD.values()):
+            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=plan.dtype))
+        elif tensors is None and block.name not in VALUE_HEAD.values():
+            whole = random_tensor(block.name, block.shape, plan).to(plan.dtype)
+            block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
+
+
+def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[Block]:
+    """Blocks of a chunk's tensors by megatron name, those of a critic's head among them."""
+    policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
+    blocks = blocks_of(policy, plan.source.config, shard)
+    for name in VALUE_HEAD.keys() & state.keys():
+        tensor = state[name]
+        shape = tuple(tensor.shape)
+        blocks.append(
+            Block(
+                name=VALUE_HEAD[name],
+                shape=shape,
+                offsets=(0,) * tensor.ndim,
+                sizes=shape,
+                view=tensor,
+                is_primary=shard.tensor_rank == 0,
+            )
+        )
+    return blocks
+
+
+def random_tensor(name: str, shape: tuple[int, ...], plan: ModelPlan) -> Tensor:
+    """A whole random weight, float32: it depends on its name and the seed alone."""
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.sha256(f"{plan.options.seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.empty(shape).normal_(0.0, plan.source.config.initializer_range, generator=generator)
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """Leave a weight as it is, because it is loaded next."""
+    """Leave a weight as it is, because it is filled next."""
     return tensor
-
-
-def _load(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
-    found = model.load_state_dict(state, strict=False)
-    missing = [name for name in found.missing_keys if not name.endswith("_extra_state")]
-    if missing or found.unexpected_keys:
-        raise DataError(f"weights and model do not fit: missing {missing[:3]}, unexpected {found.unexpected_keys[:3]}.")

@@ -1,0 +1,115 @@
+"""Context parallelism by heads: a rank holds a stretch of the tokens, and attends for a share of the heads.
+
+Between the two an all-to-all exchanges tokens for heads, so that attention itself is the same, packed or not, and
+every rank has the same work however the trajectories lie. Source: DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _TokensToHeads(torch.autograd.Function):
+    """[T / ranks, heads, D] of this rank's tokens to [T, heads / ranks, D] of this rank's heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _tokens_to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _heads_to_tokens(grads[0], ctx.group), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _heads_to_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _tokens_to_heads(grads[0], ctx.group), None
+
+
+class _AllTokensOfOneHead(torch.autograd.Function):
+    """[T / ranks, heads, D] to [T, 1, D] of one head, where there are fewer heads than ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, head: int, group: Any) -> Tensor:
+        ctx.group, ctx.head, ctx.shape = group, head, x.shape
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered[:, head : head + 1].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].new_zeros(ctx.group.size() * ctx.shape[0], *ctx.shape[1:])
+        grad[:, ctx.head : ctx.head + 1] = grads[0]
+        own = grads[0].new_empty(ctx.shape)
+        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+        return own, None, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of what each rank has; each keeps the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grads[0], None
+
+
+def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
+    size = group.size()
+    parts = x.reshape(x.shape[0], size, -1, x.shape[-1]).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=group)
+    return out.flatten(0, 1)
+
+
+def _heads_to_tokens(x: Tensor, group: Any) -> Tensor:
+    size = group.size()
+    parts = x.reshape(size, x.shape[0] // size, *x.shape[1:]).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=group)
+    return out.transpose(0, 1).flatten(1, 2)
+
+
+def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
+    """Give up tokens for heads.
+
+    Args:
+        x: [T / ranks, heads, head_dim], the heads of queries, keys or values of a tensor rank.
+        num_query_heads: Query heads of the tensor rank; says which key a rank's queries need, where keys are few.
+        group: The context-parallel ranks.
+
+    Returns:
+        [T, heads of this rank, head_dim].
+    """
+    if x.shape[1] % group.size() == 0:
+        return _TokensToHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    first_query = group.rank() * (num_query_heads // group.size())
+    head = first_query // (num_query_heads // x.shape[1])
+    return _AllTokensOfOneHead.apply(x, head, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
+    """[T, heads / ranks, head_dim] back to [T / ranks, heads, head_dim]."""
+    return _HeadsToTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_over_ranks(x: Tensor, *, group: Any) -> Tensor:
+    """Sum of a tensor over ranks, each of which has a part of it and zeros elsewhere."""
+    return _SumOverRanks.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,212 @@
+"""The role of a learner's rank: it joins the other ranks, holds models by name, and runs their methods.
+
+Every rank of a learner gets the same calls in the same order; what one does alone says so.
+"""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_core.cluster import RoleContext
+from rl_core.errors import NotReadyError
+from rl_distill.megatron.convert import Block
+from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.parallel import Place, Rendezvous, StoreListener, initialize_groups, join_ranks
+from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.setup import ModelPlan
+from rl_distill.options import ParallelOptions
+from rl_distill.torch_dist import Piece, TensorFolder, Written, write_pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBlock:
+    """A rectangle of a weight on its way to another process.
+
+    Attributes:
+        name: Hugging Face's.
+        shape: Of the whole weight.
+        offsets: Where the rectangle begins.
+        sizes: Its extent.
+        dtype: torch's name, such as "bfloat16".
+        content: The elements' bytes, [bytes] uint8.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    content: NDArray[Any]
+
+    def tensor(self) -> Tensor:
+        """The rectangle."""
+        return torch.from_numpy(self.content).view(getattr(torch, self.dtype)).view(self.sizes)
+
+
+class _Saving(threading.Thread):
+    """Writes a rank's pieces while the rank goes on."""
+
+    def __init__(self, directory: Path, pieces: Sequence[Piece], *, rank: int, num_ranks: int) -> None:
+        super().__init__(name="save", daemon=True)
+        self._job = (directory, pieces, rank, num_ranks)
+        self._written: Written | None = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Write, and keep what came of it."""
+        directory, pieces, rank, num_ranks = self._job
+        try:
+            self._written = write_pieces(directory, pieces, rank=rank, num_ranks=num_ranks)
+        except BaseException as error:  # raised where the result is asked for
+            self._error = error
+
+    def result(self) -> Written:
+        """Wait for it.
+
+        Raises:
+            OSError: The disk would not take it.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
+        if self._written is None:
+            raise NotReadyError("a rank's thread ended without writing its part of the checkpoint.")
+        return self._written
+
+
+class RankHost:
+    """One rank of a learner, and the models on it."""
+
+    def __init__(self, parallel: ParallelOptions, *, num_threads: int | None, seed: int, context: RoleContext) -> None:
+        """Prepare the process; `join` makes it a rank.
+
+        Args:
+            parallel: The layout.
+            num_threads: Threads of a CPU rank; None leaves torch's setting.
+            seed: Of megatron's random number trackers.
+            context: Which rank this is, and how others reach it.
+        """
+        self._parallel, self._seed, self._context = parallel, seed, context
+        self._models: dict[str, RankModel] = {}
+        self._savings: dict[str, _Saving] = {}
+        self._listener: StoreListener | None = None
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        install_cpu_compatibility()
+
+    def listen(self) -> Rendezvous:
+        """Open the store where ranks meet; rank 0 alone."""
+        self._listener = StoreListener(self._context.address, num_ranks=self._context.size)
+        return self._listener.rendezvous
+
+    def join(self, rendezvous: Rendezvous | None) -> Place:
+        """Meet the other ranks, and make megatron's groups."""
+        join_ranks(self._context.rank, self._context.size, rendezvous=rendezvous, listener=self._listener)
+        initialize_groups(self._parallel, seed=self._seed)
+        return Place.of_this_rank()
+
+    def rearrange(self, parallel: ParallelOptions) -> Place:
+        """Free every model, and make the groups of another layout of as many ranks."""
+        self.close()
+        self._parallel = parallel
+        parallel_state.destroy_model_parallel()
+        initialize_groups(parallel, seed=self._seed)
+        return Place.of_this_rank()
+
+    def build(self, name: str, plan: ModelPlan) -> int:
+        """Build this rank's part of a model; gives its primary parameters, which add up over a model's ranks."""
+        self._models[name] = RankModel(plan)
+        return self._models[name].num_parameters()
+
+    def run(self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of a model."""
+        return getattr(self._model(name), method)(*args, **kwargs)
+
+    def export(self, name: str) -> list[WeightBlock]:
+        """The weights of which this rank keeps the copy that counts."""
+        blocks = []
+        for block in self._own(name, self._model(name).weight_blocks()):
+            content = block.read().detach().cpu().contiguous()
+            blocks.append(
+                WeightBlock(
+                    name=block.name,
+                    shape=block.shape,
+                    offsets=block.offsets,
+                    sizes=block.sizes,
+                    dtype=str(content.dtype).removeprefix("torch."),
+                    content=content.view(-1).view(torch.uint8).numpy(),
+                )
+            )
+        return blocks
+
+    def begin_save(self, name: str, directory: Path) -> None:
+        """Copy the state of a model, and write it while the rank goes on."""
+        states = self._model(name).state_blocks()
+        pieces = [
+            Piece(
+                name=f"{kind}/{block.name}",
+                shape=block.shape,
+                offsets=block.offsets,
+                tensor=block.read().to("cpu", torch.float32, copy=True).contiguous(),
+            )
+            for kind, blocks in states.items()
+            for block in self._own(name, blocks)
+        ]
+        self._savings[name] = _Saving(directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
+
+    def finish_save(self, name: str) -> Written:
+        """Wait until what `begin_save` began is on the disk."""
+        return self._savings.pop(name).result()
+
+    async def wait_for_save(self, name: str) -> Written:
+        """`finish_save`, while the rank goes on with other calls."""
+        return await asyncio.to_thread(self.finish_save, name)
+
+    def load(self, name: str, directory: Path, *, step: int) -> None:
+        """Continue a model from what `begin_save` wrote, under any layout.
+
+        Raises:
+            CheckpointError: A part is missing, torn, or of another model; the model is unchanged.
+        """
+        states, blocks = self._model(name).empty_state()
+        wanted = [(f"{kind}/{block.name}", block) for kind, of_kind in blocks.items() for block in of_kind]
+        pieces = [
+            Piece(name=full, shape=block.shape, offsets=block.offsets, tensor=torch.empty(block.sizes))
+            for full, block in wanted
+        ]
+        TensorFolder(directory).read(pieces)
+        for piece, (_, block) in zip(pieces, wanted, strict=True):
+            block.write(piece.tensor)
+        self._model(name).load_state(states, step=step)
+
+    def drop(self, name: str) -> None:
+        """Free a model."""
+        if name in self._models:
+            self._models.pop(name).close()
+
+    def close(self) -> None:
+        """Free everything; the process groups stay, for others in the process may use them."""
+        for name in list(self._models):
+            self.drop(name)
+
+    def _model(self, name: str) -> RankModel:
+        if name not in self._models:
+            raise NotReadyError(f"the learner was closed, or has no model {name!r}; make a new one.")
+        return self._models[name]
+
+    def _own(self, name: str, blocks: Sequence[Block]) -> list[Block]:
+        """Blocks that this rank gives out: of the copies on data-parallel ranks, each gives its share."""
+        return [
+            block
+            for number, block in enumerate(blocks)
+            if block.is_primary and 0 not in block.sizes and self._model(name).gives(number, block)
+        ]

@@ -1,0 +1,339 @@
+"""One rank's part of a model, and what it does with its share of a batch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_distill.learner import MetricSums, Objective
+from rl_distill.megatron.convert import Block
+from rl_distill.megatron.model import Scored
+from rl_distill.megatron.optimizer import MegatronAdam, Parameters
+from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_of_this_rank
+from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place_pack
+from rl_distill.megatron.rotary import rotary_frequencies
+from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
+from rl_distill.packing import Pack, pack_rows, scored_tokens
+from rl_distill.schedule import learning_rate_at
+from rl_distill.stepping import metric_totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """A data-parallel rank's part of a batch.
+
+    Attributes:
+        batch: Its rows, in the order of the micro-batches.
+        sizes: Rows of each micro-batch.
+    """
+
+    batch: Batch
+    sizes: tuple[int, ...]
+
+    def packs(self, device: torch.device) -> list[Pack]:
+        """The micro-batches."""
+        stops = np.cumsum(self.sizes, dtype=np.int64)
+        rows = [np.arange(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
+        return [pack_rows(self.batch, of_pack, device=device) for of_pack in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShare:
+    """What an optimizer step gave on one data-parallel rank; loss and norm are those of the whole batch.
+
+    Attributes:
+        loss: Of the global batch.
+        grad_norm: Before clipping; NaN where the loss was not finite.
+        learning_rate: Of this step.
+        metrics: (weighted sum, weight) of each metric over the rank's rows.
+        broken_rows: Rows of the share in which something is not finite, where the step was not applied.
+        is_applied: False where loss or gradient norm is not finite; the weights are as before.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    metrics: Mapping[str, tuple[float, float]]
+    broken_rows: tuple[int, ...] = ()
+    is_applied: bool = True
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What the micro-batches of a step gave; tensors stay on the device until all are done."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[MetricSums] = field(default_factory=list)
+    values: list[tuple[Pack, Tensor]] = field(default_factory=list)
+
+    def add(self, pack: Pack, values: Tensor, loss: Tensor, sums: MetricSums) -> None:
+        """Keep what one micro-batch gave."""
+        self.losses.append(loss.detach())
+        self.metrics.append(sums)
+        self.values.append((pack, values.detach()))
+
+    def loss(self) -> float:
+        """Their sum."""
+        return sum(float(loss) for loss in self.losses)
+
+    def broken_rows(self) -> tuple[int, ...]:
+        """Rows in which something is not finite."""
+        return tuple(int(row) for pack, values in self.values for row in pack.rows[_broken(pack, values)])
+
+
+class RankModel:
+    """A policy or critic on this rank; every rank calls the same methods together."""
+
+    def __init__(self, plan: ModelPlan) -> None:
+        """Build this rank's part.
+
+        Raises:
+            DataError: A file or tensor of the policy's folder is missing or torn.
+        """
+        self.plan = plan
+        self.place = Place.of_this_rank()
+        self.step = 0
+        self._device = learner_device()
+        self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
+        self._chunks = build_chunks(plan, self._shards, device=self._device)
+        self._adam: MegatronAdam | None = None
+        self._sharing = _sharing(plan, self._device)
+        self._copies = Copies.of_this_rank()
+        if plan.trains:
+            self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
+        for chunk in self._chunks:
+            chunk.config.finalize_model_grads_func = _finalize_without_division
+            chunk.config.grad_scale_func = None
+            # Between two stages, megatron's interleaved schedule mixes up the lengths of what goes forth and back: it
+            # sends none, and every micro-batch of a step is padded to the longest.
+            chunk.config.variable_seq_lengths = len(self._chunks) == 1
+
+    def score(self, share: RankShare, *, temperature: float) -> NDArray[np.float32] | None:
+        """Logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not answer."""
+        packs = share.packs(self._device)
+
+        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, NDArray[np.float32]]:
+            return index, placed.spread(scores.values).float().cpu().numpy()
+
+        found = self._run(packs, evaluate, temperature=temperature, mask=None, with_gradients=False)
+        if not self.place.answers:
+            return None
+        parts = [values for _, values in sorted(found, key=lambda pair: pair[0])]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+
+    def train_step(
+        self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool
+    ) -> StepShare | None:
+        """One optimizer step; None on ranks that do not answer. A step that is not finite changes nothing."""
+        adam = self._trained()
+        gathered = _Gathered()
+
+        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
+            values = placed.spread(scores.values)
+            entropy = None
+            if with_entropy and scores.entropy is not None:
+                entropy = placed.spread(scores.entropy)
+            if len(placed.pack.rows):
+                loss, sums = objective(values, entropy, placed.pack.micro_batch)
+                gathered.add(placed.pack, values, loss, sums)
+            else:
+                loss = (values.sum() if entropy is None else values.sum() + entropy.sum()) * 0.0
+            return loss, torch.zeros((), dtype=torch.int), {}
+
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        adam.zero_grad()
+        mask = "loss_mask" if "loss_mask" in share.batch else None
+        self._run(share.packs(self._device), evaluate, temperature=temperature, mask=mask, with_gradients=True)
+        loss = _total(gathered.loss() if self.place.answers else 0.0)
+        learning_rate = learning_rate_at(self.step + 1, self.plan.options)
+        grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
+        is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
+        if is_applied:
+            adam.step(grad_norm, learning_rate=learning_rate)
+            self.step += 1
+        if not self.place.answers:
+            return None
+        return StepShare(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            metrics=metric_totals(gathered.metrics),
+            broken_rows=() if is_applied else gathered.broken_rows(),
+            is_applied=is_applied,
+        )
+
+    def num_parameters(self) -> int:
+        """Elements of which this rank keeps the primary copy."""
+        return sum(
+            int(np.prod(block.sizes))
+            for number, block in enumerate(self.weight_blocks())
+            if block.is_primary and self.gives(number, block)
+        )
+
+    def weight_blocks(self) -> list[Block]:
+        """The parameters, by Hugging Face name."""
+        return self._blocks([{n: p.detach() for n, p in chunk.items()} for chunk in self._parameters()])
+
+    def gives(self, number: int, block: Block) -> bool:
+        """True where this rank, of those that hold the same block, is the one to give it out."""
+        if block.is_expert:
+            return number % self._copies.expert_size == self._copies.expert_rank
+        return number % self._copies.size == self._copies.rank
+
+    def state_blocks(self) -> dict[str, list[Block]]:
+        """float32 weights and Adam's moments, by Hugging Face name. Every rank calls it together."""
+        adam, parameters = self._trained(), self._parameters()
+        states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
+        masters = [adam.master_weights(chunk) for chunk in parameters]
+        weights = [{n: p.detach() for n, p in chunk.items()} for chunk in parameters]
+        states["weights"] = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
+        return {name: self._blocks(state) for name, state in states.items()}
+
+    def empty_state(self) -> tuple[dict[str, list[dict[str, Tensor]]], dict[str, list[Block]]]:
+        """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
+        states = {
+            name: [
+                {n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()}
+                for chunk in self._parameters()
+            ]
+            for name in ("weights", "exp_avg", "exp_avg_sq")
+        }
+        return states, {name: self._blocks(state) for name, state in states.items()}
+
+    def load_state(self, states: Mapping[str, Sequence[Mapping[str, Tensor]]], *, step: int) -> None:
+        """Continue from what was read into `empty_state`."""
+        adam = self._trained()
+        is_bf16 = self.plan.dtype != torch.float32
+        with torch.no_grad():
+            for index, parameters in enumerate(self._parameters()):
+                weights = states["weights"][index]
+                for name, parameter in parameters.items():
+                    parameter.copy_(weights[name])
+                moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
+                adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
+        self.step = step
+
+    def close(self) -> None:
+        """Free the model."""
+        self._chunks, self._adam = [], None
+
+    def _trained(self) -> MegatronAdam:
+        if self._adam is None:
+            raise TypeError("a frozen model does not train")
+        return self._adam
+
+    def _parameters(self) -> list[Parameters]:
+        return [
+            {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
+            for chunk in self._chunks
+        ]
+
+    def _blocks(self, states: Sequence[Mapping[str, Tensor]]) -> list[Block]:
+        pairs = zip(states, self._shards, strict=True)
+        return [block for state, shard in pairs for block in chunk_blocks(state, self.plan, shard)]
+
+    def _run(
+        self,
+        packs: list[Pack],
+        evaluate: Callable[[int, PlacedPack, Scored], Any],
+        *,
+        temperature: float,
+        mask: str | None,
+        with_gradients: bool,
+    ) -> list[Any]:
+        """megatron's schedule over the packs; `evaluate` sees the scores of each, where they come out.
+
+        Returns:
+            What `evaluate` gave for each pack, without gradients; with them, nothing of use.
+        """
+        placed: dict[int, PlacedPack] = {}
+        is_virtual = len(self._chunks) > 1
+        lengths = [padded_length(pack, self._sharing) for pack in packs]
+        longest = max(lengths, default=1)
+
+        def place(index: int) -> PlacedPack:
+            if index not in placed:
+                pack, length = packs[index], longest if is_virtual else lengths[index]
+                placed[index] = place_pack(pack, scored_tokens(pack, mask=mask), self._sharing, length=length)
+            return placed[index]
+
+        def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
+            index = next(source)
+            output = model(place(index), temperature=temperature)
+            return output, partial(_call_evaluate, evaluate, index, placed[index])
+
+        sources = [iter(range(len(packs))) for _ in self._chunks]
+        for chunk in self._chunks:
+            chunk.train(with_gradients)
+        with nullcontext() if with_gradients else torch.no_grad():
+            return get_forward_backward_func()(  # type: ignore[no-any-return]
+                forward_step_func=forward_step,
+                data_iterator=sources if is_virtual else sources[0],
+                model=self._chunks if is_virtual else self._chunks[0],
+                num_microbatches=len(packs),
+                seq_length=longest,
+                micro_batch_size=1,
+                forward_only=not with_gradients,
+                collect_non_loss_data=not with_gradients,
+            )
+
+
+def _sharing(plan: ModelPlan, device: torch.device) -> Sharing:
+    config, parallel = plan.source.config, plan.parallel
+    heads, groups = config.num_heads // parallel.tensor, config.num_key_value_heads // parallel.tensor
+    has_context = parallel.context > 1
+    return Sharing(
+        context_group=parallel_state.get_context_parallel_group() if has_context else None,
+        context_rank=parallel_state.get_context_parallel_rank() if has_context else 0,
+        context_size=parallel.context,
+        sequence_size=parallel.tensor if parallel.sequence else 1,
+        head_counts=(heads // parallel.context, max(1, groups // parallel.context)),
+        frequencies=rotary_frequencies(config).to(device),
+    )
+
+
+def _call_evaluate(
+    evaluate: Any,
+    index: int,
+    placed: PlacedPack,
+    scores: Scored,
+    non_loss_data: bool = False,  # noqa: ARG001 - megatron passes it
+) -> Any:
+    return evaluate(index, placed, scores)
+
+
+def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
+    """[S] True where a trajectory has something that is not finite."""
+    micro_batch = pack.micro_batch
+    is_broken = ~values.detach().isfinite()
+    for column in micro_batch.columns.values():
+        if column.is_floating_point():
+            is_broken |= ~column.isfinite()
+    if "loss_mask" in micro_batch.columns:
+        is_broken &= micro_batch.columns["loss_mask"]
+    counts = np.add.reduceat(is_broken.cpu().numpy().astype(np.int64), pack.offsets[:-1])
+    return np.asarray(counts > 0)
+
+
+def _total(value: float) -> float:
+    """Sum of a number over all ranks; NaN and infinity reach every rank."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _finalize_without_division(model: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Sum gradients over ranks; loss_weights already normalise over the global batch."""
+    finalize_model_grads(model, None, **kwargs)

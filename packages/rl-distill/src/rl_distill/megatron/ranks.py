@@ -1,0 +1,131 @@
+"""The ranks of a learner as one: started together, met, called together, and ended together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec
+from rl_core.errors import NotReadyError, SettingsError
+from rl_distill.megatron.host import RankHost
+from rl_distill.megatron.parallel import Place
+from rl_distill.options import ParallelOptions
+from rl_distill.parallel_layout import check_ranks
+from rl_distill.torch_dist import Written
+
+ROLE = "learner"
+
+
+class LearnerRanks:
+    """Where the models of a learner live; several models can share them."""
+
+    def __init__(
+        self,
+        parallel: ParallelOptions,
+        *,
+        cluster: ClusterOptions | None = None,
+        pool: ResourcePool | None = None,
+        num_threads: int | None = None,
+        deadline_s: float = 900.0,
+        call_deadline_s: float = 3600.0,
+    ) -> None:
+        """Start the ranks, and let them meet.
+
+        Args:
+            parallel: The layout.
+            cluster: Where ranks run; None is one rank in this process.
+            pool: What they may use.
+            num_threads: Threads of each CPU rank; None leaves torch's setting.
+            deadline_s: Longest wait for all of them to be there.
+            call_deadline_s: Longest wait for any answer of theirs, such as that of an optimizer step.
+
+        Raises:
+            SettingsError: The layout cannot be, or there are too few CPUs or GPUs.
+            DeadlineError: They were not there in time.
+            RoleError: One died.
+        """
+        check_ranks(parallel)
+        self.parallel = parallel
+        self._host: RankHost | None = None
+        self._group: BlockingGroup | None = None
+        self._call_deadline_s = call_deadline_s
+        self._ended_by = ""
+        options = {"parallel": parallel, "num_threads": num_threads, "seed": 0}
+        if parallel.ranks == 1 and (cluster is None or cluster.kind == "inline"):
+            context = RoleContext(name=ROLE, rank=0, size=1, address="127.0.0.1", incarnation=1)
+            self._host = RankHost(context=context, **options)  # type: ignore[arg-type]
+            self.places: list[Place] = [self._host.join(None)]
+            return
+        spec = RoleSpec(
+            name=ROLE,
+            factory="rl_distill.megatron.host:RankHost",
+            kwargs=options,
+            environment={} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)},
+        )
+        cluster = cluster or ClusterOptions(kind="process")
+        self._group = BlockingGroup.start(cluster, spec, size=parallel.ranks, pool=pool, deadline_s=deadline_s)
+        try:
+            rendezvous = self._group.call(0, "listen", deadline_s=deadline_s)
+            self.places = self._group.call_all("join", rendezvous, deadline_s=deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """False once they were ended, or one died."""
+        return self._host is not None or (self._group is not None and self._group.is_alive)
+
+    def rearrange(self, parallel: ParallelOptions) -> None:
+        """Use the same ranks in another layout; the models on them are gone.
+
+        Raises:
+            SettingsError: The layout cannot be, or has another number of ranks.
+        """
+        check_ranks(parallel)
+        if parallel.ranks != self.parallel.ranks:
+            raise SettingsError(f"there are {self.parallel.ranks} ranks; found a layout of {parallel.ranks}.")
+        self.places = self.call_all("rearrange", parallel)
+        self.parallel = parallel
+
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every rank's host.
+
+        Where a rank raises or dies, the others may wait for it in a collective: all of them are ended.
+
+        Raises:
+            RoleError: A rank died; the message says which, and how.
+            DeadlineError: They did not answer in time.
+            Exception: What the first rank raised, with its name and traceback.
+        """
+        if self._host is not None:
+            return [getattr(self._host, method)(*args, **kwargs)]
+        return self._together(lambda ranks: ranks.call_all(method, *args, deadline_s=self._call_deadline_s, **kwargs))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every rank's host, each with its own arguments; errors as `call_all`."""
+        if self._host is not None:
+            return [getattr(self._host, method)(*arguments[0])]
+        return self._together(lambda ranks: ranks.call_each(method, arguments, deadline_s=self._call_deadline_s))
+
+    def finish_save(self, name: str) -> list[Written]:
+        """What each rank wrote, when it has; training goes on meanwhile."""
+        if self._host is not None:
+            return [self._host.finish_save(name)]
+        return self._together(lambda ranks: ranks.call_all("wait_for_save", name, deadline_s=self._call_deadline_s))
+
+    def close(self) -> None:
+        """End every rank. Can be called twice."""
+        group, self._group = self._group, None
+        if self._host is not None:
+            self._host.close()
+        if group is not None:
+            group.close()
+
+    def _together(self, call: Callable[[BlockingGroup], list[Any]]) -> list[Any]:
+        if self._group is None:
+            raise NotReadyError(f"the ranks of the learner were ended{self._ended_by}; make new ones.")
+        try:
+            return call(self._group)
+        except BaseException as error:
+            self._ended_by = f" by an earlier {type(error).__name__}"
+            self.close()
+            raise

@@ -1,0 +1,289 @@
+"""Every parallel layout against one rank: loss and gradient norm over three steps, weights, checkpoints."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.cluster import ClusterOptions
+from rl_distill.learner import MetricSums, MicroBatch, StepResult
+from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.options import LearnerOptions, ParallelOptions
+
+MakeBatch = Callable[..., Batch]
+LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
+OPTIONS = LearnerOptions(learning_rate=1e-3, weight_decay=0.1, micro_batch_tokens=24, num_threads=1, eps=1e-6)
+
+TWO = {
+    "TP2": ParallelOptions(ranks=2, tensor=2),
+    "PP2": ParallelOptions(ranks=2, pipeline=2),
+    "PP2 interleaved": ParallelOptions(ranks=2, pipeline=2, virtual_pipeline=2),
+    "DP2 distributed optimizer": ParallelOptions(ranks=2, distributed_optimizer=True),
+    "CP2": ParallelOptions(ranks=2, context=2),
+    "TP2+SP": ParallelOptions(ranks=2, tensor=2, sequence=True),
+}
+FOUR = {
+    "TP2 PP2": ParallelOptions(ranks=4, tensor=2, pipeline=2),
+    "TP2+SP CP2": ParallelOptions(ranks=4, tensor=2, sequence=True, context=2),
+    "PP2 CP2": ParallelOptions(ranks=4, pipeline=2, context=2),
+    "TP2 DP2 distributed optimizer": ParallelOptions(ranks=4, tensor=2, distributed_optimizer=True),
+    "PP2 interleaved DP2": ParallelOptions(ranks=4, pipeline=2, virtual_pipeline=2),
+    "CP4": ParallelOptions(ranks=4, context=4),
+}
+TWO_OF_EXPERTS = {
+    "EP2": ParallelOptions(ranks=2, expert=2),
+    "EP2 distributed optimizer": ParallelOptions(ranks=2, expert=2, distributed_optimizer=True),
+    "PP2": ParallelOptions(ranks=2, pipeline=2),
+    "CP2": ParallelOptions(ranks=2, context=2),
+}
+FOUR_OF_EXPERTS = {
+    "TP2 EP2": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2),
+    "TP2 EP2, experts whole": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2, expert_tensor=1),
+    "PP2 EP2": ParallelOptions(ranks=4, pipeline=2, expert=2),
+}
+
+
+def policy_gradient(
+    logprobs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch
+) -> tuple[torch.Tensor, MetricSums]:
+    weights, mask = micro.columns["loss_weights"], micro.columns["loss_mask"]
+    loss = -(logprobs.exp() * micro.columns["advantages"] * weights).sum()
+    if entropy is not None:
+        loss = loss - 0.1 * (entropy * weights).sum()
+    return loss, {"nll": (-(logprobs.detach() * mask).sum(), mask.sum())}
+
+
+def squared_error(
+    values: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch
+) -> tuple[torch.Tensor, MetricSums]:
+    del entropy
+    return ((values - micro.columns["advantages"]).square() * micro.columns["loss_weights"]).sum(), {}
+
+
+class Started:
+    """Ranks that all cases use; started again where a case ended them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks: Started | None = None
+
+    def in_layout(self, parallel: ParallelOptions) -> LearnerRanks:
+        if self._ranks is None or not self._ranks.is_alive:
+            self._ranks = LearnerRanks(
+                ParallelOptions(ranks=self._num_ranks),
+                cluster=ClusterOptions(kind="process"),
+                num_threads=1,
+                deadline_s=120.0,
+                call_deadline_s=60.0,
+            )
+        self._ranks.rearrange(parallel)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Started]:
+    ranks = Started(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Started]:
+    ranks = Started(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_layers(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return policy_writer(tmp_path_factory.mktemp("four-layers"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="session")
+def four_layers_untied(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"num_hidden_layers": 4, "tie_word_embeddings": False, "vocab_size": 41}
+    return policy_writer(tmp_path_factory.mktemp("four-layers-untied"), **changes)
+
+
+def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepResult]:
+    return [
+        learner.train_step(make_batch(LENGTHS, seed=step), policy_gradient, temperature=0.8, with_entropy=True)
+        for step in (1, 2, 3)
+    ]
+
+
+def check_parity(started: Started, parallel: ParallelOptions, policy: Path, make_batch: MakeBatch) -> None:
+    """Logprobs, loss and gradient norm of three steps, metrics and weights are those of one rank."""
+    alone = MegatronLearner(policy, OPTIONS)
+    ranks = started.in_layout(parallel)
+    together = MegatronLearner(policy, OPTIONS, ranks=ranks)
+    assert together.num_parameters == alone.num_parameters
+    for name, tensor in alone.export_weights().items():
+        assert torch.equal(together.export_weights()[name], tensor), name
+    batch = make_batch(LENGTHS)
+    np.testing.assert_allclose(together.logprobs(batch).values, alone.logprobs(batch).values, rtol=0, atol=5e-6)
+    steps = zip(three_steps(together, make_batch), three_steps(alone, make_batch), (1e-6, 1e-5, 1e-5), strict=True)
+    for found, expected, tolerance in steps:
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+        assert found.metrics == pytest.approx(expected.metrics)
+        assert found.step == expected.step
+    for name, tensor in alone.export_weights().items():
+        torch.testing.assert_close(together.export_weights()[name], tensor, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["four_layers", "four_layers_untied"])
+@pytest.mark.parametrize("layout", TWO)
+def test_two_ranks_are_one(
+    layout: str, policy: str, two_ranks: Started, make_batch: MakeBatch, request: pytest.FixtureRequest
+):
+    check_parity(two_ranks, TWO[layout], request.getfixturevalue(policy), make_batch)
+
+
+@pytest.mark.parametrize("policy", ["four_layers", "four_layers_untied"])
+@pytest.mark.parametrize("layout", FOUR)
+def test_four_ranks_are_one(
+    layout: str, policy: str, four_ranks: Started, make_batch: MakeBatch, request: pytest.FixtureRequest
+):
+    check_parity(four_ranks, FOUR[layout], request.getfixturevalue(policy), make_batch)
+
+
+@pytest.fixture(scope="session")
+def four_layers_of_experts(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four-layers-of-experts")
+    return policy_writer(folder, "Qwen3MoeForCausalLM", num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("layout", TWO_OF_EXPERTS)
+def test_two_ranks_of_experts_are_one(
+    layout: str, two_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    check_parity(two_ranks, TWO_OF_EXPERTS[layout], four_layers_of_experts, make_batch)
+
+
+@pytest.mark.parametrize("layout", FOUR_OF_EXPERTS)
+def test_four_ranks_of_experts_are_one(
+    layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    check_parity(four_ranks, FOUR_OF_EXPERTS[layout], four_layers_of_experts, make_batch)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP CP2", "PP2 interleaved DP2", "TP2 PP2"])
+def test_a_critic_over_ranks_is_one(layout: str, four_ranks: Started, four_layers: Path, make_batch: MakeBatch):
+    alone = MegatronCritic(four_layers, OPTIONS)
+    ranks = four_ranks.in_layout(FOUR[layout])
+    together = MegatronCritic(four_layers, OPTIONS, ranks=ranks)
+    for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
+        batch = make_batch(LENGTHS, seed=step)
+        found, expected = (critic.train_step(batch, squared_error) for critic in (together, alone))
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+    np.testing.assert_allclose(together.values(batch).values, alone.values(batch).values, rtol=0, atol=1e-5)
+    assert float(np.abs(alone.values(batch).values).max()) > 0
+
+
+def test_models_share_ranks_and_a_reference_stays(two_ranks: Started, four_layers: Path, make_batch: MakeBatch):
+    ranks = two_ranks.in_layout(TWO["TP2"])
+    batch = make_batch(LENGTHS)
+    learner = MegatronLearner(four_layers, OPTIONS, ranks=ranks)
+    reference = MegatronReference(four_layers, OPTIONS, ranks=ranks)
+    before = reference.logprobs(batch)
+    np.testing.assert_allclose(before.values, learner.logprobs(batch).values, rtol=0, atol=5e-6)
+
+    learner.train_step(batch, policy_gradient)
+
+    assert np.array_equal(reference.logprobs(batch).values, before.values)
+    assert not np.array_equal(learner.logprobs(batch).values, before.values)
+
+
+@pytest.mark.parametrize("budget", [1, 13, 200])
+def test_a_step_over_ranks_does_not_depend_on_the_budget(
+    budget: int, two_ranks: Started, four_layers: Path, make_batch: MakeBatch
+):
+    expected = MegatronLearner(four_layers, OPTIONS).train_step(make_batch(LENGTHS), policy_gradient)
+    ranks = two_ranks.in_layout(TWO["PP2 interleaved"])
+    learner = MegatronLearner(four_layers, replace(OPTIONS, micro_batch_tokens=budget), ranks=ranks)
+
+    found = learner.train_step(make_batch(LENGTHS), policy_gradient)
+
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+
+
+def test_one_row_is_enough_for_four_ranks(four_ranks: Started, four_layers: Path, make_batch: MakeBatch):
+    batch = make_batch((5,))
+    expected = MegatronLearner(four_layers, OPTIONS).train_step(batch, policy_gradient)
+    ranks = four_ranks.in_layout(ParallelOptions(ranks=4))
+
+    found = MegatronLearner(four_layers, OPTIONS, ranks=ranks).train_step(batch, policy_gradient)
+
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+
+
+MOVES = [("TP2", "one"), ("TP2", "PP2"), ("TP2", "DP2 distributed optimizer"), ("DP2 distributed optimizer", "TP2")]
+EXPERT_MOVES = [("EP2", "one"), ("EP2 distributed optimizer", "PP2")]
+
+
+@pytest.mark.parametrize(("before", "after"), [("TP2", "TP2"), ("PP2 interleaved", "PP2 interleaved"), *MOVES])
+def test_a_checkpoint_goes_on_under_any_layout(
+    before: str, after: str, two_ranks: Started, four_layers: Path, make_batch: MakeBatch, tmp_path: Path
+):
+    check_moves(two_ranks, (TWO[before], TWO.get(after)), four_layers, make_batch, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), EXPERT_MOVES)
+def test_a_checkpoint_of_experts_goes_on_under_any_layout(
+    before: str,
+    after: str,
+    two_ranks: Started,
+    four_layers_of_experts: Path,
+    make_batch: MakeBatch,
+    tmp_path: Path,
+):
+    layouts = (TWO_OF_EXPERTS[before], TWO_OF_EXPERTS.get(after))
+    check_moves(two_ranks, layouts, four_layers_of_experts, make_batch, tmp_path)
+
+
+def check_moves(
+    started: Started,
+    layouts: tuple[ParallelOptions, ParallelOptions | None],
+    policy: Path,
+    make_batch: MakeBatch,
+    tmp_path: Path,
+) -> None:
+    """Two steps, a checkpoint, and two more under the second layout, are four steps without a break."""
+
+    def step(learner: MegatronLearner, number: int) -> StepResult:
+        return learner.train_step(make_batch(LENGTHS, seed=number), policy_gradient)
+
+    ranks = started.in_layout(layouts[0])
+    learner = MegatronLearner(policy, OPTIONS, ranks=ranks)
+    for number in (1, 2):
+        step(learner, number)
+    pending = learner.save(tmp_path / "saved", in_background=True)
+    expected = [step(learner, number) for number in (3, 4)]
+    pending.wait()
+    last = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
+    after = None if layouts[1] is None else started.in_layout(layouts[1])
+    resumed = MegatronLearner(policy, OPTIONS, ranks=after)
+    resumed.load(tmp_path / "saved")
+    assert resumed.step == 2
+    for number, wanted in zip((3, 4), expected, strict=True):
+        found = step(resumed, number)
+        assert found.step == wanted.step
+        if layouts[0] == layouts[1]:
+            assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    for name, tensor in resumed.export_weights().items():
+        torch.testing.assert_close(tensor, last[name], rtol=0, atol=2e-5)
