@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ray_role_owner import processes_with
 
 from rl_core.cluster import ClusterOptions, open_cluster
-from rl_core.cluster.guard import marked_processes
 from rl_core.errors import MissingExtraError
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import ClusterConformance, wait_until
@@ -75,10 +75,10 @@ def test_nothing_is_left_when_the_process_that_started_it_is_killed():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=fresh_environment()) as owner:
         try:
             token = owner.stdout.readline().strip()
-            assert len(marked_processes(token)) > 4  # Ray, the actor, its two children
+            assert len(processes_with(token)) > 4  # Ray, the actor, its two children
         finally:
             owner.kill()
-    wait_until(lambda: not marked_processes(token), "Ray, the role and its children to end", deadline_s=30)
+    wait_until(lambda: not processes_with(token), "Ray, the role and its children to end", deadline_s=30)
 
 
 def test_missing_ray_is_said_with_the_extra(monkeypatch):

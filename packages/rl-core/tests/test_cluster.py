@@ -224,6 +224,13 @@ def test_ctrl_c_does_not_end_a_role():
     assert with_role(use) == "hello you!"
 
 
+def test_no_mark_is_nobody_s_mark():
+    """Else a guard would end every process of the host."""
+    with pytest.raises(ValueError, match="32 characters or more; found ''"):
+        marked_processes("")
+    assert marked_processes("0" * 32) == []
+
+
 @pytest.mark.parametrize(
     ("status", "text"),
     [

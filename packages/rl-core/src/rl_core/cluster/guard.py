@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MARK_VARIABLE = "RL_ROLE_MARKS"
+MARK_LENGTH = 32
 LIMIT_S = 10.0
 PAUSE_S = 0.02
 LOOK_S = 0.5
@@ -50,11 +51,18 @@ def end_marked(mark: str, *, spared: Sequence[int] = ()) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Processes of this host that have the mark, zombies apart."""
-    found = []
+    """Processes of this host that have the mark, zombies apart.
+
+    Raises:
+        ValueError: The mark is too short to be one; an empty one would be that of every process.
+    """
+    if len(mark) < MARK_LENGTH:
+        raise ValueError(f"a mark has {MARK_LENGTH} characters or more; found {mark!r}.")
+    found, name = [], f"{MARK_VARIABLE}=".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
-            if mark.encode() in (process / "environ").read_bytes():
+            entries = (process / "environ").read_bytes().split(b"\0")
+            if any(entry.startswith(name) and mark.encode() in entry for entry in entries):
                 found.append(int(process.name))
     return found
 
