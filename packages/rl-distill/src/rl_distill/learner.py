@@ -50,7 +50,7 @@ class StepResult:
         grad_norm: Global norm before clipping.
         learning_rate: Used by this step.
         metrics: Weighted means of the objective's metric sums.
-        is_applied: False where loss or gradient norm is not finite: the step was skipped, and the weights are as before.
+        is_applied: False where loss or gradient norm is not finite: the step was skipped, the weights stay.
         broken_rows: Rows of the batch in which something is not finite, where that was found out.
     """
 

@@ -73,7 +73,7 @@ def _check_experts(parallel: ParallelOptions, config: PolicyConfig) -> None:
         )
     if parallel.tensor > 1 and not parallel.sequence:
         raise SettingsError(
-            f"a mixture of experts with tensor = {parallel.tensor} needs sequence = true: megatron-core trains no other."
+            f"a mixture of experts with tensor = {parallel.tensor} needs sequence = true: megatron trains no other."
         )
 
 

@@ -234,7 +234,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         out = out.view(*qkv[0].shape)
         if self._context_group is not None:
             out = heads_to_tokens(out, group=self._context_group)
-        return out.reshape(query.shape[0], 1, -1)  # type: ignore[no-any-return]
+        return out.reshape(query.shape[0], 1, -1)
 
     def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
         """All tokens of the heads for which this rank attends, from all heads of its own tokens."""

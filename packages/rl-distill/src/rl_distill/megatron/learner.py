@@ -69,7 +69,7 @@ class RankedModel:
         self._owns_ranks = ranks is None
         self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
         plan = ModelPlan(source=self._source, options=options, parallel=parallel, head=head, trains=trains)
-        self._num_parameters = sum(self._ranks.call_all("build", name, plan))
+        self._num_parameters: int = sum(self._ranks.call_all("build", name, plan))
         self._step = 0
         self._is_open = True
 
@@ -164,7 +164,7 @@ class TrainedModel(RankedModel):
     """A model with an optimizer: its weights leave it, and it is saved and loaded."""
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face name, on the CPU of this process; views where it holds them, until the next step."""
+        """All weights by Hugging Face name, on the CPU; views where this process has them, until the next step."""
         check_open(self._is_open)
         blocks: list[WeightBlock] = [b for of_rank in self._ranks.call_all("export", self._name) for b in of_rank]
         weights: dict[str, Tensor] = {}

@@ -154,7 +154,7 @@ class MegatronAdam:
         """Moments and float32 weights that the optimizer keeps beside the model's own parameters."""
         for main in self._mains.values():
             if main.tensor is not None and main.inner is not None:
-                state = main.inner.state[main.tensor] if main.tensor in main.inner.state else {}
+                state = main.inner.state.get(main.tensor, {})
                 yield from (value for name, value in state.items() if name != "step" and torch.is_tensor(value))
         for parameter, main in self._mains.items():
             if main.tensor is not None and parameter.dtype != torch.float32:
@@ -167,7 +167,8 @@ class MegatronAdam:
                 yield part.optimizer
 
     def _parts(self) -> Sequence[Any]:
-        return getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        parts: Sequence[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return parts
 
     def _find_mains(self, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, _Main]:
         mains: dict[torch.nn.Parameter, _Main] = {}

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from rl_core.errors import SettingsError
 from rl_distill.megatron.convert import Shard
@@ -53,7 +54,7 @@ class StoreListener:
         listener.bind((address, 0))
         listener.listen(max(16, num_ranks))
         self.rendezvous = Rendezvous(address=address, port=listener.getsockname()[1])
-        self.store = dist.TCPStore(
+        self.store = TCPStore(
             address,
             self.rendezvous.port,
             num_ranks,
@@ -83,7 +84,7 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, list
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         if rendezvous is None:
-            store: dist.Store = dist.HashStore()  # type: ignore[attr-defined]
+            store: Store = HashStore()
         else:
             _use_interface_of(rendezvous.address)
             store = listener.store if listener is not None else _client_store(rendezvous, num_ranks)
@@ -95,8 +96,8 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, list
         )
 
 
-def _client_store(rendezvous: Rendezvous, num_ranks: int) -> dist.Store:
-    return dist.TCPStore(
+def _client_store(rendezvous: Rendezvous, num_ranks: int) -> Store:
+    return TCPStore(
         rendezvous.address,
         rendezvous.port,
         num_ranks,
