@@ -14,14 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
