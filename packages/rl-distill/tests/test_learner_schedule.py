@@ -24,3 +24,11 @@ def test_decay_without_warmup_starts_at_the_peak():
     options = LearnerOptions(learning_rate=1.0, decay_steps=4)
 
     assert [learning_rate_at(step, options) for step in range(1, 6)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_cosine_decay_ends_at_the_lowest_rate():
+    options = LearnerOptions(learning_rate=1.0, warmup_steps=1, decay_steps=5, decay="cosine", min_learning_rate=0.1)
+
+    rates = [learning_rate_at(step, options) for step in range(1, 8)]
+
+    assert rates == pytest.approx([1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1], abs=1e-6)

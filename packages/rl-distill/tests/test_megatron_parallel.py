@@ -58,10 +58,7 @@ def policy_gradient(
     return loss, {"nll": (-(logprobs.detach() * mask).sum(), mask.sum())}
 
 
-def squared_error(
-    values: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch
-) -> tuple[torch.Tensor, MetricSums]:
-    del entropy
+def squared_error(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MetricSums]:
     return ((values - micro.columns["advantages"]).square() * micro.columns["loss_weights"]).sum(), {}
 
 
@@ -287,3 +284,15 @@ def check_moves(
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
     for name, tensor in resumed.export_weights().items():
         torch.testing.assert_close(tensor, last[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["TP2", "DP2 distributed optimizer"])
+def test_a_learner_that_was_offloaded_goes_on(
+    layout: str, two_ranks: Started, four_layers: Path, make_batch: MakeBatch
+):
+    ranks = two_ranks.in_layout(TWO[layout])
+    learner, other = (MegatronLearner(four_layers, OPTIONS, ranks=ranks, name=name) for name in ("a", "b"))
+    for step in (1, 2, 3):
+        batch = make_batch(LENGTHS, seed=step)
+        assert learner.offload() >= 4 * learner.num_parameters
+        assert learner.train_step(batch, policy_gradient) == other.train_step(batch, policy_gradient)

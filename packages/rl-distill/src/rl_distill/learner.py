@@ -40,6 +40,10 @@ Objective = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torc
 `loss_weights`, metric sums). policy_logprobs[t] belongs to token t; it is 0 at the first token of each trajectory."""
 
 
+ValueLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, MetricSums]]
+"""(values [T], micro-batch) -> (loss, metric sums), as an `Objective` of a critic."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one optimizer step did.
@@ -136,6 +140,10 @@ class Learner(Protocol):
         """
         ...
 
+    def offload(self) -> int:
+        """Free memory until the next call, which brings everything back; gives the bytes freed, over all ranks."""
+        ...
+
     def close(self) -> None:
         """Free everything. Can be called twice."""
         ...
@@ -153,8 +161,8 @@ class Critic(Protocol):
         """Values of the states before each token of each trajectory, float32, first token 0."""
         ...
 
-    def train_step(self, batch: Batch, objective: Objective) -> StepResult:
-        """One optimizer step on the whole batch; the objective gets values in the place of logprobs."""
+    def train_step(self, batch: Batch, objective: ValueLoss) -> StepResult:
+        """One optimizer step on the whole batch; otherwise as `Learner.train_step`."""
         ...
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:

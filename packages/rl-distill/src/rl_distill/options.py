@@ -11,7 +11,9 @@ class LearnerOptions:
     Attributes:
         learning_rate: Peak learning rate.
         warmup_steps: Steps of linear warm-up from 0.
-        decay_steps: Steps of linear decay to 0 that end at this step; None keeps the rate constant.
+        decay_steps: Step at which the rate reaches min_learning_rate; None keeps the peak.
+        decay: Way down from the warm-up's end to decay_steps: "linear" or "cosine".
+        min_learning_rate: Rate at decay_steps and after.
         betas: Adam's.
         eps: Adam's.
         weight_decay: Decoupled weight decay.
@@ -26,6 +28,8 @@ class LearnerOptions:
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     decay_steps: int | None = None
+    decay: Literal["linear", "cosine"] = "linear"
+    min_learning_rate: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0

@@ -177,6 +177,12 @@ class TorchLearner:
             self._adam.state[main] = {"step": torch.tensor(float(step)), **moments} if step else {}
         self._step = step
 
+    def offload(self) -> int:
+        """Free the gradients."""
+        freed = sum(p.grad.nbytes for p in self._parameters.values() if p.grad is not None)
+        self._model.zero_grad()
+        return freed
+
     def close(self) -> None:
         """Free the model."""
         self._is_open = False

@@ -129,12 +129,12 @@ class RankHost:
 
     def run(self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a model."""
-        return getattr(self._model(name), method)(*args, **kwargs)
+        return getattr(self._loaded(name), method)(*args, **kwargs)
 
     def export(self, name: str) -> list[WeightBlock]:
         """The weights of which this rank keeps the copy that counts."""
         blocks = []
-        for block in self._own(name, self._model(name).weight_blocks()):
+        for block in self._own(name, self._loaded(name).weight_blocks()):
             content = block.read().detach().cpu().contiguous()
             blocks.append(
                 WeightBlock(
@@ -150,7 +150,7 @@ class RankHost:
 
     def begin_save(self, name: str, directory: Path) -> None:
         """Copy the state of a model, and write it while the rank goes on."""
-        states = self._model(name).state_blocks()
+        states = self._loaded(name).state_blocks()
         pieces = [
             Piece(
                 name=f"{kind}/{block.name}",
@@ -177,7 +177,7 @@ class RankHost:
         Raises:
             CheckpointError: A part is missing, torn, or of another model; the model is unchanged.
         """
-        states, blocks = self._model(name).empty_state()
+        states, blocks = self._loaded(name).empty_state()
         wanted = [(f"{kind}/{block.name}", block) for kind, of_kind in blocks.items() for block in of_kind]
         pieces = [
             Piece(name=full, shape=block.shape, offsets=block.offsets, tensor=torch.empty(block.sizes))
@@ -186,7 +186,7 @@ class RankHost:
         TensorFolder(directory).read(pieces)
         for piece, (_, block) in zip(pieces, wanted, strict=True):
             block.write(piece.tensor)
-        self._model(name).load_state(states, step=step)
+        self._loaded(name).load_state(states, step=step)
 
     def drop(self, name: str) -> None:
         """Free a model."""
@@ -198,9 +198,17 @@ class RankHost:
         for name in list(self._models):
             self.drop(name)
 
+    def offload(self, name: str) -> int:
+        """Free what a model needs only while it works; its next call brings it back. Gives the bytes freed."""
+        return self._model(name).offload()
+
     def _model(self, name: str) -> RankModel:
         if name not in self._models:
             raise NotReadyError(f"the learner was closed, or has no model {name!r}; make a new one.")
+        return self._models[name]
+
+    def _loaded(self, name: str) -> RankModel:
+        self._model(name).reload()
         return self._models[name]
 
     def _own(self, name: str, blocks: Sequence[Block]) -> list[Block]:

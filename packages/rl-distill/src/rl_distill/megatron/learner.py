@@ -1,6 +1,7 @@
 """The Megatron learner: megatron-core's models, parallelism, schedules and optimizer, on packed trajectories."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from rl_distill.checkpoint import (
     write_saved_policy,
 )
 from rl_distill.hf_folder import tensor_shapes
-from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
+from rl_distill.learner import (
+    LearnerOptions,
+    MetricSums,
+    MicroBatch,
+    Objective,
+    PendingSave,
+    StepResult,
+    ValueLoss,
+)
 from rl_distill.megatron.host import WeightBlock
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_model import RankShare, StepShare
@@ -88,6 +97,15 @@ class RankedModel:
     def tied(self) -> Mapping[str, str]:
         """Names served from another tensor."""
         return self._source.config.tied
+
+    def offload(self) -> int:
+        """Free what the model needs only while it works; its next call brings it back. Gives the bytes freed.
+
+        On GPUs parameters, gradients and the optimizer's state go to the host's memory. On CPUs there is nowhere else to
+        go: the gradients alone are freed.
+        """
+        check_open(self._is_open)
+        return sum(self._ranks.call_all("offload", self._name))
 
     def close(self) -> None:
         """Free the model; ranks that were given stay. Can be called twice."""
@@ -272,6 +290,21 @@ class MegatronReference(RankedModel):
         return self._score(batch, temperature=temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class _OfValues:
+    """A critic's loss as an objective."""
+
+    loss: ValueLoss
+
+    def __call__(
+        self,
+        values: Tensor,
+        entropy: Tensor | None,  # noqa: ARG002 - a critic has none
+        micro_batch: MicroBatch,
+    ) -> tuple[Tensor, MetricSums]:
+        return self.loss(values, micro_batch)
+
+
 class MegatronCritic(TrainedModel):
     """Trains a critic: a policy's layers under a value head; see `rl_distill.learner.Critic`."""
 
@@ -290,13 +323,13 @@ class MegatronCritic(TrainedModel):
         """Values of the states before each token, float32, in the batch's row order, first token 0."""
         return self._score(batch)
 
-    def train_step(self, batch: Batch, objective: Objective) -> StepResult:
+    def train_step(self, batch: Batch, objective: ValueLoss) -> StepResult:
         """One optimizer step on the whole batch; values are those of `loss_mask`, others stay 0.
 
         Raises:
             ShapeError: loss_weights is missing or all zero.
         """
-        return self._train(batch, objective)
+        return self._train(batch, _OfValues(objective))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return critic_shapes(self._source.config)

@@ -19,6 +19,7 @@ from rl_core.batch import Batch
 from rl_distill.learner import MetricSums, Objective
 from rl_distill.megatron.convert import Block
 from rl_distill.megatron.model import Scored
+from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_of_this_rank
 from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place_pack
@@ -108,6 +109,7 @@ class RankModel:
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
         self._adam: MegatronAdam | None = None
+        self._offloaded: Offloaded | None = None
         self._sharing = _sharing(plan, self._device)
         self._copies = Copies.of_this_rank()
         if plan.trains:
@@ -173,6 +175,32 @@ class RankModel:
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
         )
+
+    def offload(self) -> int:
+        """Free what the model needs only while it works; the next call brings it back. Gives the bytes freed.
+
+        On a GPU parameters, gradients and the optimizer's state go; on a CPU, where there is nowhere else to go, the
+        gradients alone.
+        """
+        if self._offloaded is None:
+            kept: list[Tensor] = []
+            if self._device.type != "cpu":
+                kept = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
+                kept += list(self._adam.tensors()) if self._adam is not None else []
+            self._offloaded = Offloaded(kept, self._gradients())
+            if self._device.type != "cpu":
+                torch.cuda.empty_cache()
+        return self._offloaded.num_bytes
+
+    def reload(self) -> None:
+        """Bring back what `offload` freed."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+
+    def _gradients(self) -> list[Tensor]:
+        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [buffer.grad_data for buffer in buffers] if self._adam is not None else []
 
     def num_parameters(self) -> int:
         """Elements of which this rank keeps the primary copy."""
