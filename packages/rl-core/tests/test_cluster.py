@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
-from rl_core.cluster.guard import is_running, marked_processes
+from rl_core.cluster.guard import Family, descendants, family_members, is_running
 from rl_core.cluster.process import describe_exit
 from rl_core.cluster.roles import load_factory
 from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
@@ -189,12 +189,13 @@ async def main():
     spec = RoleSpec(name="echo", factory="rl_core.testing.cluster_role:EchoRole")
     role = await open_cluster(ClusterOptions()).start(spec, deadline_s=60)
     mark = await role.call("environment", "RL_ROLE_MARKS")
+    pid = role.pid
     for own in (False, True):
         await role.call("start_child", own_session=own)
     if sys.argv[1] == "busy":
         asyncio.get_running_loop().create_task(role.call("block", pathlib.Path(sys.argv[2])))
         await asyncio.sleep(0)
-    print(mark, flush=True)
+    print(mark, pid, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -206,13 +207,14 @@ def test_a_role_and_its_children_end_when_its_parent_is_killed(state, tmp_path):
     command = [sys.executable, "-c", PARENT, state, str(tmp_path / "blocked")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         try:
-            mark = parent.stdout.readline().strip()
+            mark, pid = parent.stdout.readline().split()
+            family = Family(mark, int(pid))
             if state == "busy":
                 wait_until((tmp_path / "blocked").exists, "the role to be busy")
-            assert len(marked_processes(mark)) == 3
+            assert len(family_members(family)) == 3
         finally:
             parent.kill()
-    wait_until(lambda: not marked_processes(mark), "the role and its children to end", deadline_s=5)
+    wait_until(lambda: not family_members(family), "the role and its children to end", deadline_s=5)
 
 
 def test_ctrl_c_does_not_end_a_role():
@@ -227,8 +229,16 @@ def test_ctrl_c_does_not_end_a_role():
 def test_no_mark_is_nobody_s_mark():
     """Else a guard would end every process of the host."""
     with pytest.raises(ValueError, match="32 characters or more; found ''"):
-        marked_processes("")
-    assert marked_processes("0" * 32) == []
+        family_members(Family(""))
+    assert family_members(Family("0" * 32)) == []
+
+
+def test_known_processes_are_told_by_the_time_of_their_start():
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        ((pid, started),) = [pair for pair in descendants(os.getpid()) if pair[0] == child.pid]
+        assert family_members(Family("0" * 32, known=frozenset({(pid, started)}))) == [child.pid]
+        assert family_members(Family("0" * 32, known=frozenset({(pid, started - 1)}))) == []
+        child.communicate(b"\n", timeout=20)
 
 
 @pytest.mark.parametrize(

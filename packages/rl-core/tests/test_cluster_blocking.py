@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec
-from rl_core.cluster.guard import is_running, marked_processes
+from rl_core.cluster.guard import Family, family_members, is_running
 from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 
@@ -113,7 +113,7 @@ def test_ctrl_c_during_a_start_leaves_nothing(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         marks = lambda: [path.read_text() for path in tmp_path.glob("mark-*")]
         wait_until(lambda: len(list(filter(None, marks()))) == 2, "both factories to run", deadline_s=START_S)
-        found = [process for mark in marks() for process in marked_processes(mark)]
+        found = [process for mark in marks() for process in family_members(Family(mark))]
         assert len(found) == 2
         parent.send_signal(signal.SIGINT)
         assert parent.communicate(timeout=10)[0] == "broken off\n"

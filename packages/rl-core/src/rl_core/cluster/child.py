@@ -14,7 +14,7 @@ import threading
 import traceback
 
 from rl_core.cluster.frames import Numbered, receive_frame, send_frame
-from rl_core.cluster.guard import start_guard
+from rl_core.cluster.guard import Family, start_guard
 from rl_core.cluster.output import log_header
 from rl_core.cluster.served import ServedRole
 
@@ -75,7 +75,7 @@ def main() -> None:
     if stat.S_ISREG(os.fstat(1).st_mode):
         sys.stderr.write(log_header(role, int(incarnation)))
     if sys.platform == "linux":
-        start_guard(mark, [os.getpid(), int(parent_pid)])
+        start_guard(Family(mark, os.getpid()), [os.getpid(), int(parent_pid)])
     if os.getppid() != int(parent_pid):
         os._exit(1)
 

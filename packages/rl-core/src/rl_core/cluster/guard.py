@@ -1,10 +1,11 @@
 """Ends what a role's process leaves behind; also a program of its own, which needs the standard library alone.
 
-`python -I -S guard.py MARK PID...` waits in the background until one of the processes is gone, and then ends every
-process that has the mark.
+`python -I -S guard.py MARK LEADER KNOWN PID...` waits in the background until one of the processes is gone, and then
+ends the family.
 
-A role's children can outlive it: killed processes end nobody, and those that start a session of their own are in no
-group that could be ended. All of them inherit the role's environment, which has the mark; it is read from /proc.
+A role's children can outlive it: a killed process ends nobody, and its children are then children of init. A *family*
+is what shares its session or its process group (`LEADER`), what has its mark in the environment, as all descendants
+have unless they write over it, and the children of all these. All of it is read from /proc.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 MARK_VARIABLE = "RL_ROLE_MARKS"
 MARK_LENGTH = 32
@@ -24,24 +26,57 @@ PAUSE_S = 0.02
 LOOK_S = 0.5
 
 
-def start_guard(mark: str, pids: Sequence[int]) -> None:
+class Family(NamedTuple):
+    """Which processes belong together.
+
+    Attributes:
+        mark: Is in their environment; 32 characters, so that no other process has it by chance.
+        leader: Their session or process group; 0 where they have none of their own.
+        known: Further ones, each with the time at which it was started.
+    """
+
+    mark: str
+    leader: int = 0
+    known: frozenset[tuple[int, int]] = frozenset()
+
+
+class _Process(NamedTuple):
+    """A line of /proc."""
+
+    is_zombie: bool
+    parent: int
+    group: int
+    session: int
+    started: int
+
+
+def start_guard(family: Family, watched: Sequence[int]) -> None:
     """Start the program; it watches already when this returns.
 
     Raises:
         OSError: No process could be started.
         subprocess.CalledProcessError: One of the processes is gone, or the guard ran out of memory.
     """
-    command = [sys.executable, "-I", "-S", __file__, mark, *map(str, pids)]
+    known = ",".join(f"{pid}:{started}" for pid, started in family.known)
+    words = [family.mark, str(family.leader), known, *map(str, watched)]
     environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
     subprocess.run(  # noqa: S603 - our own file
-        command, env=environment, check=True, start_new_session=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-I", "-S", __file__, *words],
+        env=environment,
+        check=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
     )
 
 
-def end_marked(mark: str, *, spared: Sequence[int] = ()) -> None:
-    """Kill every process that has the mark, and those that they start meanwhile; wait until none is left."""
+def end_family(family: Family) -> None:
+    """Kill every process of a family but this one, and those that they start meanwhile; wait until none is left.
+
+    Raises:
+        ValueError: See `family_members`.
+    """
     ends_at = time.monotonic() + LIMIT_S
-    while found := [pid for pid in marked_processes(mark) if pid not in (os.getpid(), *spared)]:
+    while found := [pid for pid in family_members(family) if pid != os.getpid()]:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -50,30 +85,59 @@ def end_marked(mark: str, *, spared: Sequence[int] = ()) -> None:
         time.sleep(PAUSE_S)
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Processes of this host that have the mark, zombies apart.
+def family_members(family: Family) -> list[int]:
+    """Processes of this host that belong to a family, zombies apart.
 
     Raises:
         ValueError: The mark is too short to be one; an empty one would be that of every process.
     """
-    if len(mark) < MARK_LENGTH:
-        raise ValueError(f"a mark has {MARK_LENGTH} characters or more; found {mark!r}.")
-    found, name = [], f"{MARK_VARIABLE}=".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
-            entries = (process / "environ").read_bytes().split(b"\0")
-            if any(entry.startswith(name) and mark.encode() in entry for entry in entries):
-                found.append(int(process.name))
-    return found
+    if len(family.mark) < MARK_LENGTH:
+        raise ValueError(f"a mark has {MARK_LENGTH} characters or more; found {family.mark!r}.")
+    processes = {pid: process for pid, process in _processes().items() if not process.is_zombie}
+    found = {pid for pid, process in processes.items() if _belongs(family, pid, process)}
+    while children := {pid for pid, process in processes.items() if process.parent in found} - found:
+        found |= children
+    return sorted(found)
+
+
+def descendants(pid: int) -> frozenset[tuple[int, int]]:
+    """The children of a process, and theirs, each with the time at which it was started."""
+    processes, found = _processes(), {pid}
+    while children := {child for child, process in processes.items() if process.parent in found} - found:
+        found |= children
+    return frozenset((child, processes[child].started) for child in found if child != pid)
 
 
 def is_running(pid: int) -> bool:
     """True for a process of this host that is there, and is not a zombie."""
+    process = _read(pid)
+    return process is not None and not process.is_zombie
+
+
+def _belongs(family: Family, pid: int, process: _Process) -> bool:
+    if family.leader and family.leader in (process.session, process.group):
+        return True
+    if (pid, process.started) in family.known:
+        return True
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or is another user's
         return False
-    return state != "Z"
+    name, mark = f"{MARK_VARIABLE}=".encode(), family.mark.encode()
+    return any(entry.startswith(name) and mark in entry for entry in entries)
+
+
+def _processes() -> dict[int, _Process]:
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return {pid: process for pid in pids if (process := _read(pid)) is not None}
+
+
+def _read(pid: int) -> _Process | None:
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return _Process(words[0] == "Z", int(words[1]), int(words[2]), int(words[3]), int(words[19]))
 
 
 def watch(pids: Sequence[int]) -> Callable[[], object]:
@@ -99,16 +163,18 @@ def _wait_by_looking(pids: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Watch in the background, then end everything marked."""
-    mark, pids = sys.argv[1], [int(word) for word in sys.argv[2:]]
-    wait = watch(pids)
+    """Watch in the background, then end the family."""
+    mark, leader, known, *pids = sys.argv[1:]
+    pairs = [word.split(":") for word in known.split(",") if word]
+    family = Family(mark, int(leader), frozenset((int(pid), int(started)) for pid, started in pairs))
+    wait = watch([int(pid) for pid in pids])
     if os.fork():
         os._exit(0)  # whoever started this knows that it watches, and has no child that it does not know
     os.chdir("/")
     for descriptor in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     wait()
-    end_marked(mark)
+    end_family(family)
 
 
 if __name__ == "__main__":

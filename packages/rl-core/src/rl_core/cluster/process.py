@@ -22,7 +22,7 @@ from typing import Any
 
 from rl_core.cluster.calls import Calls, describe_call
 from rl_core.cluster.frames import Numbered, receive_frame, send_frame, socket_pair
-from rl_core.cluster.guard import MARK_VARIABLE, end_marked
+from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
@@ -53,6 +53,7 @@ class ProcessIncarnation:
         self._is_closed = False
         self._watchers: list[Callable[[RLError], None]] = []
         self._lock = threading.Lock()
+        self._has_exited = False
         self._has_ended = False
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()
@@ -95,7 +96,7 @@ class ProcessIncarnation:
     @property
     def is_alive(self) -> bool:
         """See `Incarnation.is_alive`."""
-        return self._process.poll() is None and self._because is None and not self._has_ended
+        return self._because is None and not self._has_exited
 
     @property
     def last_heard(self) -> str:
@@ -130,17 +131,23 @@ class ProcessIncarnation:
             async with asyncio.timeout(self._close_deadline_s):
                 await asyncio.wrap_future(self._ended)
         except TimeoutError:
-            self._process.kill()
+            self._kill_process()
         except BaseException:
-            self._process.kill()
+            self._kill_process()
             raise
         await asyncio.wrap_future(self._ended)
 
     async def kill(self, because: str) -> None:
         """See `Incarnation.kill`."""
         self._because = self._because or because
-        self._process.kill()
+        self._kill_process()
         await asyncio.wrap_future(self._ended)
+
+    def _kill_process(self) -> None:
+        """Not by its `Popen`, which would reap it, and let others have its number while its family is looked for."""
+        with self._lock:
+            if not self._has_exited:
+                os.kill(self.pid, signal.SIGKILL)
 
     def _post(self, message: Numbered) -> None:
         if not self._outgoing:
@@ -166,8 +173,11 @@ class ProcessIncarnation:
 
     def _watch(self) -> None:
         """Fail the waiting calls once the process is gone, even where its own children keep the socket open."""
-        self._process.wait()
-        end_marked(self._mark)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        end_family(Family(self._mark, self.pid))
+        with self._lock:
+            self._has_exited = True
+            self._process.wait()
         self._reader.join(LAST_REPLIES_S)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -189,9 +199,10 @@ class ProcessIncarnation:
         if self._because is not None:
             return RoleDiedError(f"{self._spec} {self._because}.", role=self._spec.name, rank=self._spec.rank)
         call = f" while {describe_call(method)} was waited for" if method is not None else ""
+        how = describe_exit(self._process.returncode)
         text = (
-            f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.poll())}{call}; the last thing "
-            f"heard from it was {self.last_heard}. {quote(self._output.tail())}"
+            f"the process of {self._spec} (pid {self.pid}) {how}{call}; the last thing heard from it was "
+            f"{self.last_heard}. {quote(self._output.tail())}"
         )
         return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
 

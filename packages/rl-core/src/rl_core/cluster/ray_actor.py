@@ -14,7 +14,7 @@ import numpy as np
 import ray.util
 from numpy.typing import NDArray
 
-from rl_core.cluster.guard import end_marked, start_guard
+from rl_core.cluster.guard import Family, end_family, start_guard
 from rl_core.cluster.output import log_header
 from rl_core.cluster.packing import Packed, pack
 from rl_core.cluster.served import ServedRole
@@ -72,7 +72,7 @@ class RoleActor:
         if door.log is not None:
             sys.stderr.write(log_header(door.role, door.incarnation))
         if sys.platform == "linux":
-            start_guard(door.mark, [os.getpid(), os.getppid()])  # the parent is the node's own process
+            start_guard(self._family(), [os.getpid(), os.getppid()])  # the parent is the node's own process
 
     def __repr__(self) -> str:
         """What Ray puts before the lines that it prints."""
@@ -123,7 +123,11 @@ class RoleActor:
         except Exception:
             traceback.print_exc()
         sys.stdout.flush()
-        await asyncio.to_thread(end_marked, self._door.mark)
+        await asyncio.to_thread(end_family, self._family())
+
+    def _family(self) -> Family:
+        leads = os.getpgid(0) == os.getpid()  # so do Ray's workers
+        return Family(self._door.mark, os.getpid() if leads else 0)
 
     def _begin(self, frame: int, calls: Sequence[Wire]) -> None:
         if calls:

@@ -18,7 +18,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_core.cluster.calls import Calls, describe_call
-from rl_core.cluster.guard import MARK_VARIABLE, end_marked, is_running
+from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family, is_running
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
@@ -196,7 +196,7 @@ class RayIncarnation:
         ends_at = time.monotonic() + GONE_S
         while is_running(self.pid) and time.monotonic() < ends_at:
             time.sleep(0.01)
-        end_marked(self._mark)
+        end_family(Family(self._mark))
 
     def _has_ended(self, lived: "Future[Any]") -> None:
         """Ray says so, in one of its threads, which must not wait."""

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from rl_core.cluster.guard import Family, descendants, start_guard
 from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.packing import pack
@@ -108,7 +111,11 @@ class RaySession:
 
         def stay() -> None:
             try:
+                before = descendants(os.getpid())
                 start_ray(options.ray)
+                if options.ray.address is None and sys.platform == "linux":  # else Ray's agents outlive us by a minute
+                    ray_s = descendants(os.getpid()) - before
+                    start_guard(Family(uuid.uuid4().hex, known=ray_s), [os.getpid()])
             except BaseException as error:
                 started.set_exception(error)
                 return

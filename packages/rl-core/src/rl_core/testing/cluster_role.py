@@ -172,9 +172,10 @@ class EchoRole:
         sys.stdout.write(f"{text}\n")
 
     def start_child(self, *, own_session: bool) -> int:
-        """A process that does not end by itself; gives its pid."""
+        """A process that does not end by itself, and has either a session of its own, or nothing in its environment."""
         command = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
-        return subprocess.Popen(command, start_new_session=own_session).pid  # noqa: S603 - ours
+        environment: dict[str, str] | None = None if own_session else {}  # programs that write their title over it have none either
+        return subprocess.Popen(command, start_new_session=own_session, env=environment).pid  # noqa: S603 - ours
 
     def fork_sleeper(self) -> int:
         """A child that holds on to everything that this process has open."""
