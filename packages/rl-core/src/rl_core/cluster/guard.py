@@ -50,8 +50,11 @@ class _Process(NamedTuple):
     started: int
 
 
-def start_guard(family: Family, watched: Sequence[int]) -> None:
-    """Start the program; it watches already when this returns.
+def start_guard(family: Family, watched: Sequence[int]) -> int:
+    """Start the program, with nothing in its environment; it watches already when this returns.
+
+    Returns:
+        Its process id. It ends by itself when it is done.
 
     Raises:
         OSError: No process could be started.
@@ -59,14 +62,15 @@ def start_guard(family: Family, watched: Sequence[int]) -> None:
     """
     known = ",".join(f"{pid}:{started}" for pid, started in family.known)
     words = [family.mark, str(family.leader), known, *map(str, watched)]
-    environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
-    subprocess.run(  # noqa: S603 - our own file
+    started = subprocess.run(  # noqa: S603 - our own file
         [sys.executable, "-I", "-S", __file__, *words],
-        env=environment,
+        env={},
         check=True,
         start_new_session=True,
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
+    return int(started.stdout)
 
 
 def end_family(family: Family) -> None:
@@ -168,7 +172,8 @@ def main() -> None:
     pairs = [word.split(":") for word in known.split(",") if word]
     family = Family(mark, int(leader), frozenset((int(pid), int(started)) for pid, started in pairs))
     wait = watch([int(pid) for pid in pids])
-    if os.fork():
+    if guard := os.fork():
+        os.write(1, str(guard).encode())
         os._exit(0)  # whoever started this knows that it watches, and has no child that it does not know
     os.chdir("/")
     for descriptor in (0, 1, 2):

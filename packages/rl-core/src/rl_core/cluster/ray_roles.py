@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import threading
 import uuid
@@ -18,7 +19,7 @@ from rl_core.cluster.pools import PoolBook
 from rl_core.cluster.ray_actor import to_wire
 from rl_core.cluster.ray_incarnation import RayIncarnation, store
 from rl_core.cluster.ray_pools import RayReserver
-from rl_core.ray_session import start_ray, stop_ray
+from rl_core.ray_session import RayOptions, start_ray, stop_ray
 
 SHARED_BYTES = 100_000
 """Arguments for several roles are stored once from this size on; Ray sends smaller ones with the call."""
@@ -111,22 +112,29 @@ class RaySession:
 
         def stay() -> None:
             try:
-                before = descendants(os.getpid())
-                start_ray(options.ray)
-                if options.ray.address is None and sys.platform == "linux":  # else Ray's agents outlive us by a minute
-                    ray_s = descendants(os.getpid()) - before
-                    start_guard(Family(uuid.uuid4().hex, known=ray_s), [os.getpid()])
+                guard = start_guarded_ray(options.ray)
             except BaseException as error:
                 started.set_exception(error)
                 return
             started.set_result(None)
             self._leave.wait()
             stop_ray()
+            if guard is not None:
+                os.kill(guard, signal.SIGKILL)
 
         self._leave.clear()
         self._thread = threading.Thread(target=stay, name="ray", daemon=True)
         self._thread.start()
         started.result()
+
+
+def start_guarded_ray(options: RayOptions) -> int | None:
+    """Start or join Ray; gives the process that ends what was started, should this process be killed."""
+    before = descendants(os.getpid())
+    start_ray(options)
+    if options.address is not None or sys.platform != "linux":
+        return None
+    return start_guard(Family(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
 
 
 RAY_POOLS = PoolBook()

@@ -174,7 +174,7 @@ class EchoRole:
     def start_child(self, *, own_session: bool) -> int:
         """A process that does not end by itself, and has either a session of its own, or nothing in its environment."""
         command = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
-        environment: dict[str, str] | None = None if own_session else {}  # programs that write their title over it have none either
+        environment: dict[str, str] | None = None if own_session else {}  # as of programs that write over it
         return subprocess.Popen(command, start_new_session=own_session, env=environment).pid  # noqa: S603 - ours
 
     def fork_sleeper(self) -> int:
