@@ -10,8 +10,9 @@ import torch
 from rl_core.batch import Batch
 from rl_core.ragged import Ragged
 from rl_distill.options import LearnerOptions
+from rl_distill.pending_save import PendingSave
 
-__all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "StepResult"]
+__all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "PendingSave", "StepResult"]
 
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up."""
@@ -65,18 +66,6 @@ class StepResult:
     metrics: Mapping[str, float]
     is_applied: bool = True
     broken_rows: tuple[int, ...] = ()
-
-
-class PendingSave(Protocol):
-    """A checkpoint on its way to the disk."""
-
-    def wait(self) -> None:
-        """Wait until it is whole; any thread may. Can be called twice.
-
-        Raises:
-            OSError: The disk would not take it; the directory is no checkpoint.
-        """
-        ...
 
 
 class Learner(Protocol):

@@ -1,0 +1,93 @@
+"""Files that survive a crash, and reading files that may be anything."""
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rl_core.checksums import checksum
+from rl_core.errors import CheckpointError
+
+CHUNK_BYTES = 1 << 24
+MAX_JSON_BYTES = 1 << 26
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file aside, flush it to the disk, and rename it into place."""
+    part = file.with_name(f".{file.name}.part")
+    with part.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_file(file: Path) -> None:
+    """Flush a file to the disk."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_crc32c(file: Path) -> int:
+    """crc32c of a file's bytes."""
+    total = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            total = checksum(chunk, total)
+    return total
+
+
+@contextmanager
+def open_plain(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file of a checkpoint, and say its size.
+
+    Raises:
+        CheckpointError: It does not exist, is a link or a device, or the file system would not give it.
+    """
+    try:
+        # A pipe without a writer would wait for ever.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist; {file.parent} is no complete checkpoint.") from None
+    except (OSError, ValueError) as error:
+        reason = "it is a link" if file.is_symlink() else str(error)
+        raise CheckpointError(f"{file} must be a plain file that can be read: {reason}.") from None
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{file} must be a plain file; it is a folder, a pipe or a device.")
+        yield stream, status.st_size
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """An object of a checkpoint's JSON file.
+
+    Raises:
+        CheckpointError: It is missing, no plain file, too long, torn, or no object.
+    """
+    with open_plain(file) as (stream, size):
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{file} has {size} bytes; at most {MAX_JSON_BYTES} were expected.")
+        content = stream.read(size)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is torn: {error}.") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON object; found {type(found).__name__}.")
+    return found
