@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rejection": {**RECOMPUTED, "correction__reject": "{token_k1 = 2.0, seq_mean_k3 = 0.1}"},
     "minibatches": {"trainer__minibatches": 2},
     "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
+    "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
+    "offload": {"trainer__offload": True},
     "other-temperature": {"rollout__temperature": 0.7},
     "torch-learner": {"policy__learner": "torch"},
     "everything": {

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_sync_trainer.checkpoints import CheckpointStore, TrainerState
+from rl_distill.checkpoint_store import CheckpointStore
+from rl_distill.pending_save import SavedTogether
 from rl_sync_trainer.main import main
 from rl_sync_trainer.policies import export_policy, find_policy
 
@@ -17,12 +18,14 @@ def run(tmp_path: Path) -> Path:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=5)
     for step in (3, 12):
 
-        def write_learner(folder: Path, step: int = step) -> None:
+        def write_learner(folder: Path, step: int = step) -> SavedTogether:
             (folder / "policy").mkdir()
             (folder / "policy" / "config.json").write_text("{}")
             (folder / "policy" / "model.safetensors").write_text(f"weights of step {step}")
+            return SavedTogether()
 
-        store.save(TrainerState(step=step), write_learner)
+        store.begin(step, {"step": step}, write_learner)
+    store.close()
     return tmp_path / "run"
 
 

@@ -50,8 +50,11 @@ def _advantage(settings: Settings) -> Iterator[str]:
             f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
             "must be at least 2; found 1."
         )
-    if algorithm.advantage == "gae" and not has_critic(settings):
-        yield 'algorithm.advantage = "gae" needs the values of a critic, and this trainer has none.'
+    if algorithm.advantage == "gae" and settings.policy.learner != "megatron":
+        yield (
+            'algorithm.advantage = "gae" needs a critic, which policy.learner = "megatron" has; '
+            f"found {settings.policy.learner!r}."
+        )
     if algorithm.advantage == "remax":
         yield (
             'algorithm.advantage = "remax" compares each response with a greedy one to the same prompt, which this '
@@ -67,11 +70,6 @@ def _advantage(settings: Settings) -> Iterator[str]:
             try_advantage(algorithm.advantage, algorithm.advantage_options)
         except SettingsError as error:
             yield f"algorithm.advantage_options: {error}"
-
-
-def has_critic(settings: Settings) -> bool:  # noqa: ARG001 - the seam: a critic's settings are asked here
-    """True when the run trains a critic."""
-    return False
 
 
 def _policy_loss(settings: Settings) -> Iterator[str]:

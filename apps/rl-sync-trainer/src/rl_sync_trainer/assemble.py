@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSpec, TransferQueue
 from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
-from rl_distill.learner import Learner
 from rl_distill.objectives.batch_columns import SampledLogprobs, component_columns
 from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.objectives.policy_objective import (
@@ -19,6 +17,7 @@ from rl_distill.objectives.policy_objective import (
     policy_objective,
 )
 from rl_distill.objectives.selection import TokenSelection
+from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reduction import Recorder
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
@@ -26,12 +25,14 @@ from rl_rollout.prompts import PromptSource
 from rl_rollout.rollout import Rollout
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.inputs import Inputs, make_scorer
+from rl_sync_trainer.learners import Learners, needs_critic
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.stopping import StopSignal
 
 REFERENCE = "reference"
 OLD_LOGPROBS = "old_logprobs"
+VALUES = "values"
 TRAIN = "train"
 
 
@@ -43,8 +44,7 @@ class Parts:
         settings: As the user set them.
         inputs: Tokenizer, prompts, reward.
         folder: The run's folder.
-        learner: Trains the policy.
-        reference: Frozen copy of the initial policy, where the KL needs one.
+        learners: Policy, reference and critic.
         engine: Generates; started.
         rollout: Runs the agent loop on the engine.
         source: Order of the training prompts.
@@ -53,6 +53,7 @@ class Parts:
         objective: What the learner minimises.
         kl: The KL's coefficient at the start of the run, and how it goes on.
         select_tokens: Chooses the tokens that the policy loss treats apart, where it does.
+        skipped: Counts updates that were not finite.
         stop: Ctrl-C and SIGTERM.
         on_state: Told each state that the run could go on from.
         log_metrics: Takes the metrics of a step.
@@ -62,8 +63,7 @@ class Parts:
     settings: Settings
     inputs: Inputs
     folder: RunFolder
-    learner: Learner
-    reference: Learner | None
+    learners: Learners
     engine: RolloutEngine
     rollout: Rollout
     source: PromptSource
@@ -72,6 +72,7 @@ class Parts:
     objective: PolicyObjective
     kl: AdaptiveKL
     select_tokens: TokenSelection | None
+    skipped: SkippedUpdates
     stop: StopSignal
     on_state: Callable[[TrainerState], None]
     log_metrics: Callable[[int, Mapping[str, float]], None]
@@ -121,24 +122,13 @@ class Parts:
         count = min(self.settings.trainer.canary_prompts, len(train))
         sequences = [train[index].input_ids for index in range(count)]
         keys = [RowKey(f"canary-{index}", 0, 0) for index in range(count)]
-        logprobs = self.learner.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(sequences, dtype="int32")}))
+        logprobs = self.learners.policy.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(sequences, dtype="int32")}))
         return Canary(sequences=sequences, logprobs=list(logprobs))
 
     def record(self, recorder: Recorder, values: Mapping[str, float]) -> None:
         """Record several values."""
         for name, value in values.items():
             recorder.record(name, value)
-
-
-def make_learner(settings: Settings, policy: Path) -> Learner:
-    """The learner that the settings name, with the weights of a Hugging Face folder."""
-    if settings.policy.learner == "torch":
-        from rl_distill.torch_learner import TorchLearner
-
-        return TorchLearner(policy, settings.learner)
-    from rl_distill.megatron.learner import MegatronLearner
-
-    return MegatronLearner(policy, settings.learner)
 
 
 def make_objective(settings: Settings) -> PolicyObjective:
@@ -197,6 +187,8 @@ def make_queue(settings: Settings) -> TransferQueue:
         late[REFERENCE] = "reference_logprobs"
     if settings.algorithm.old_logprobs == "recompute":
         late[OLD_LOGPROBS] = "old_logprobs"
+    if needs_critic(settings):
+        late[VALUES] = "values"
     tasks = [
         TaskSpec(name=task, needs=rollout_columns, gives=frozenset({column}), order="issue")
         for task, column in late.items()

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.errors import EngineError, SettingsError
+from rl_distill.parallel_layout import check_layout
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
 from rl_rollout.loops.registry import LOOPS
 from rl_sync_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
+from rl_sync_trainer.parallel_checks import parallel_problems
 from rl_sync_trainer.settings import Settings
 
 SCRIPTED = "scripted"
@@ -36,7 +38,7 @@ def check_values(settings: Settings) -> None:
 
 
 def _value_problems(settings: Settings) -> Iterator[str]:
-    for find in (_ranges, _optional_ranges, _arithmetic, _names, algorithm_problems):
+    for find in (_ranges, _optional_ranges, _arithmetic, _names, algorithm_problems, parallel_problems):
         yield from find(settings)
 
 
@@ -46,13 +48,13 @@ def _refuse(problems: list[str]) -> None:
 
 
 def check_trainable(settings: Settings) -> None:
-    """Refuse a model that the learners do not know; such a one can only be evaluated.
+    """Refuse a model that the learners do not know, or cannot spread as asked; such a one can only be evaluated.
 
     Raises:
-        SettingsError: Its architecture is not supported.
+        SettingsError: Its architecture is not supported, or the layout does not divide it.
         DataError: Its config.json lacks something.
     """
-    parse_policy_config(read_policy_config(settings.policy.path))
+    check_layout(settings.parallel, parse_policy_config(read_policy_config(settings.policy.path)))
 
 
 def _ranges(settings: Settings) -> Iterator[str]:
@@ -66,6 +68,8 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "reward.max_concurrency": (settings.reward.max_concurrency, 1),
         "trainer.steps": (trainer.steps, 1),
         "trainer.minibatches": (trainer.minibatches, 1),
+        "trainer.epochs": (trainer.epochs, 1),
+        "trainer.max_skipped_updates": (trainer.max_skipped_updates, 0),
         "trainer.validate_every": (trainer.validate_every, 0),
         "trainer.checkpoint_every": (trainer.checkpoint_every, 0),
         "trainer.keep_checkpoints": (trainer.keep_checkpoints, 1),
@@ -74,6 +78,12 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "learner.warmup_steps": (learner.warmup_steps, 0),
         "learner.clip_grad": (learner.clip_grad, 0),
         "learner.weight_decay": (learner.weight_decay, 0),
+        "learner.min_learning_rate": (learner.min_learning_rate, 0),
+        "critic.warmup_steps": (settings.critic.warmup_steps, 0),
+        "critic.clip_grad": (settings.critic.clip_grad, 0),
+        "critic.head_start_steps": (settings.critic.head_start_steps, 0),
+        "cluster.cpus_per_rank": (settings.cluster.cpus_per_rank, 0),
+        "cluster.gpus_per_rank": (settings.cluster.gpus_per_rank, 0),
         "algorithm.kl_coefficient": (settings.algorithm.kl_coefficient, 0),
         "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
         "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
@@ -87,6 +97,10 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "learner.learning_rate": learner.learning_rate,
         "rollout.temperature": rollout.temperature,
         "correction.cap": settings.correction.cap,
+        "critic.learning_rate": settings.critic.learning_rate,
+        "critic.value_clip": settings.critic.value_clip,
+        "cluster.start_deadline_s": settings.cluster.start_deadline_s,
+        "cluster.call_deadline_s": settings.cluster.call_deadline_s,
         "rollout.deadline_s": rollout.deadline_s,
         "rollout.start_deadline_s": rollout.start_deadline_s,
         "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,

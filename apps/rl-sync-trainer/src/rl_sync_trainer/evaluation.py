@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from rl_core import Prompt
+from rl_distill.durable_files import write_durably
 from rl_metrics.validation import ValidationResponses, headline, summarize_validation
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_sync_trainer.assemble import Parts
-from rl_sync_trainer.checkpoints import TrainerState, write_durably
+from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.settings import Settings
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from rl_core import Batch
 from rl_metrics.reduction import Recorder
-from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, Parts
+from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, VALUES, Parts
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.preparation import adapted_kl, prepare_batch
 from rl_sync_trainer.stages import collect_rollouts, publish, record_step
+from rl_sync_trainer.updates import update
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
@@ -56,6 +57,8 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     started = time.perf_counter()
     recorder = Recorder(strict=parts.settings.metrics.strict)
     prompts = parts.source.next(parts.settings.rollout.prompts_per_step)
+    if parts.settings.trainer.offload:
+        parts.learners.offload()
     with recorder.timer("gen"):
         num_groups = await parts.stop.run(
             collect_rollouts(parts, prompts, recorder),
@@ -63,11 +66,8 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
             deadline_s=parts.settings.rollout.deadline_s,
         )
     add_late_columns(parts, num_groups, recorder)
-    size = len(prompts) // parts.settings.trainer.minibatches
-    sizes = [min(size, num_groups - start) for start in range(0, num_groups, size)]
     kl = parts.kl.restored(state.kl) if state.kl else parts.kl
-    batches = [train_minibatch(parts, recorder, num_groups=count, kl_coefficient=kl.coefficient) for count in sizes]
-    trained = Batch.concat(batches)
+    trained = train_on_groups(parts, state, recorder, num_groups=num_groups, kl_coefficient=kl.coefficient)
     version = state.policy_version + 1
     with recorder.timer("update_weights"):
         await publish(parts, version, recorder)
@@ -87,39 +87,38 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
 
 
 def add_late_columns(parts: Parts, num_groups: int, recorder: Recorder) -> None:
-    """Add the reference's logprobs, and the learner's own, where the settings ask for them."""
-    temperature = parts.settings.rollout.temperature
-    for task, column, scorer in (
-        (REFERENCE, "reference_logprobs", parts.reference),
-        (OLD_LOGPROBS, "old_logprobs", parts.learner if parts.recomputes_old_logprobs else None),
-    ):
-        if scorer is not None:
-            lease = parts.lease(task, num_groups)
-            with recorder.timer("ref" if task == REFERENCE else "old_log_prob"):
-                parts.queue.ack(lease, {column: scorer.logprobs(lease.batch, temperature=temperature)})
+    """Add the reference's logprobs, the learner's own and the critic's values, where the settings ask for them."""
+    temperature, learners = parts.settings.rollout.temperature, parts.learners
+    if learners.reference is not None:
+        lease = parts.lease(REFERENCE, num_groups)
+        with recorder.timer("ref"):
+            logprobs = learners.reference.logprobs(lease.batch, temperature=temperature)
+        parts.queue.ack(lease, {"reference_logprobs": logprobs})
+    if parts.recomputes_old_logprobs:
+        lease = parts.lease(OLD_LOGPROBS, num_groups)
+        with recorder.timer("old_log_prob"):
+            logprobs = learners.policy.logprobs(lease.batch, temperature=temperature)
+        parts.queue.ack(lease, {"old_logprobs": logprobs})
+    if learners.critic is not None:
+        lease = parts.lease(VALUES, num_groups)
+        with recorder.timer("values"):
+            values = learners.critic.values(lease.batch)
+        parts.queue.ack(lease, {"values": values})
 
 
-def train_minibatch(parts: Parts, recorder: Recorder, *, num_groups: int, kl_coefficient: float) -> Batch:
-    """Lease whole groups, take one optimizer step on them, and ack.
+def train_on_groups(
+    parts: Parts, state: TrainerState, recorder: Recorder, *, num_groups: int, kl_coefficient: float
+) -> Batch:
+    """Lease a step's groups, train on them, and ack.
 
     Returns:
         What was trained on, with the tokens that the correction rejected.
     """
-    settings = parts.settings
     lease = parts.lease(TRAIN, num_groups)
     with recorder.timer("adv"):
         batch = prepare_batch(parts, lease.batch, recorder, kl_coefficient=kl_coefficient)
-        objective = parts.objective_at(kl_coefficient)
-    with recorder.timer("update_actor"):
-        result = parts.learner.train_step(batch, objective, temperature=settings.rollout.temperature, with_entropy=True)
+    update(parts, state, batch, recorder, kl_coefficient=kl_coefficient)
     parts.queue.ack(lease)
-    for name, value in {
-        **result.metrics,
-        "actor/loss": result.loss,
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.learning_rate,
-    }.items():
-        recorder.record(name, value)
     return batch.with_columns({"loss_mask": lease.batch["loss_mask"]})
 
 

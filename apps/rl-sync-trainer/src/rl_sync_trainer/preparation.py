@@ -8,7 +8,6 @@ from rl_distill.objectives.batch_columns import (
     with_advantages,
     with_correction_weights,
     with_kl_in_reward,
-    with_loss_weights,
     with_rejection,
     with_token_selection,
 )
@@ -18,7 +17,7 @@ from rl_sync_trainer.assemble import Parts
 
 
 def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
-    """Add what the objective needs: advantages, the tokens that train, correction and loss weights.
+    """Add what the objective needs, but the loss weights: advantages, the tokens that train, correction weights.
 
     Raises:
         DataError: A column is missing, or every token of the batch was rejected.
@@ -51,9 +50,7 @@ def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coeffici
             )
     if parts.select_tokens is not None:
         batch = with_token_selection(batch, select=parts.select_tokens, policy_logprobs=parts.sampled_logprobs)
-    return with_loss_weights(
-        batch, aggregation=algorithm.aggregation, horizon=parts.settings.rollout.max_response_tokens
-    )
+    return batch
 
 
 def adapted_kl(parts: Parts, kl: AdaptiveKL, batch: Batch, recorder: Recorder) -> AdaptiveKL:

@@ -13,7 +13,8 @@ from typing import Any
 import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_sync_trainer.checkpoints import CheckpointStore, write_durably
+from rl_distill.checkpoint_store import CheckpointStore
+from rl_distill.durable_files import write_durably
 from rl_sync_trainer.settings import Settings
 
 CHANGEABLE_ON_RESUME = (
@@ -23,6 +24,7 @@ CHANGEABLE_ON_RESUME = (
     "trainer.validate_first",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "trainer.background_checkpoints",
     "trainer.proof_tolerance",
     "prompts.validation_limit",
     "reward.timeout_s",

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CheckpointError
-from rl_distill.learner import Learner
+from rl_distill.checkpoint_store import CheckpointStore, Saved
+from rl_distill.skipping import SkippedUpdates
 from rl_metrics.events import EventLog
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
@@ -18,16 +19,16 @@ from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import (
     Parts,
     make_kl_control,
-    make_learner,
     make_objective,
     make_queue,
     make_selection,
     make_transport,
     open_rollout,
 )
-from rl_sync_trainer.checkpoints import CheckpointStore, TrainerState, read_trainer_state
+from rl_sync_trainer.checkpoints import TrainerState, read_trainer_state
 from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.inputs import Inputs
+from rl_sync_trainer.learners import Learners, start_learners
 from rl_sync_trainer.loop import train
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.settings import Settings
@@ -58,7 +59,9 @@ class Session:
         self._console = console
         self._events = EventLog(folder.path / "events.jsonl")
         self._trackers = Fanout({"jsonl": JsonlTracker(folder.path / "metrics.jsonl"), "console": console})
-        self._store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints)
+        self._store = CheckpointStore(
+            folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=self._say_saved
+        )
         self._state = TrainerState()
         self._earlier_wall_s = 0.0
         self._started = time.perf_counter()
@@ -92,7 +95,7 @@ class Session:
                 return
         else:
             self._state = replace(self._state, prompt_source=source.state())
-        learner, reference = self._start_learner(stack, checkpoint)
+        learners = self._start_learners(stack, checkpoint)
         stop.check()
         engine = make_engine(settings, settings.policy.path)  # the learner's weights are published to it
         stack.push_async_callback(engine.close)
@@ -103,36 +106,34 @@ class Session:
                 deadline_s=settings.rollout.start_deadline_s,
             )
         console.say(f"engine: {engine.traits.name}")
-        parts = self._assemble(stack, learner, reference, engine, source, stop)
+        parts = self._assemble(stack, learners, engine, source, stop)
         console.begin(
             settings.algorithm.advantage.upper(), total_steps=settings.trainer.steps, done_steps=self._state.step
         )
         try:
             await train(parts, self._state)
+            self._store.wait()
         except StopRequestedError:
-            self._save_stopped(learner)
+            self._save_stopped(learners)
             raise
 
-    def _start_learner(self, stack: AsyncExitStack, checkpoint: Path | None) -> tuple[Learner, Learner | None]:
+    def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
         settings, console = self._settings, self._console
         with console.phase(f"starting {settings.policy.learner} learner"):
             # Made from the initial policy, whose tokenizer every checkpoint copies: the checkpoint may be pruned.
-            learner = make_learner(settings, settings.policy.path)
-            stack.callback(learner.close)
+            learners = start_learners(settings, log_directory=self._folder.path / "logs")
+            stack.callback(learners.close)
+            stack.callback(self._store.close)
             if checkpoint is not None:
-                learner.load(checkpoint)
-            reference = None
-            if settings.algorithm.kl_coefficient:
-                reference = make_learner(settings, settings.policy.path)
-                stack.callback(reference.close)
-        console.say(f"learner: {learner.num_parameters:,} parameters")
-        return learner, reference
+                learners.load(checkpoint)
+        ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
+        console.say(f"learner: {learners.policy.num_parameters:,} parameters{ranks}")
+        return learners
 
     def _assemble(
         self,
         stack: AsyncExitStack,
-        learner: Learner,
-        reference: Learner | None,
+        learners: Learners,
         engine: RolloutEngine,
         source: PromptSource,
         stop: StopSignal,
@@ -146,8 +147,7 @@ class Session:
             settings=settings,
             inputs=self._inputs,
             folder=self._folder,
-            learner=learner,
-            reference=reference,
+            learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, self._inputs, engine)),
             source=source,
@@ -156,10 +156,11 @@ class Session:
             objective=make_objective(settings),
             kl=make_kl_control(settings),
             select_tokens=make_selection(settings),
+            skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
             on_state=self._keep_state,
             log_metrics=self._trackers.log,
-            save_checkpoint=lambda state: self._save(state, learner),
+            save_checkpoint=lambda state: self._save(state, learners),
         )
 
     def _find_checkpoint(self) -> Path | None:
@@ -179,17 +180,24 @@ class Session:
     def _wall_s(self) -> float:
         return self._earlier_wall_s + time.perf_counter() - self._started
 
-    def _save(self, state: TrainerState, learner: Learner) -> None:
-        started = time.perf_counter()
-        folder = self._store.save(replace(state, wall_s=self._wall_s()), learner.save)
-        took_s = round(time.perf_counter() - started, 3)
-        self._events.write("checkpoint_saved", step=state.step, folder=str(folder), took_s=took_s)
+    def _save(self, state: TrainerState, learners: Learners) -> None:
+        in_background = self._settings.trainer.background_checkpoints
+        content = asdict(replace(state, wall_s=self._wall_s()))
+        self._store.begin(state.step, content, lambda folder: learners.save(folder, in_background=in_background))
+        if not in_background:
+            self._store.wait()
 
-    def _save_stopped(self, learner: Learner) -> None:
+    def _say_saved(self, saved: Saved) -> None:
+        took_s = round(saved.took_s, 3)
+        self._events.write("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
+
+    def _save_stopped(self, learners: Learners) -> None:
+        self._store.wait()
         if self._state.step in self._store.steps():
             return
         with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
-            self._save(self._state, learner)
+            self._save(self._state, learners)
+            self._store.wait()
 
     def _summary(self, status: str) -> dict[str, Any]:
         state = self._state

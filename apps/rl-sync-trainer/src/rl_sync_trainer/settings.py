@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from rl_distill.options import LearnerOptions
+from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_rollout.engines.options import VLLMOptions
 
 
@@ -188,26 +188,78 @@ class CorrectionSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """The critic of `algorithm.advantage = "gae"`; what is not here is as in `[learner]`.
+
+    Attributes:
+        path: Hugging Face folder to begin with; none takes the policy's, under a value head of zeros.
+        learning_rate: Peak learning rate.
+        warmup_steps: Steps of linear warm-up from 0.
+        clip_grad: Largest global gradient norm; 0 turns clipping off.
+        value_clip: Largest distance of a value from the one before the step's updates that is learnt from; inf is off.
+        head_start_steps: Steps in which the critic alone trains, before the policy does.
+    """
+
+    path: Path | None = None
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    clip_grad: float = 1.0
+    value_clip: float = 0.2
+    head_start_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """Where the learner's ranks run.
+
+    Attributes:
+        kind: "inline" (one rank, in the trainer's process, where a debugger works), "process" (each rank in a process
+            of this machine), or "ray" (each in an actor of Ray, on one machine or many).
+        cpus_per_rank: CPUs to set aside for each rank; 0 shares what there is.
+        gpus_per_rank: GPUs to set aside for each rank; 0 trains on CPUs.
+        ray_address: "host:port" of a Ray cluster to join, whose token is in RAY_AUTH_TOKEN; none starts one here.
+        start_deadline_s: Longest wait for the ranks to start.
+        call_deadline_s: Longest wait for an answer of theirs, such as that of an optimizer step.
+    """
+
+    kind: Literal["inline", "process", "ray"] = "inline"
+    cpus_per_rank: float = 0.0
+    gpus_per_rank: float = 0.0
+    ray_address: str | None = None
+    start_deadline_s: float = 600.0
+    call_deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """The loop.
 
     Attributes:
         steps: Steps to train; each makes one batch of rollouts.
         minibatches: Optimizer updates that a step's groups are divided into.
+        epochs: How often a step's groups are gone through.
+        max_skipped_updates: Updates in a row whose loss or gradients may be not finite; they are skipped. One more ends
+            the run, with the rows saved.
+        offload: Free the learner's memory while the engine generates.
         validate_every: Steps between validations; 0 validates only at the end.
         validate_first: Also validate before the first step.
         checkpoint_every: Steps between checkpoints; 0 writes only the last.
         keep_checkpoints: How many of the newest to keep.
+        background_checkpoints: Write them while training goes on, from a copy of the learner's state in memory.
         canary_prompts: Prompts whose logprobs prove each weight update.
         proof_tolerance: Largest canary difference in nats; none chooses by the engine's dtype.
     """
 
     steps: int = 100
     minibatches: int = 1
+    epochs: int = 1
+    max_skipped_updates: int = 3
+    offload: bool = False
     validate_every: int = 10
     validate_first: bool = True
     checkpoint_every: int = 20
     keep_checkpoints: int = 2
+    background_checkpoints: bool = True
     canary_prompts: int = 4
     proof_tolerance: float | None = None
 
@@ -240,6 +292,9 @@ class Settings(BaseSettings):
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     correction: CorrectionSettings = Field(default_factory=CorrectionSettings)
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    parallel: ParallelOptions = Field(default_factory=ParallelOptions)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    critic: CriticSettings = Field(default_factory=CriticSettings)
     engine: VLLMOptions = Field(default_factory=VLLMOptions)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     metrics: MetricSettings = Field(default_factory=MetricSettings)

@@ -80,7 +80,9 @@ def put_session(parts: Parts, prompt_uid: str, index: int, trajectories: Sequenc
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
     """Give the learner's weights to the engine, and prove that it serves them."""
-    update = parts.transport.pack(parts.learner.export_weights(), version=version, tied=parts.learner.tied)
+    update = parts.transport.pack(
+        parts.learners.policy.export_weights(), version=version, tied=parts.learners.policy.tied
+    )
     deadline_s = parts.settings.rollout.deadline_s
     try:
         async with asyncio.timeout(deadline_s):

@@ -138,6 +138,22 @@ class Learner(Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """A frozen policy."""
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """As `Learner.logprobs`."""
+        ...
+
+    def offload(self) -> int:
+        """As `Learner.offload`."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Can be called twice."""
+        ...
+
+
 class Critic(Protocol):
     """A critic in training. One caller at a time; what is not here is as `Learner`'s."""
 
@@ -160,6 +176,10 @@ class Critic(Protocol):
 
     def load(self, directory: Path) -> None:
         """As `Learner.load`."""
+        ...
+
+    def offload(self) -> int:
+        """As `Learner.offload`."""
         ...
 
     def close(self) -> None:

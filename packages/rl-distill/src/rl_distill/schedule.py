@@ -8,8 +8,8 @@ from rl_distill.options import LearnerOptions
 def learning_rate_at(step: int, options: LearnerOptions) -> float:
     """Learning rate of a step: linear warm-up, then constant, or a decay.
 
-    Where min_learning_rate is 0, no step of the warm-up or decay has rate 0: warm-up over W steps gives step s the share
-    s / W, and of a decay that ends at step D the share (D + 1 - s) / (D - W) is left at step s.
+    Where min_learning_rate is 0, no step of the warm-up or decay has rate 0: warm-up over W steps gives step s the
+    share s / W, and of a decay that ends at step D the share (D + 1 - s) / (D - W) is left at step s.
 
     Args:
         step: From 1.

@@ -1,6 +1,6 @@
 """What both learners check and add up in an optimizer step."""
 
-import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from rl_core.batch import Batch
-from rl_core.errors import NotReadyError, RLError, SettingsError, ShapeError
+from rl_core.errors import NotReadyError, SettingsError, ShapeError
 from rl_distill.checkpoint import DTYPES, PolicySource
 from rl_distill.learner import MetricSums
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 
 
-class NonFiniteError(RLError, FloatingPointError):
-    """Loss or gradients are NaN or infinite; the weights are as they were before the step."""
-
-
-def open_policy(policy: Path | Mapping[str, Any]) -> PolicySource:
+def open_policy(policy: Path | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
     """Understand a policy given as a Hugging Face folder, or as a config.json's content for random weights.
+
+    Args:
+        policy: The folder, or the content.
+        is_critic: Also take a classifier of the same layers: a critic that was saved, or a reward model.
 
     Raises:
         DataError: There is no valid config.json.
@@ -28,6 +28,9 @@ def open_policy(policy: Path | Mapping[str, Any]) -> PolicySource:
     """
     policy_dir = policy if isinstance(policy, Path) else None
     config_json = read_policy_config(policy) if isinstance(policy, Path) else dict(policy)
+    if is_critic:
+        names = [str(name) for name in config_json.get("architectures") or []]
+        config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]
     return PolicySource(config_json=config_json, config=parse_policy_config(config_json), policy_dir=policy_dir)
 
 
@@ -53,19 +56,6 @@ def check_trainable(batch: Batch) -> None:
         raise ShapeError(f"train_step needs the column 'loss_weights'; the batch has {sorted(batch.names)}.")
     if not batch.ragged("loss_weights").values.any():
         raise ShapeError("nothing in the batch trains: all loss_weights are 0. Skip the step.")
-
-
-def check_finite(name: str, value: float, *, step: int) -> None:
-    """Refuse a step with a NaN or infinite number, before the weights change.
-
-    Raises:
-        NonFiniteError: It is not finite.
-    """
-    if not math.isfinite(value):
-        raise NonFiniteError(
-            f"{name} of step {step} is {value}; the step was not applied and the weights are unchanged. "
-            "Look for infinite logprobs, advantages or correction weights in the batch, or lower the learning rate."
-        )
 
 
 def clip_scale(grad_norm: float, clip_grad: float) -> float:

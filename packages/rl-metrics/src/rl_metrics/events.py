@@ -1,6 +1,7 @@
 """events.jsonl: what happened in a run, as structured events."""
 
 import re
+import threading
 import time
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -21,7 +22,7 @@ RESERVED = frozenset({"event", "time"})
 
 
 class EventLog:
-    """Appends events to a file; a kill at any moment loses at most the line being written.
+    """Appends events to a file, from any thread; a kill at any moment loses at most the line being written.
 
     A file that cannot be written (a full disk) stops no run: one warning, and no events from then on.
     """
@@ -36,6 +37,7 @@ class EventLog:
         self._writer = JsonLinesWriter(path)
         self._clock = clock
         self._is_off = False
+        self._lock = threading.Lock()
 
     def write(self, event: str, /, **fields: Json) -> None:
         """Append one event.
@@ -64,17 +66,21 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file; events that come later are not written. Can be called twice."""
-        self._is_off = True
-        self._writer.close()
+        with self._lock:
+            self._is_off = True
+            self._writer.close()
 
     def _append(self, event: str, fields: dict[str, Any]) -> None:
-        if self._is_off:
-            return
-        try:
-            self._writer.append({"time": round(self._clock(), 3), "event": event, **fields})
-        except OSError as error:
-            self._is_off = True
-            log.warning("event_log_failed", path=str(self._writer.path), error=str(error))
+        failed: OSError | None = None
+        with self._lock:
+            if self._is_off:
+                return
+            try:
+                self._writer.append({"time": round(self._clock(), 3), "event": event, **fields})
+            except OSError as error:
+                self._is_off, failed = True, error
+        if failed is not None:  # logged without the lock: the log may come back here
+            log.warning("event_log_failed", path=str(self._writer.path), error=str(failed))
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

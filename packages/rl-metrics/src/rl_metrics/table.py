@@ -77,6 +77,7 @@ ACTOR = (
         healthy=Band(high=1.0, source=GUIDE),
     ),
     one("actor/lr", "1", "Learning rate of the step."),
+    one("actor/skipped_updates", "updates", "Updates skipped: loss or gradients were not finite.", reduction="sum"),
     mean("sft/loss", "nats", "Cross entropy of the warm start's demonstrations.", over="token"),
     mean("sft/token_accuracy", "1", "Share of demonstration tokens that were the likeliest.", over="token"),
     mean("sft/grad_norm", "1", "Global gradient norm of the warm start before clipping.", over="step"),
@@ -110,6 +111,9 @@ CRITIC = (
         healthy=Band(high=0.2, source=GUIDE),
     ),
     mean("critic/vpred_mean", "1", "Value of a trained token by the critic in training.", over="token"),
+    one("critic/grad_norm", "1", "Global norm of the critic's gradients before clipping."),
+    one("critic/lr", "1", "Learning rate of the critic's step."),
+    one("critic/skipped_updates", "updates", "Updates of the critic skipped: not finite.", reduction="sum"),
     *spread("reward/{component}", unit="1", meaning="One named component of the reward", over="trajectory"),
 )
 

@@ -5,17 +5,44 @@ Raises:
 """
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from rl_core.errors import MissingExtraError
 
+
+@contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Leave functions that megatron decorates while it is imported as they are.
+
+    To decorate is to import torch's compiler, which takes 5 s in every rank; what megatron decorates are fusions that
+    `model_spec` turns off.
+    """
+    compile_function = torch.compile
+
+    def keep(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+        return keep if function is None else function
+
+    torch.compile = keep  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
 try:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_compilation():
         # megatron says on import, several times, that Transformer Engine and apex are not there.
         warnings.filterwarnings("ignore", message=".*[Aa]pex.*not installed.*", category=UserWarning)
         import megatron.core.distributed
         import megatron.core.models.backends
         import megatron.core.models.gpt
-        import megatron.core.optimizer  # noqa: F401
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel
+        import megatron.core.transformer.moe.moe_layer  # noqa: F401
 except ImportError as error:
     raise MissingExtraError(
         "the Megatron learner needs megatron-core; install it with: pip install 'rl-distill[megatron]'."

@@ -70,7 +70,7 @@ class RankedModel:
             MissingExtraError: megatron-core is not installed.
         """
         self._options = options
-        self._source = open_policy(policy)
+        self._source = open_policy(policy, is_critic=head == "value")
         parameter_dtype(options)
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
@@ -101,8 +101,8 @@ class RankedModel:
     def offload(self) -> int:
         """Free what the model needs only while it works; its next call brings it back. Gives the bytes freed.
 
-        On GPUs parameters, gradients and the optimizer's state go to the host's memory. On CPUs there is nowhere else to
-        go: the gradients alone are freed.
+        On GPUs parameters, gradients and the optimizer's state go to the host's memory. On CPUs there is nowhere else
+        to go: the gradients alone are freed.
         """
         check_open(self._is_open)
         return sum(self._ranks.call_all("offload", self._name))

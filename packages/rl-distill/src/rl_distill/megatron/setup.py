@@ -102,7 +102,7 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     """Fill a chunk's parameters from the policy's folder, or with random numbers that no layout changes."""
     parameters = dict(model.named_parameters())
     folder = plan.source.policy_dir
-    tensors = None if folder is None else PolicyTensors(folder, plan.source.config)
+    tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=_optional(plan))
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary stay zeros
     for block in chunk_blocks(parameters, plan, shard):
@@ -140,6 +140,11 @@ def random_tensor(name: str, shape: tuple[int, ...], plan: ModelPlan) -> Tensor:
     digest = hashlib.sha256(f"{plan.options.seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.empty(shape).normal_(0.0, plan.source.config.initializer_range, generator=generator)
+
+
+def _optional(plan: ModelPlan) -> frozenset[str]:
+    """Tensors that a folder may lack, because this model has no use for them."""
+    return frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ from rl_distill.objectives.selection import TokenSelection, selects_with
 from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
 from rl_distill.objectives.sessions import SESSION_RULES, SessionCredit, SessionRows, SessionRule
 from rl_distill.objectives.soft_policy_loss import sapo
-from rl_distill.objectives.value_objective import ValueLoss, ValueObjective, value_losses, value_objective
+from rl_distill.objectives.value_objective import ValueObjective, value_losses, value_objective
 from rl_distill.objectives.weight_metrics import WeightBounds, weight_metrics
 from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
 from rl_distill.objectives.whitened_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline

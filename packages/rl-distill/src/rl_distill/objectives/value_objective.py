@@ -4,7 +4,6 @@ Source: Schulman et al. 2017, arXiv:1707.06347; clipped value loss as in OpenAI 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +12,6 @@ from torch import Tensor
 from rl_core.errors import DataError, SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.shapes import check_mask, check_tokens
-
-ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, MetricSums]]
-"""(values [T], micro-batch) -> (loss summed over the micro-batch's tokens with `loss_weights`, metric sums)."""
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.2) -> tuple[Tensor, Tensor]:

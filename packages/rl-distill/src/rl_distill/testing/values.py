@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.objectives.value_objective import ValueLoss
+from rl_distill.learner import MetricSums, MicroBatch, ValueLoss
 from rl_distill.testing.examples import example_batch, with_columns
 from rl_distill.testing.rules import (
     Inputs,

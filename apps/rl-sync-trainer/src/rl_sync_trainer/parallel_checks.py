@@ -1,0 +1,32 @@
+"""What can be refused of `[parallel]` and `[cluster]` before anything heavy starts."""
+
+from collections.abc import Iterator
+
+from rl_core.errors import SettingsError
+from rl_distill.parallel_layout import check_ranks
+from rl_sync_trainer.settings import Settings
+
+
+def parallel_problems(settings: Settings) -> Iterator[str]:
+    """Layouts that no policy could have, and ranks with nowhere to run."""
+    parallel, cluster = settings.parallel, settings.cluster
+    try:
+        check_ranks(parallel)
+    except SettingsError as error:
+        yield f"parallel: {error}"
+    if parallel.ranks > 1 and settings.policy.learner != "megatron":
+        yield (
+            f'parallel.ranks = {parallel.ranks} needs policy.learner = "megatron"; found {settings.policy.learner!r}.'
+        )
+    if parallel.ranks > 1 and cluster.kind == "inline":
+        yield (
+            f'parallel.ranks = {parallel.ranks} needs processes of their own: set cluster.kind to "process" or '
+            '"ray"; found "inline".'
+        )
+    if cluster.ray_address is not None and cluster.kind != "ray":
+        yield f'cluster.ray_address is for cluster.kind = "ray"; found kind {cluster.kind!r}.'
+    if cluster.kind == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
+        yield (
+            "cluster.cpus_per_rank and cluster.gpus_per_rank set nothing aside for a rank in the trainer's process; "
+            'set them to 0, or cluster.kind to "process" or "ray".'
+        )
