@@ -82,9 +82,15 @@ def test_four_ranks_live_on_few_cpus():
     pool = ResourcePool(name="ranks", size=4, cpus=len(os.sched_getaffinity(0)) / 4)
     group = BlockingGroup.start(ClusterOptions(), SPEC, size=4, pool=pool, deadline_s=START_S)
     assert [place.rank for place in group.call_all("place")] == [0, 1, 2, 3]
+    died = []
+    group.on_death(lambda role, error: died.append((role.rank, str(error))))
     with pytest.raises(RoleDiedError, match=r"echo\[0\]"):
         group.call(0, "kill")
+    assert not group.is_alive
     group.close()
+    ((rank, text),) = died
+    assert rank == 0
+    assert "SIGKILL" in text
 
 
 BREAK_OFF = """

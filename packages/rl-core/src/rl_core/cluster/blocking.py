@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool
+from rl_core.cluster.role import DeathCallback
 from rl_core.cluster.roles import RoleSpec
 from rl_core.errors import NotReadyError
 
@@ -74,6 +75,14 @@ class BlockingGroup:
     ) -> list[Any]:
         """Call all, each with arguments of its own; see `RoleGroup.call_each`."""
         return self._wait(self._group.call_each(method, arguments, deadline_s=deadline_s))
+
+    def on_death(self, callback: DeathCallback) -> None:
+        """Have this called, in the roles' thread, each time a role dies, though it may be restarted."""
+
+        async def add() -> None:
+            self._group.on_death(callback)
+
+        self._wait(add())
 
     def close(self) -> None:
         """End the roles, and the cluster. Can be called twice."""

@@ -13,8 +13,6 @@ from rl_core.cluster.role import DeathCallback, Role
 from rl_core.cluster.roles import RoleSpec
 from rl_core.errors import RLError, RoleDiedError, SettingsError
 
-SETTLE_S = 1.0
-"""When a rank raises, how long a death is waited for that may be the reason: peers of a killed rank fail first."""
 MAX_BACKOFF_S = 60.0
 
 
@@ -172,7 +170,7 @@ class RoleGroup:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if not any(task.done() and task.exception() for task in tasks):
                 return [task.result() for task in tasks]
-            await _settle(tasks)
+            await _settle(tasks, self._launcher.settle_s)
         finally:
             await _drop(tasks)
         errors = [error for task in failed if (error := task.exception()) is not None]
@@ -280,9 +278,9 @@ class _Budget:
         return f"It was restarted {len(self._times)} times{within}, and is not again."
 
 
-async def _settle(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+async def _settle(tasks: Sequence["asyncio.Task[Any]"], limit_s: float) -> None:
     """After a failure, wait a little for a death that may be its reason."""
-    ends_at = time.monotonic() + SETTLE_S
+    ends_at = time.monotonic() + limit_s
     waiting = {task for task in tasks if not task.done()}
     while waiting and not any(_is_death(task) for task in tasks):
         left_s = ends_at - time.monotonic()

@@ -62,7 +62,14 @@ class Incarnation(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts incarnations in one kind of place."""
+    """Starts incarnations in one kind of place.
+
+    Attributes:
+        settle_s: When a rank raises, how long a death is waited for that may be the reason: peers of a killed rank
+            raise at once, and its death is noticed later.
+    """
+
+    settle_s: float
 
     @property
     def pools(self) -> PoolBook:

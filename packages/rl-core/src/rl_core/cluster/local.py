@@ -16,6 +16,7 @@ class InlineLauncher:
 
     pools = LOCAL_POOLS
     reserver = LOCAL_RESERVER
+    settle_s = 0.0  # nobody dies
 
     async def open(self) -> None:
         """See `Launcher.open`."""
@@ -37,6 +38,7 @@ class ProcessLauncher:
 
     pools = LOCAL_POOLS
     reserver = LOCAL_RESERVER
+    settle_s = 1.0
 
     def __init__(self, options: ClusterOptions) -> None:
         """Start processes as these options say."""

@@ -15,12 +15,26 @@ import ray.util
 from numpy.typing import NDArray
 
 from rl_core.cluster.guard import Family, end_family, start_guard
-from rl_core.cluster.output import log_header
+from rl_core.cluster.output import log_header, read_tail
 from rl_core.cluster.packing import Packed, pack
 from rl_core.cluster.served import ServedRole
 
 Wire = tuple[bytes, list[NDArray[np.uint8]]]
 """A packed value as Ray sends it: its arrays are read from shared memory where they lie."""
+
+
+class Printed(NamedTuple):
+    """A file that gets what an actor prints.
+
+    Attributes:
+        path: On its node, or on a drive that others see as well.
+        inode: Tells it from another host's file of that name.
+        start: Where this incarnation begins.
+    """
+
+    path: str
+    inode: int
+    start: int
 
 
 class Hello(NamedTuple):
@@ -30,13 +44,13 @@ class Hello(NamedTuple):
         pid: Of its process.
         node: Ray's name of its node.
         address: Of its node, as others reach it.
-        printed: The files that get what it prints, and where in each this incarnation begins.
+        printed: The files that get what it prints.
     """
 
     pid: int
     node: str
     address: str
-    printed: list[tuple[str, int]]
+    printed: list[Printed]
 
 
 class Door(NamedTuple):
@@ -151,12 +165,25 @@ def print_into(path: Path) -> None:
             os.dup2(file.fileno(), descriptor)
 
 
-def printed_files() -> list[tuple[str, int]]:
+def printed_files() -> list[Printed]:
     """The files that get what this process prints, and how long they are now."""
-    found: dict[str, int] = {}
+    found: dict[str, Printed] = {}
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
             if path.is_file():
-                found[str(path)] = path.stat().st_size
-    return list(found.items())
+                stat = path.stat()
+                found[str(path)] = Printed(str(path), stat.st_ino, stat.st_size)
+    return list(found.values())
+
+
+def is_seen_here(printed: Sequence[Printed]) -> bool:
+    """True where these files are those of this host."""
+    with contextlib.suppress(OSError):
+        return all(Path(file.path).stat().st_ino == file.inode for file in printed)
+    return False
+
+
+def read_printed(printed: Sequence[Printed]) -> str:
+    """The last lines of each file."""
+    return "\n".join(read_tail(Path(file.path), file.start) for file in printed)

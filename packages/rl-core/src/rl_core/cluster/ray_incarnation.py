@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,9 +21,9 @@ from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family, is_running
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
-from rl_core.cluster.output import log_path, quote, read_tail
+from rl_core.cluster.output import log_path, quote
 from rl_core.cluster.packing import Packed, pack
-from rl_core.cluster.ray_actor import Door, Hello, RoleActor, to_wire
+from rl_core.cluster.ray_actor import Door, Hello, RoleActor, is_seen_here, read_printed, to_wire
 from rl_core.cluster.ray_pools import ray_nodes, say_free
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError, RoleError
 
@@ -39,6 +38,7 @@ class RayIncarnation:
 
     def __init__(self, birth: Birth, options: ClusterOptions) -> None:
         """Ask for the actor; `start` also waits until the object is made."""
+        self._birth = birth
         self._spec = birth.spec
         self._close_deadline_s = options.close_deadline_s
         self._mark = uuid.uuid4().hex
@@ -60,25 +60,27 @@ class RayIncarnation:
         self._actor = make_actor(birth, options, self._mark)
         self._actor.lives.remote().future().add_done_callback(self._has_ended)
 
-    @classmethod
-    async def start(cls, birth: Birth, options: ClusterOptions) -> "RayIncarnation":
-        """Start an actor and wait until the role's object is made; see `Launcher.launch`."""
-        self = cls(birth, options)
-        spec = replace(birth.spec, restart=RestartPolicy())  # whose hook may be local to a function
-        limit = asyncio.timeout(birth.deadline_s)
+    async def start(self) -> None:
+        """Wait until the role's object is made; see `Launcher.launch`."""
+        spec = replace(self._spec, restart=RestartPolicy())  # whose hook may be local to a function
+        limit = asyncio.timeout(self._birth.deadline_s)
         try:
             async with limit:
                 self._hello = await self._ask(self._actor.hello.remote())
                 self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
-                context = replace(birth.context, address=self._hello.address)
+                context = replace(self._birth.context, address=self._hello.address)
                 await self.call("", to_wire(pack(("", (spec, context), {}))))
         except BaseException as error:
-            text = await asyncio.to_thread(self._say_late, birth) if isinstance(error, TimeoutError) else ""
+            text = await asyncio.to_thread(self._say_late) if isinstance(error, TimeoutError) else ""
             await self.kill("was ended, as its start failed")
             if isinstance(error, TimeoutError) and limit.expired():
                 raise named(DeadlineError(text), spec) from None
             raise
-        return self
+
+    @property
+    def lost_its_node(self) -> bool:
+        """True where it ended before it had begun, as Ray did not know yet that the node was gone."""
+        return self._hello is None and "its node has died" in self._end_text
 
     @property
     def pid(self) -> int:
@@ -232,8 +234,8 @@ class RayIncarnation:
             text = f"{self._spec} {self._because}."
         return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
 
-    def _say_late(self, birth: Birth) -> str:
-        late = f"{self._spec} was not ready after {birth.deadline_s:g} s, and was ended; "
+    def _say_late(self) -> str:
+        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s, and was ended; "
         if self._hello is None:
             return f"{late}Ray had no place, or no process, for its actor: {say_free()}."
         return (
@@ -243,19 +245,17 @@ class RayIncarnation:
 
     def _output(self) -> str:
         """Its last lines, from the node where they are."""
-        if self._hello is None:
+        hello = self._hello
+        if hello is None:
             return "It printed nothing."
-        if self._is_here:
-            return quote(read_printed(self._hello.printed))
-        alive = {node["NodeID"] for node in ray_nodes() if node["Alive"]}
-        if self._hello.node not in alive:
+        if is_seen_here(hello.printed):
+            return quote(read_printed(hello.printed))
+        if hello.node not in {node["NodeID"] for node in ray_nodes() if node["Alive"]}:
             return "Its node is gone, and what it printed is there."
-        there = NodeAffinitySchedulingStrategy(self._hello.node, soft=False)
-        reading = ray.remote(read_printed).options(num_cpus=0, scheduling_strategy=there).remote(self._hello.printed)
         try:
-            return quote(ray.get(reading, timeout=LAST_LINES_S))
+            return quote(read_there(hello, LAST_LINES_S))
         except ray.exceptions.RayError as error:
-            return f"What it printed is on {self._hello.address}, which does not answer: {type(error).__name__}."
+            return f"What it printed is on {hello.address}, which does not answer: {type(error).__name__}."
 
 
 def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
@@ -289,9 +289,15 @@ def store(packed: Packed) -> Any:
     return ray.put(to_wire(packed))
 
 
-def read_printed(printed: list[tuple[str, int]]) -> str:
-    """The last lines of each file."""
-    return "\n".join(read_tail(Path(path), start) for path, start in printed)
+def read_there(hello: Hello, deadline_s: float) -> str:
+    """The last lines that an actor printed, from its node.
+
+    Raises:
+        ray.exceptions.RayError: The node does not answer in time.
+    """
+    there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
+    reading = ray.remote(read_printed).options(num_cpus=0, scheduling_strategy=there).remote(hello.printed)
+    return str(ray.get(reading, timeout=deadline_s))
 
 
 def _shorten(error: BaseException) -> str:

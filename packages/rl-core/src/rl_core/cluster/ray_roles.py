@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.guard import Family, descendants, start_guard
@@ -19,6 +21,7 @@ from rl_core.cluster.pools import PoolBook
 from rl_core.cluster.ray_actor import to_wire
 from rl_core.cluster.ray_incarnation import RayIncarnation, store
 from rl_core.cluster.ray_pools import RayReserver
+from rl_core.errors import RoleDiedError
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
 
 SHARED_BYTES = 100_000
@@ -27,6 +30,8 @@ SHARED_BYTES = 100_000
 
 class RayLauncher:
     """Starts actors; starts or joins Ray when the first one is asked for, and ends the Ray that it started."""
+
+    settle_s = 3.0  # of a lost node it knows after 1.5 to 3 s
 
     def __init__(self, options: ClusterOptions) -> None:
         """Use this Ray."""
@@ -57,8 +62,19 @@ class RayLauncher:
         return store(packed) if num_roles > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
 
     async def launch(self, birth: Birth) -> Incarnation:
-        """See `Launcher.launch`."""
-        return await RayIncarnation.start(birth, self._options)
+        """See `Launcher.launch`; where a node is lost, another one is tried."""
+        ends_at = time.monotonic() + birth.deadline_s
+        while True:
+            incarnation = RayIncarnation(birth, self._options)
+            try:
+                await incarnation.start()
+            except RoleDiedError:
+                left_s = ends_at - time.monotonic()
+                if not incarnation.lost_its_node or left_s <= 0:
+                    raise
+                birth = replace(birth, deadline_s=round(left_s, 1))
+            else:
+                return incarnation
 
     async def close(self) -> None:
         """See `Launcher.close`."""
