@@ -56,12 +56,12 @@ class TrainProcess:
         """What it said so far."""
         return self.output.read_text(errors="replace")
 
-    def wait(self) -> int:
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Its exit status, negative where a signal ended it."""
         try:
-            return self._process.wait(DEADLINE_S)
+            return self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {DEADLINE_S:g} s; it said:\n{self.text}") from None
+            raise AssertionError(f"still running after {deadline_s:g} s; it said:\n{self.text}") from None
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> None:
         """Return when the condition holds; fail when the process ends first, or at the deadline."""

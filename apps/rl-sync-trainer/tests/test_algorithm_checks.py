@@ -14,7 +14,6 @@ from rl_sync_trainer.sources import build_settings
 
 RECOMPUTE = {"algorithm.old_logprobs": "recompute"}
 ADVANTAGES_THAT_NEED_MORE = {
-    "gae": 'algorithm.advantage = "gae" needs the values of a critic',
     "remax": "greedy one to the same prompt, which this trainer does not roll out",
     "gdpo": "needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}}",
 }

@@ -216,9 +216,9 @@ def _check_name(name: str, origin: str) -> None:
     known = setting_fields()
     if name in known:
         return
-    candidates = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    endings = {full.partition(".")[2]: full for full in reversed(known)}  # the first section wins
+    candidates = [endings[name]] if name in endings else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not candidates:
-        endings = {full.partition(".")[2]: full for full in known}
         candidates = [endings[match] for match in difflib.get_close_matches(name.rpartition(".")[2], endings, n=1)]
     hint = f" Did you mean {candidates[0]!r}?" if candidates else ""
     raise SettingsError(f"unknown setting {name!r} ({origin}).{hint} `train --help` lists all of them.")

@@ -1,0 +1,90 @@
+"""What a layout must divide."""
+
+from dataclasses import replace
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_distill.options import ParallelOptions
+from rl_distill.parallel_layout import check_layout
+from rl_distill.policy_config import MixtureConfig, PolicyConfig
+
+DENSE = PolicyConfig(
+    architecture="Qwen3ForCausalLM",
+    num_layers=6,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    vocab_size=101,
+    max_position_embeddings=64,
+    norm_eps=1e-6,
+    rope_base=1e4,
+    rope_scaling=None,
+    is_tied=False,
+    initializer_range=0.02,
+    mixture=None,
+)
+MIXTURE = MixtureConfig(num_experts=6, top_k=2, norm_topk_prob=True, ffn_hidden_size=32, layers=tuple(range(6)))
+EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"ranks": 3, "tensor": 2}, "ranks = 3 must be a multiple of tensor * pipeline * context = 2 * 1 * 1 = 2"),
+        ({"ranks": 0}, "ranks must be at least 1; found 0"),
+        ({"ranks": 2, "tensor": 2, "expert_tensor": 0}, "expert_tensor must be at least 1, or none; found 0"),
+        (
+            {"ranks": 3, "tensor": 3},
+            "tensor = 3 must divide the policy's num_attention_heads = 8; possible: 1, 2, 4",
+        ),
+        ({"ranks": 8, "tensor": 8}, "tensor = 8 must divide the policy's num_key_value_heads = 4"),
+        ({"ranks": 4, "pipeline": 4}, "pipeline * virtual_pipeline = 4 must divide the policy's num_hidden_layers = 6"),
+        ({"ranks": 2, "pipeline": 2, "virtual_pipeline": 2}, "num_hidden_layers = 6"),
+        ({"ranks": 3, "context": 3}, "context = 3 must divide the 8 attention heads of a tensor rank"),
+        ({"ranks": 2, "expert": 2}, "expert = 2 needs a mixture of experts; this policy is dense"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(sizes: dict[str, int], said: str):
+    with pytest.raises(SettingsError) as refused:
+        check_layout(ParallelOptions(**sizes), DENSE)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"ranks": 4, "expert": 4}, "expert = 4 must divide the policy's num_experts = 6; possible: 1, 2, 3, 6"),
+        (
+            {"ranks": 3, "expert": 2},
+            "ranks = 3 must be a multiple of expert_tensor * expert * pipeline = 1 * 2 * 1",
+        ),
+        ({"ranks": 2, "tensor": 2}, "a mixture of experts with tensor = 2 needs sequence = true"),
+        ({"ranks": 3, "expert_tensor": 3}, "expert_tensor = 3 must divide the policy's moe_intermediate_size = 32"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_experts_is_refused(sizes: dict[str, int], said: str):
+    with pytest.raises(SettingsError) as refused:
+        check_layout(ParallelOptions(**sizes), EXPERTS)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelOptions(),
+        ParallelOptions(ranks=8, tensor=2, pipeline=2, context=2),
+        ParallelOptions(ranks=8, context=8),
+        ParallelOptions(ranks=3, pipeline=3, virtual_pipeline=2),
+        ParallelOptions(ranks=4, tensor=4, sequence=True, distributed_optimizer=True),
+    ],
+)
+def test_layouts_that_divide_are_taken(layout: ParallelOptions):
+    check_layout(layout, DENSE)
+
+
+def test_data_parallelism_takes_what_is_left():
+    assert ParallelOptions(ranks=8, tensor=2, context=2).data == 2
+    check_layout(ParallelOptions(ranks=6, tensor=2, sequence=True, expert=3, expert_tensor=1), EXPERTS)
