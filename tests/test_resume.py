@@ -158,6 +158,7 @@ def test_stopped_by_sigterm_and_resumed(
 def test_killed_and_resumed(run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     with training(run, hold_after=IN_STEP_4, reward__timeout_s=None) as process:
         wait_until_held(process, run)
+        process.wait_until(lambda: "checkpoint_saved" in event_names(run), "checkpoint of step 2")
         process.signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         assert process.leftovers() == []
