@@ -10,6 +10,7 @@ import torch
 
 from rl_core.batch import Batch
 from rl_core.cluster import ClusterOptions
+from rl_core.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
@@ -296,3 +297,44 @@ def test_a_learner_that_was_offloaded_goes_on(
         batch = make_batch(LENGTHS, seed=step)
         assert learner.offload() >= 4 * learner.num_parameters
         assert learner.train_step(batch, policy_gradient) == other.train_step(batch, policy_gradient)
+
+
+@pytest.mark.parametrize("layout", ["TP2 EP2", "PP2 EP2"])
+def test_replayed_experts_are_the_same_over_ranks(
+    layout: str, four_ranks: Started, four_layers_of_experts: Path, make_batch: MakeBatch
+):
+    plain = make_batch(LENGTHS)
+    offsets = plain.ragged("input_ids").offsets
+    chosen = np.random.default_rng(3).permuted(np.tile(np.arange(4), (int(offsets[-1]), 4, 1)), axis=2)[..., :2]
+    batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
+    alone = MegatronLearner(four_layers_of_experts, OPTIONS)
+    together = MegatronLearner(four_layers_of_experts, OPTIONS, ranks=four_ranks.in_layout(FOUR_OF_EXPERTS[layout]))
+
+    expected = alone.logprobs(batch).values
+    np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)
+    assert float(np.abs(expected - alone.logprobs(plain).values).max()) > 1e-2
+    found, wanted = (learner.train_step(batch, policy_gradient) for learner in (together, alone))
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=1e-6)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["TP2 PP2", "TP2 DP2 distributed optimizer"])
+def test_a_step_that_is_not_finite_is_skipped_by_every_rank(
+    layout: str, four_ranks: Started, four_layers: Path, make_batch: MakeBatch
+):
+    learner = MegatronLearner(four_layers, OPTIONS, ranks=four_ranks.in_layout(FOUR[layout]))
+    batch = make_batch(LENGTHS)
+    values = batch.ragged("advantages").values.copy()
+    values[int(batch.ragged("advantages").offsets[3]) - 1] = np.nan
+    before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
+
+    skipped = learner.train_step(
+        batch.with_columns({"advantages": Ragged(values, batch.ragged("advantages").offsets)}), policy_gradient
+    )
+
+    assert not skipped.is_applied
+    assert skipped.broken_rows == (2,)
+    assert learner.step == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.export_weights().items())
+    alone = MegatronLearner(four_layers, OPTIONS).train_step(batch, policy_gradient)
+    assert learner.train_step(batch, policy_gradient).grad_norm == pytest.approx(alone.grad_norm, rel=1e-6)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.cluster import RoleContext
-from rl_core.errors import NotReadyError
+from rl_core.errors import CheckpointError, NotReadyError
 from rl_distill.megatron.convert import Block
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import Place, Rendezvous, StoreListener, initialize_groups, join_ranks
-from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_model import RankModel, States
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
 from rl_distill.torch_dist import Piece, TensorFolder, Written, write_pieces
@@ -47,8 +47,9 @@ class WeightBlock:
     content: NDArray[Any]
 
     def tensor(self) -> Tensor:
-        """The rectangle."""
-        return torch.from_numpy(self.content).view(getattr(torch, self.dtype)).view(self.sizes)
+        """The rectangle; a copy where it arrived in memory that others read too."""
+        content = self.content if self.content.flags.writeable else self.content.copy()
+        return torch.from_numpy(content).view(getattr(torch, self.dtype)).view(self.sizes)
 
 
 class _Saving(threading.Thread):
@@ -97,7 +98,8 @@ class RankHost:
         """
         self._parallel, self._seed, self._context = parallel, seed, context
         self._models: dict[str, RankModel] = {}
-        self._savings: dict[str, _Saving] = {}
+        self._savings: dict[Path, _Saving] = {}
+        self._read: dict[str, States] = {}
         self._listener: StoreListener | None = None
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -161,21 +163,20 @@ class RankHost:
             for kind, blocks in states.items()
             for block in self._own(name, blocks)
         ]
-        self._savings[name] = _Saving(directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
+        self._savings[directory] = _Saving(directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
 
-    def finish_save(self, name: str) -> Written:
+    def finish_save(self, directory: Path) -> Written:
         """Wait until what `begin_save` began is on the disk."""
-        return self._savings.pop(name).result()
+        return self._savings.pop(directory).result()
 
-    async def wait_for_save(self, name: str) -> Written:
+    async def wait_for_save(self, directory: Path) -> Written:
         """`finish_save`, while the rank goes on with other calls."""
-        return await asyncio.to_thread(self.finish_save, name)
+        return await asyncio.to_thread(self.finish_save, directory)
 
-    def load(self, name: str, directory: Path, *, step: int) -> None:
-        """Continue a model from what `begin_save` wrote, under any layout.
+    def read_state(self, name: str, directory: Path) -> str | None:
+        """Read what `begin_save` wrote, under any layout, for `apply_state`; gives what is wrong, None for nothing.
 
-        Raises:
-            CheckpointError: A part is missing, torn, or of another model; the model is unchanged.
+        A rank that raised would end the others, and what they hold.
         """
         states, blocks = self._loaded(name).empty_state()
         wanted = [(f"{kind}/{block.name}", block) for kind, of_kind in blocks.items() for block in of_kind]
@@ -183,10 +184,22 @@ class RankHost:
             Piece(name=full, shape=block.shape, offsets=block.offsets, tensor=torch.empty(block.sizes))
             for full, block in wanted
         ]
-        TensorFolder(directory).read(pieces)
+        try:
+            TensorFolder(directory).read(pieces)
+        except CheckpointError as error:
+            return str(error)
         for piece, (_, block) in zip(pieces, wanted, strict=True):
             block.write(piece.tensor)
-        self._loaded(name).load_state(states, step=step)
+        self._read[name] = states
+        return None
+
+    def apply_state(self, name: str, *, step: int) -> None:
+        """Continue a model from what every rank has read."""
+        self._loaded(name).load_state(self._read.pop(name), step=step)
+
+    def forget_state(self, name: str) -> None:
+        """Free what `read_state` has read; the model stays as it is."""
+        self._read.pop(name, None)
 
     def drop(self, name: str) -> None:
         """Free a model."""
