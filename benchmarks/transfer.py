@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 from _payload import NUM_PRODUCERS, NUM_SAMPLES, payload_bytes
-from _transfer_peers import SYSTEMS, Peer, PeerFailedError
+from _peer import Peer, PeerFailedError
+from _transfer_peers import SYSTEMS, start
 from _transfer_summary import Measured, system_rows, targets
 
 BULKS_PER_ROUND = 8
@@ -75,7 +76,7 @@ def one_turn(system: str, found: Measured, folder: Path, *, is_last: bool) -> No
     """Start a system, measure it alone, and end it; what is asked once is asked in the last round."""
     started = time.monotonic()
     try:
-        with Peer(system, folder) as peer:
+        with start(system, folder) as peer:
             say(f"{time.strftime('%H:%M:%S')}  {system}: warm after {time.monotonic() - started:.0f} s")
             for _ in range(BULKS_PER_ROUND):
                 answer = peer.ask({"operation": "bulk"}, timeout_s=ANSWER_TIMEOUT_S)

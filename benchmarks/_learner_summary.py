@@ -1,0 +1,161 @@
+"""Arithmetic of the learner benchmark: speeds, agreement of the sides, model FLOPs. Pure, on plain numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from statistics import median
+from typing import Any
+
+OURS, PEER = "ours", "transformers"
+TARGETS = {"equal": 1.0, "ragged": 1.6}
+"""Least ratio of our tokens/s to transformers', by workload."""
+
+_PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "L4": 121e12,
+}
+"""Dense peak by a part of the device's name, as NVIDIA's data sheets have it; the first that fits."""
+
+
+class DisagreementError(RuntimeError):
+    """The sides computed different things; their speeds must not be compared."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What one side said of one workload; the first step is a warm-up, in every list.
+
+    Attributes:
+        step_s: Seconds of each step.
+        losses: Of each step.
+        grad_norms: Of each step, before clipping.
+        num_tokens: Of a batch, without padding; the same in every step.
+        num_computed_tokens: Of each step, with padding.
+        about: What the side said of itself at its end.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_computed_tokens: list[int] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Keep what a step gave."""
+        self.step_s.append(answer["step_s"])
+        self.losses.append(answer["loss"])
+        self.grad_norms.append(answer["grad_norm"])
+        self.num_tokens = answer["num_tokens"]
+        self.num_computed_tokens.append(answer["num_computed_tokens"])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the median step after the warm-up."""
+        return self.num_tokens / median(self.step_s[1:])
+
+
+def largest_difference(ours: Measured, peer: Measured) -> dict[str, float]:
+    """Largest relative difference of losses and of gradient norms over all steps; infinite where one is not finite."""
+    pairs = {"loss": (ours.losses, peer.losses), "grad_norm": (ours.grad_norms, peer.grad_norms)}
+    return {name: max(_difference(*pair) for pair in zip(*both, strict=True)) for name, both in pairs.items()}
+
+
+def _difference(own: float, theirs: float) -> float:
+    return abs(own - theirs) / abs(theirs) if isfinite(own) and isfinite(theirs) and theirs else inf
+
+
+def check_agreement(ours: Measured, peer: Measured, *, tolerance: float) -> dict[str, float]:
+    """Refuse speeds of sides that did not compute the same.
+
+    Args:
+        ours: Our side.
+        peer: The other.
+        tolerance: Largest relative difference.
+
+    Returns:
+        What `largest_difference` gives.
+
+    Raises:
+        DisagreementError: A loss or gradient norm differs by more, or is not finite.
+    """
+    found = largest_difference(ours, peer)
+    for name, difference in found.items():
+        if difference > tolerance:
+            raise DisagreementError(
+                f"{name} must agree to {tolerance:g} in every step; the largest relative difference is {difference:g}. "
+                f"ours: {getattr(ours, _LISTS[name])}; transformers: {getattr(peer, _LISTS[name])}."
+            )
+    return found
+
+
+_LISTS = {"loss": "losses", "grad_norm": "grad_norms"}
+
+
+def result_row(system: str, workload: str, found: Measured, *, flops: float) -> dict[str, Any]:
+    """A row of `results`.
+
+    Args:
+        system: Which side.
+        workload: Of `TARGETS`.
+        found: What it measured.
+        flops: Of the model for a batch, forward and backward, without padding.
+    """
+    about = found.about
+    seconds = median(found.step_s[1:])
+    peak = peak_bf16_flops(about["device"])
+    return {
+        "system": system,
+        "workload": workload,
+        "tokens_per_s": round(found.tokens_per_s, 1),
+        "peak_memory_mb": round(about["peak_bytes"] / 1e6, 1),
+        "start_memory_mb": round(about["start_bytes"] / 1e6, 1),
+        "tokens_per_s_best": round(found.num_tokens / min(found.step_s[1:]), 1),
+        "step_s": [round(value, 4) for value in found.step_s[1:]],
+        "fill": round(found.num_tokens * len(found.num_computed_tokens) / sum(found.num_computed_tokens), 4),
+        "model_flops_per_s": round(flops / seconds),
+        "mfu": None if peak is None else round(flops / seconds / peak, 4),
+        "device": about["device"],
+        "threads": about["threads"],
+        "versions": about["versions"],
+        "losses": found.losses,
+        "grad_norms": found.grad_norms,
+    }
+
+
+def comparison(workload: str, ours: Measured, peer: Measured) -> dict[str, Any]:
+    """How the sides compare: the ratio of their median steps, and of the steps of each round."""
+    ratio = ours.tokens_per_s / peer.tokens_per_s
+    pairs = [theirs / own for own, theirs in zip(ours.step_s[1:], peer.step_s[1:], strict=True)]
+    return {
+        "workload": workload,
+        "ratio": round(ratio, 3),
+        "ratio_of_rounds": [round(pair, 3) for pair in pairs],
+        "wanted": TARGETS[workload],
+        "is_met": ratio >= TARGETS[workload],
+    }
+
+
+def model_flops(*, num_parameters: int, lengths: Sequence[int], attention_size: int) -> float:
+    """FLOPs of forward and backward that a batch needs, whoever computes it: recomputation and padding do not count.
+
+    Args:
+        num_parameters: A tied embedding once, as the head.
+        lengths: Tokens of each row.
+        attention_size: Layers times heads times their dimension; causal, each token meets half of its row.
+    """
+    attention = 6.0 * attention_size * sum(float(length) ** 2 for length in lengths)
+    return 6.0 * num_parameters * sum(lengths) + attention
+
+
+def peak_bf16_flops(device: str) -> float | None:
+    """Of a device by its name; None where it is not known."""
+    return next((flops for part, flops in _PEAK_BF16_FLOPS.items() if part in device), None)

@@ -1,0 +1,197 @@
+"""What the learner benchmark trains: policies by name, and the same batch in every process. No torch needed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lengths = NDArray[np.int64]
+
+WORKLOADS = ("equal", "ragged")
+OPTIMIZER: dict[str, Any] = {
+    "learning_rate": 1e-5,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "clip_grad": 0.1,
+}
+"""AdamW's, of both sides; no weight decay on norms. Every step is clipped."""
+
+_SHARED = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A policy and the batches that train it.
+
+    Attributes:
+        policy: What makes it, as in a config.json of Qwen3.
+        dtype: In which it computes; master weights, moments and loss are float32 everywhere.
+        num_rows: Trajectories of a batch.
+        shortest: Tokens of the shortest row of `ragged`.
+        longest: Tokens of the longest row of `ragged`; rows of `equal` have the mean.
+        prompts: Tokens of the shortest prompt, and of the longest.
+        budget: Most tokens of a micro-batch, padding included.
+        tolerance: Largest relative difference of losses and of gradient norms.
+    """
+
+    policy: dict[str, Any]
+    dtype: str = "float32"
+    num_rows: int
+    shortest: int
+    longest: int
+    prompts: tuple[int, int]
+    budget: int
+    tolerance: float = 1e-4
+    num_parameters: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Count the parameters."""
+        object.__setattr__(self, "num_parameters", num_parameters(self.policy))
+
+
+def num_parameters(policy: dict[str, Any]) -> int:
+    """Parameters of a dense Qwen3 with a tied head; those of the embedding count once."""
+    hidden, head = policy["hidden_size"], policy["head_dim"]
+    heads, groups = policy["num_attention_heads"], policy["num_key_value_heads"]
+    attention = hidden * head * (2 * heads + 2 * groups) + 2 * head
+    layer = attention + 3 * hidden * policy["intermediate_size"] + 2 * hidden
+    return int(policy["num_hidden_layers"] * layer + hidden + policy["vocab_size"] * hidden)
+
+
+PRESETS = {
+    "tiny": Preset(
+        policy={
+            **_SHARED,
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+        },
+        num_rows=12,
+        shortest=6,
+        longest=40,
+        prompts=(2, 4),
+        budget=160,
+    ),
+    "8m": Preset(
+        policy={
+            **_SHARED,
+            "vocab_size": 8192,
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 512,
+        },
+        num_rows=32,
+        shortest=48,
+        longest=512,
+        prompts=(16, 32),
+        budget=4096,
+    ),
+    "0.6b": Preset(
+        policy={
+            **_SHARED,
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+        },
+        dtype="bfloat16",
+        num_rows=64,
+        shortest=192,
+        longest=2048,
+        prompts=(64, 128),
+        budget=8192,
+        tolerance=3e-2,
+    ),
+}
+"""By name: for the smoke test, for a CPU, and of Qwen3-0.6B's shape for a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A batch, rows end to end.
+
+    Attributes:
+        input_ids: [T] int32.
+        lengths: [N] tokens of each row.
+        prompt_lengths: [N] tokens at the start of each row that do not train.
+    """
+
+    input_ids: NDArray[np.int32]
+    lengths: Lengths
+    prompt_lengths: Lengths
+
+    @property
+    def offsets(self) -> Lengths:
+        """[N + 1] starts of the rows."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """[T] True in the responses."""
+        positions = np.arange(len(self.input_ids)) - np.repeat(self.offsets[:-1], self.lengths)
+        return np.asarray(positions >= np.repeat(self.prompt_lengths, self.lengths))
+
+
+def make_rows(preset: Preset, workload: str, *, seed: int) -> Rows:
+    """A batch of random tokens; lengths of `ragged` are evenly spread, in random order.
+
+    Args:
+        preset: Sizes.
+        workload: `equal` or `ragged`; both have as many tokens, whatever the seed.
+        seed: Of tokens and order.
+    """
+    random = np.random.default_rng(seed)
+    if workload == "equal":
+        lengths = np.full(preset.num_rows, (preset.shortest + preset.longest) // 2)
+    else:
+        lengths = random.permutation(np.linspace(preset.shortest, preset.longest, preset.num_rows).round())
+    lengths = lengths.astype(np.int64)
+    return Rows(
+        input_ids=random.integers(0, preset.policy["vocab_size"], int(lengths.sum()), dtype=np.int32),
+        lengths=lengths,
+        prompt_lengths=random.integers(preset.prompts[0], preset.prompts[1] + 1, preset.num_rows),
+    )
+
+
+def padded_micro_batches(lengths: Lengths, *, budget: int) -> list[Lengths]:
+    """Rows of each micro-batch in their random order, as many as fit when all are padded to its longest.
+
+    Args:
+        lengths: [N] tokens of each row.
+        budget: Most tokens of a micro-batch, padding included; a longer row gets its own.
+    """
+    parts: list[list[int]] = []
+    longest = 0
+    for row, length in enumerate(lengths.tolist()):
+        longest = max(longest, length)
+        if parts and (len(parts[-1]) + 1) * longest <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            longest = length
+    return [np.array(part, dtype=np.int64) for part in parts]
+
+
+def num_padded_tokens(lengths: Lengths, parts: list[Lengths]) -> int:
+    """Tokens of micro-batches whose rows are padded to the longest."""
+    return sum(len(part) * int(lengths[part].max()) for part in parts)

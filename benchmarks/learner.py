@@ -1,0 +1,208 @@
+"""The Megatron learner side by side with transformers: same model, weights, tokens and optimizer, on padded batches.
+
+    nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads N] [--quick] [--json FILE]
+
+Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed. On a GPU the preset is
+0.6b, the shape of Qwen3-0.6B in bfloat16.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _learner_summary import (
+    OURS,
+    PEER,
+    DisagreementError,
+    Measured,
+    check_agreement,
+    comparison,
+    model_flops,
+    result_row,
+)
+from _learner_workload import OPTIMIZER, PRESETS, WORKLOADS, Preset, make_rows
+from _peer import Peer, PeerFailedError
+
+BENCHMARKS = Path(__file__).resolve().parent
+SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py"}
+STEP_TIMEOUT_S = 600.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
+    options = parse(words)
+    if options.rounds < 1 or options.threads < 1:
+        sys.stderr.write(f"error: --rounds and --threads must be at least 1; found {words}\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
+    preset = PRESETS[options.preset]
+    report = new_report(options, preset)
+    say(f"{preset.num_parameters:,} parameters, {preset.dtype}, {options.threads} threads, {options.rounds} rounds")
+    try:
+        with tempfile.TemporaryDirectory(prefix="bl-", dir="/tmp") as folder:
+            write_policy(preset, Path(folder) / "policy")
+            for workload in WORKLOADS:
+                found = run_workload(workload, options, Path(folder))
+                add_workload(report, workload, preset, found)
+    except (PeerFailedError, DisagreementError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    report["environment"]["load_after"] = os.getloadavg()[0]
+    print_report(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {options.json}")
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    about = __doc__.splitlines()[0] if __doc__ else ""
+    parser = argparse.ArgumentParser(prog="nox -s bench -- learner", description=about)
+    default = "0.6b" if torch.cuda.is_available() else "8m"
+    parser.add_argument("--preset", choices=list(PRESETS), default=default, help="size of model and batch")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
+    parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(words)
+    if options.quick:
+        options.preset, options.rounds = "tiny", 2
+    return options
+
+
+def write_policy(preset: Preset, folder: Path) -> None:
+    """Random weights, the same for both sides."""
+    torch.manual_seed(0)
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.Qwen3Config(**preset.policy)
+    model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, preset.dtype))
+    model.save_pretrained(folder)
+
+
+def run_workload(workload: str, options: argparse.Namespace, folder: Path) -> dict[str, Measured]:
+    """A step of each side in turns; who begins changes from round to round.
+
+    Raises:
+        PeerFailedError: A side failed.
+    """
+    found = {side: Measured() for side in SIDES}
+    with ExitStack() as stack:
+        peers = {side: stack.enter_context(start(side, workload, options, folder)) for side in SIDES}
+        for number in range(options.rounds + 1):
+            for side in list(SIDES)[:: 1 if number % 2 else -1]:
+                answer = peers[side].ask({"operation": "step", "seed": number}, timeout_s=STEP_TIMEOUT_S)
+                found[side].add(answer)
+            tell(workload, number, found)
+        for side, peer in peers.items():
+            found[side].about = peer.ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
+    return found
+
+
+def start(side: str, workload: str, options: argparse.Namespace, folder: Path) -> Peer:
+    """Start a side and wait until its model is there."""
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "peers" / SIDES[side]),
+        f"--policy={folder / 'policy'}",
+        f"--preset={options.preset}",
+        f"--workload={workload}",
+        f"--threads={options.threads}",
+    ]
+    variables = {
+        "PYTHONPATH": str(BENCHMARKS),
+        "OMP_NUM_THREADS": str(options.threads),
+        "HF_HUB_OFFLINE": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # two processes share one GPU
+    }
+    return Peer(side, command, folder, variables=variables)
+
+
+def tell(workload: str, number: int, found: Mapping[str, Measured]) -> None:
+    """One line as a round ends."""
+    name = f"round {number}" if number else "warm-up"
+    speeds = ", ".join(f"{side} {of.num_tokens / of.step_s[-1]:,.0f} tokens/s" for side, of in found.items())
+    say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {speeds}, loss {found[OURS].losses[-1]:.5f}")
+
+
+def new_report(options: argparse.Namespace, preset: Preset) -> dict[str, Any]:
+    """What is known before the first step."""
+    return {
+        "benchmark": "learner",
+        "date": time.strftime("%Y-%m-%d"),
+        "preset": options.preset,
+        "policy": {**preset.policy, "num_parameters": preset.num_parameters, "dtype": preset.dtype},
+        "optimizer": OPTIMIZER,
+        "micro_batch_tokens": preset.budget,
+        "rounds": options.rounds,
+        "environment": {
+            "cores": os.cpu_count(),
+            "processor": processor(),
+            "python": platform.python_version(),
+            "load_before": os.getloadavg()[0],
+        },
+        "results": [],
+        "comparisons": [],
+    }
+
+
+def processor() -> str:
+    """The processor's name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: Mapping[str, Measured]) -> None:
+    """Put a workload's results into the report.
+
+    Raises:
+        DisagreementError: The sides did not compute the same.
+    """
+    differences = check_agreement(found[OURS], found[PEER], tolerance=preset.tolerance)
+    lengths = make_rows(preset, workload, seed=0).lengths.tolist()
+    sizes = [preset.policy[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim")]
+    flops = model_flops(
+        num_parameters=preset.num_parameters, lengths=lengths, attention_size=sizes[0] * sizes[1] * sizes[2]
+    )
+    report["results"] += [result_row(side, workload, of, flops=flops) for side, of in found.items()]
+    compared = comparison(workload, found[OURS], found[PEER])
+    report["comparisons"].append({**compared, "largest_relative_difference": differences})
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """The tables."""
+    say(f"\n  {'workload':10}{'system':14}{'tokens/s':>10}{'best':>10}{'peak MB':>10}{'fill':>7}{'MFU':>8}")
+    for row in report["results"]:
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.3f}"
+        speeds = f"{row['tokens_per_s']:>10,.0f}{row['tokens_per_s_best']:>10,.0f}{row['peak_memory_mb']:>10,.0f}"
+        say(f"  {row['workload']:10}{row['system']:14}{speeds}{row['fill']:>7.2f}{mfu:>8}")
+    say("\ntargets")
+    for of in report["comparisons"]:
+        rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
+        verdict = "met" if of["is_met"] else "missed"
+        say(
+            f"  {of['workload']}: {of['ratio']:.3f} times transformers (rounds {rounds}); wanted {of['wanted']:g}: "
+            f"{verdict}"
+        )
+        found = of["largest_relative_difference"]
+        say(f"    losses agree to {found['loss']:.1e}, gradient norms to {found['grad_norm']:.1e}")
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

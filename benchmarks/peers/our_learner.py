@@ -1,0 +1,51 @@
+"""This project's Megatron learner as one side of benchmarks/learner.py."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from _learner_protocol import Outcome, serve
+from _learner_workload import OPTIMIZER, Preset, Rows
+
+from rl_core.batch import Batch
+from rl_core.ragged import Ragged
+from rl_core.row_keys import RowKey
+from rl_distill.learner import LearnerOptions
+from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.supervised import supervised_objective
+
+
+class Ours:
+    """The learner as a trainer calls it."""
+
+    def __init__(self, policy: Path, preset: Preset) -> None:
+        """Build it."""
+        options = LearnerOptions(
+            **OPTIMIZER,
+            dtype=preset.dtype,
+            micro_batch_tokens=preset.budget,
+            num_threads=torch.get_num_threads(),
+        )
+        self._learner = MegatronLearner(policy, options)
+
+    def step(self, rows: Rows) -> Outcome:
+        """One optimizer step; nothing is padded."""
+        result = self._learner.train_step(batch_of(rows), supervised_objective)
+        return Outcome(loss=result.loss, grad_norm=result.grad_norm, num_computed_tokens=len(rows.input_ids))
+
+
+def batch_of(rows: Rows) -> Batch:
+    """The rows as a learner takes them."""
+    mask = rows.loss_mask
+    values = {
+        "input_ids": rows.input_ids,
+        "loss_mask": mask,
+        "loss_weights": (mask / mask.sum()).astype(np.float32),
+    }
+    keys = [RowKey(f"prompt{row}", 0, 0) for row in range(len(rows.lengths))]
+    return Batch(keys, {name: Ragged(column, rows.offsets) for name, column in values.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(serve(Ours, packages=("megatron-core", "torch")))
