@@ -46,3 +46,70 @@ def test_learner_on_the_gpu_equals_transformers_on_the_cpu(tmp_path: Path) -> No
         with torch.no_grad():
             expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         assert np.abs(logprobs[1:] - expected.numpy()).max() < 1e-3
+
+
+def gpu_batch(*, seed: int = 0) -> Batch:
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(2, 18, size=length).astype(np.int32) for length in (5, 9, 30, 14, 21)]
+    ids = Ragged.from_rows(rows, dtype="int32")
+    mask = Ragged(np.concatenate([np.arange(len(row)) > 1 for row in rows]), ids.offsets)
+    weights = Ragged((mask.values / mask.values.sum()).astype(np.float32), ids.offsets)
+    keys = [RowKey(f"row-{index}", 0, 0) for index in range(len(rows))]
+    return Batch(keys, {"input_ids": ids, "loss_mask": mask, "loss_weights": weights})
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 3e-2)])
+def test_steps_on_the_gpu_are_the_reference_learners(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.supervised import supervised_objective
+    from rl_distill.torch_learner import TorchLearner
+
+    run = make_tiny_run(tmp_path)
+    options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=40, dtype=dtype)
+    ours = MegatronLearner(run.folder / "policy", options)
+    reference = TorchLearner(run.folder / "policy", options, device=torch.device("cuda"))
+    for step in range(3):
+        found, expected = (x.train_step(gpu_batch(seed=step), supervised_objective) for x in (ours, reference))
+        assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=10 * tolerance)
+    ours.close()
+
+
+def test_an_offloaded_learner_leaves_the_gpu_and_comes_back(tmp_path: Path) -> None:
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.supervised import supervised_objective
+
+    run = make_tiny_run(tmp_path)
+    learner, other = (MegatronLearner(run.folder / "policy", LearnerOptions(learning_rate=1e-3)) for _ in range(2))
+    for step in range(3):
+        before = torch.cuda.memory_allocated()
+        assert learner.offload() >= 4 * learner.num_parameters
+        assert torch.cuda.memory_allocated() <= before - 4 * learner.num_parameters
+        found, expected = (x.train_step(gpu_batch(seed=step), supervised_objective) for x in (learner, other))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    learner.close()
+    other.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")
+def test_two_gpus_are_one(tmp_path: Path) -> None:
+    from rl_core.cluster import ClusterOptions, ResourcePool
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.megatron.ranks import LearnerRanks
+    from rl_distill.options import ParallelOptions
+    from rl_distill.supervised import supervised_objective
+
+    run = make_tiny_run(tmp_path)
+    alone = MegatronLearner(run.folder / "policy", LearnerOptions(learning_rate=1e-3))
+    pool = ResourcePool(name="learner", size=2, gpus=1)
+    for layout in (
+        ParallelOptions(ranks=2, tensor=2, sequence=True),
+        ParallelOptions(ranks=2, pipeline=2),
+        ParallelOptions(ranks=2, context=2, distributed_optimizer=True),
+    ):
+        ranks = LearnerRanks(layout, cluster=ClusterOptions(kind="process"), pool=pool)
+        together = MegatronLearner(run.folder / "policy", LearnerOptions(learning_rate=1e-3), ranks=ranks)
+        assert np.abs(together.logprobs(gpu_batch()).values - alone.logprobs(gpu_batch()).values).max() < 1e-3
+        found = together.train_step(gpu_batch(), supervised_objective)
+        ranks.close()
+        assert np.isfinite(found.grad_norm)

@@ -60,3 +60,18 @@ def test_roles_and_memory(policy: Path) -> None:
     assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed
+
+
+def test_ranks_and_critic(policy: Path) -> None:
+    changes = {
+        "parallel": {"ranks": 4, "tensor": 2},
+        "cluster": {"kind": "process", "cpus_per_rank": 0.5},
+        "algorithm": {"advantage": "gae"},
+        "trainer": {"epochs": 3},
+    }
+    text = describe_plan(plan_settings(policy, **changes), PromptCounts(train=30, validation=0, test=0))
+    assert "4 ranks in processes of this machine: tensor 2, data 2" in text
+    assert "set aside for each: 0.5 CPUs, 0 GPUs" in text
+    assert "critic     the policy's layers under a value head of zeros; learning rate 1e-05" in text
+    assert "in 6 optimizer update(s)" in text
+    assert "over 4 ranks" in text

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_sync_trainer.learners import needs_critic
 from rl_sync_trainer.settings import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,10 +49,33 @@ def _roles(settings: Settings) -> Iterator[str]:
     where = "in the learner's process" if rollout.placement == "inline" else "in a process of its own"
     yield "Roles"
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
+    yield from _ranks(settings)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
     yield f"  reward     {settings.reward.function}"
     if settings.algorithm.kl_coefficient:
         yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"
+    if needs_critic(settings):
+        start = settings.critic.path or "the policy's layers under a value head of zeros"
+        yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
+
+
+def _ranks(settings: Settings) -> Iterator[str]:
+    parallel, cluster = settings.parallel, settings.cluster
+    if cluster.kind == "inline":
+        yield "             one rank, in this process"
+        return
+    where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
+    sizes = {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "data": parallel.data,
+        "expert": parallel.expert,
+    }
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
+    yield f"             {parallel.ranks} ranks in {where}: {layout}"
+    if cluster.cpus_per_rank or cluster.gpus_per_rank:
+        yield f"             set aside for each: {cluster.cpus_per_rank:g} CPUs, {cluster.gpus_per_rank:g} GPUs"
 
 
 def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
@@ -62,7 +86,8 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
     yield "Batches"
     yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
-    yield f"             in {trainer.minibatches} optimizer update(s), of at most {micro_batches} micro-batches in all"
+    updates = trainer.minibatches * trainer.epochs
+    yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
     yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
     if longest > settings.learner.micro_batch_tokens:
         yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
@@ -76,10 +101,14 @@ def _memory(settings: Settings) -> Iterator[str]:
     count = count_parameters(settings.policy.path)
     weight = BYTES[settings.learner.dtype]
     learner = count * (weight + GRADIENT_BYTES + ADAM_BYTES + (MASTER_BYTES if weight == 2 else 0))
+    critic = learner if needs_critic(settings) else 0
     reference = count * weight if settings.algorithm.kl_coefficient else 0
     engine = count * BYTES[settings.engine.dtype]
     yield f"Memory, without activations, for {count:,} parameters"
-    yield f"  learner    {learner / GIB:.2f} GiB (weights, gradients, optimizer)"
+    shared = f", over {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
+    yield f"  learner    {learner / GIB:.2f} GiB (weights, gradients, optimizer){shared}"
+    if critic:
+        yield f"  critic     {critic / GIB:.2f} GiB"
     if reference:
         yield f"  reference  {reference / GIB:.2f} GiB"
     yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"

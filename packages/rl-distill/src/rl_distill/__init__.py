@@ -4,6 +4,6 @@
 `rl_distill.torch_learner` the learners. This module loads neither them nor torch, so that settings nest options.
 """
 
-from rl_distill.options import LearnerOptions
+from rl_distill.options import LearnerOptions, ParallelOptions
 
-__all__ = ["LearnerOptions"]
+__all__ = ["LearnerOptions", "ParallelOptions"]
