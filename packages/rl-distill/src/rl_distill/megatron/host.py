@@ -103,6 +103,8 @@ class RankHost:
         self._listener: StoreListener | None = None
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        if context.size > 1 and torch.cuda.is_available():
+            torch.cuda.set_device(context.rank % torch.cuda.device_count())  # of those that this process sees
         install_cpu_compatibility()
 
     def listen(self) -> Rendezvous:
