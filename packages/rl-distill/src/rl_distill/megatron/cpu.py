@@ -11,9 +11,10 @@ import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import megatron.core.parallel_state as parallel_state
 import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as random
 import torch
@@ -115,6 +116,30 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
     output.copy_(own[: len(output)])
 
 
+class _SharedGroups:
+    """One group of processes for each set of ranks.
+
+    megatron makes some forty groups, many of the same ranks, and each of gloo's has threads that wake a hundred times a
+    second. On a GPU groups have streams of their own, which may overlap; there they stay apart.
+    """
+
+    def __init__(self) -> None:
+        self._world: object = None
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        """As torch's; every rank asks in the same order, and so all find or make the same."""
+        if self._world is not dist.group.WORLD:
+            self._world, self._groups = dist.group.WORLD, {}
+        key = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": "gloo"})
+        return self._groups[key]
+
+
+_GROUPS = _SharedGroups()
+
+
 def _torch_overlay() -> _Overlay:
     stream = _Stream()
     cuda = {
@@ -187,5 +212,6 @@ def install_cpu_compatibility() -> None:
     _rng_on_cpu()
     uneven = _Overlay(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
     mappings.torch = _Overlay(overlay, {"distributed": uneven})
+    parallel_state.torch = _Overlay(overlay, {"distributed": _Overlay(dist, {"new_group": _GROUPS.new_group})})
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = _as_numpy_on_cpu
