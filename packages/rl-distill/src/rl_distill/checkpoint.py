@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError
+from rl_distill.durable_files import read_json_object
 from rl_distill.hf_folder import tensor_shapes, write_policy_folder
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import PolicyConfig
 from rl_distill.torch_dist import Piece, TensorFolder
 
 FORMAT_VERSION = 2
+MAX_STEPS = 1 << 53
 LEARNER_FILE = "learner.json"
 POLICY_FOLDER = "policy"
 STATE_FOLDER = "state"
@@ -110,7 +112,7 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
     Raises:
         CheckpointError: Missing, torn, of another policy or dtype.
     """
-    header = _read_json(directory / LEARNER_FILE)
+    header = _read_header(directory / LEARNER_FILE)
     if header["config_digest"] != config.digest:
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: its configuration has digest {header['config_digest']}, "
@@ -124,21 +126,21 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
     return int(header["step"])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; {path.parent} is no complete checkpoint.") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is torn: {error}.") from error
-    try:
-        version, step = header["format_version"], header["step"]
-        header["dtype"] = header["options"]["dtype"]
-        is_valid = isinstance(step, int) and step >= 0 and isinstance(header["config_digest"], str)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} lacks {error}; it was not written by a learner.") from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format_version {version}; this release reads {FORMAT_VERSION}.")
-    if not is_valid:
-        raise CheckpointError(f"{path} must have a step >= 0 and a config_digest; found step {step!r}.")
-    return dict(header)
+def _read_header(path: Path) -> dict[str, Any]:
+    header = read_json_object(path)
+    version, step, digest, options = (
+        header.get(name) for name in ("format_version", "step", "config_digest", "options")
+    )
+    if type(version) is int and version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Go on with the release that "
+            f"wrote it, or start a new run from {path.parent / POLICY_FOLDER}."
+        )
+    is_step = type(step) is int and 0 <= step < MAX_STEPS
+    dtype = options.get("dtype") if isinstance(options, dict) else None
+    if type(version) is not int or not is_step or not isinstance(digest, str) or not isinstance(dtype, str):
+        raise CheckpointError(
+            f"{path} must have a format_version, a step >= 0, a config_digest and options with a dtype; it was not "
+            "written by a learner."
+        )
+    return {"step": step, "config_digest": digest[:80], "dtype": dtype[:80]}

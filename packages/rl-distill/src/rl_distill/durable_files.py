@@ -67,10 +67,11 @@ def open_plain(file: Path) -> Iterator[tuple[BinaryIO, int]]:
     except (OSError, ValueError) as error:
         reason = "it is a link" if file.is_symlink() else str(error)
         raise CheckpointError(f"{file} must be a plain file that can be read: {reason}.") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{file} must be a plain file; it is a folder, a pipe or a device.")
     with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{file} must be a plain file; it is a folder, a pipe or a device.")
         yield stream, status.st_size
 
 

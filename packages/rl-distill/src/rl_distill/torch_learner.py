@@ -169,7 +169,9 @@ class TorchLearner:
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
         states = {kind: {name: torch.empty(main.shape) for name, main in self._mains.items()} for kind in STATE_KINDS}
         pieces = [_piece(f"{kind}/{name}", tensor) for kind, of in states.items() for name, tensor in of.items()]
-        TensorFolder(directory / STATE_FOLDER).read(pieces)
+        folder = TensorFolder(directory / STATE_FOLDER)
+        folder.check({piece.name: piece.shape for piece in pieces})
+        folder.read(pieces)
         self._copy_weights(states["weights"])
         for name, main in self._mains.items():
             main.data.copy_(states["weights"][name])

@@ -1,5 +1,6 @@
 """The Megatron learner: megatron-core's models, parallelism, schedules and optimizer, on packed trajectories."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_core.batch import Batch
+from rl_core.errors import CheckpointError
 from rl_core.ragged import Ragged, token_positions
 from rl_distill.checkpoint import (
     STATE_FOLDER,
@@ -218,12 +220,16 @@ class TrainedModel(RankedModel):
         kinds = ("weights", "exp_avg", "exp_avg_sq")
         shapes = {f"{kind}/{name}": shape for kind in kinds for name, shape in self._shapes().items()}
         TensorFolder(directory / STATE_FOLDER).check(shapes)
-        self._ranks.call_all("load", self._name, directory / STATE_FOLDER, step=step)
+        problems = self._ranks.call_all("read_state", self._name, directory / STATE_FOLDER)
+        if any(problems):
+            self._ranks.call_all("forget_state", self._name)
+            raise CheckpointError(next(problem for problem in problems if problem))
+        self._ranks.call_all("apply_state", self._name, step=step)
         self._step = step
 
     def _finish_save(self, directory: Path, *, step: int) -> None:
         """Wait for the ranks, and write what names their files; the header last."""
-        write_contents(directory / STATE_FOLDER, self._ranks.finish_save(self._name))
+        write_contents(directory / STATE_FOLDER, self._ranks.finish_save(directory / STATE_FOLDER))
         write_saved_policy(directory, self._source, list(self._shapes()), dtype=parameter_dtype(self._options))
         write_header(directory, source=self._source, options=self._options, step=step)
 
@@ -233,13 +239,21 @@ class _Pending:
 
     def __init__(self, model: TrainedModel, directory: Path, *, step: int) -> None:
         self._model, self._directory, self._step = model, directory, step
+        self._lock = threading.Lock()
         self._is_done = False
+        self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Wait until it is whole."""
-        if not self._is_done:
-            self._model._finish_save(self._directory, step=self._step)
-            self._is_done = True
+        with self._lock:
+            if not self._is_done:
+                self._is_done = True
+                try:
+                    self._model._finish_save(self._directory, step=self._step)
+                except BaseException as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error
 
 
 class MegatronLearner(TrainedModel):

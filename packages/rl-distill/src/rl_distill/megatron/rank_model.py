@@ -29,6 +29,9 @@ from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import metric_totals
 
+States = Mapping[str, Sequence[Mapping[str, Tensor]]]
+"""float32 weights and moments: by kind, for each chunk of the rank's model, by megatron's name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
@@ -229,7 +232,7 @@ class RankModel:
         states["weights"] = [w if m is None else m for w, m in zip(weights, masters, strict=True)]
         return {name: self._blocks(state) for name, state in states.items()}
 
-    def empty_state(self) -> tuple[dict[str, list[dict[str, Tensor]]], dict[str, list[Block]]]:
+    def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
         """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
         states = {
             name: [
@@ -240,7 +243,7 @@ class RankModel:
         }
         return states, {name: self._blocks(state) for name, state in states.items()}
 
-    def load_state(self, states: Mapping[str, Sequence[Mapping[str, Tensor]]], *, step: int) -> None:
+    def load_state(self, states: States, *, step: int) -> None:
         """Continue from what was read into `empty_state`."""
         adam = self._trained()
         is_bf16 = self.plan.dtype != torch.float32

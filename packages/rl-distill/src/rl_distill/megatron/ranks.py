@@ -1,6 +1,7 @@
 """The ranks of a learner as one: started together, met, called together, and ended together."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec
@@ -106,11 +107,12 @@ class LearnerRanks:
             return [getattr(self._host, method)(*arguments[0])]
         return self._together(lambda ranks: ranks.call_each(method, arguments, deadline_s=self._call_deadline_s))
 
-    def finish_save(self, name: str) -> list[Written]:
-        """What each rank wrote, when it has; training goes on meanwhile."""
+    def finish_save(self, directory: Path) -> list[Written]:
+        """What each rank wrote into a directory, when it has; training goes on meanwhile."""
         if self._host is not None:
-            return [self._host.finish_save(name)]
-        return self._together(lambda ranks: ranks.call_all("wait_for_save", name, deadline_s=self._call_deadline_s))
+            return [self._host.finish_save(directory)]
+        deadline_s = self._call_deadline_s
+        return self._together(lambda ranks: ranks.call_all("wait_for_save", directory, deadline_s=deadline_s))
 
     def close(self) -> None:
         """End every rank. Can be called twice."""

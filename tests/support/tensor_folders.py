@@ -1,0 +1,55 @@
+"""A small torch_dist folder, and reading it whole."""
+
+from pathlib import Path
+
+import torch
+
+from rl_core.errors import CheckpointError
+from rl_distill.torch_dist import Piece, TensorFolder, write_contents, write_pieces
+
+A = torch.arange(24, dtype=torch.float32).view(4, 6) / 7
+B = torch.arange(5, dtype=torch.float32) - 2.5
+TENSORS = {"a": A, "b": B, "s": torch.tensor(3.25)}
+SHAPES = {"a": (4, 6), "b": (5,), "s": ()}
+FILES = (".metadata", "__0_0.distcp", "__1_0.distcp")
+
+
+def piece(name: str, whole: torch.Tensor, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Piece:
+    offsets, sizes = offsets or (0,) * whole.ndim, sizes or tuple(whole.shape)
+    part = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+    return Piece(name=name, shape=tuple(whole.shape), offsets=offsets, tensor=part.contiguous())
+
+
+def empty(name: str, shape: tuple[int, ...], offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Piece:
+    target = torch.full(sizes or shape, float("nan"))
+    return Piece(name=name, shape=shape, offsets=offsets or (0,) * len(shape), tensor=target)
+
+
+def write(directory: Path, ranks: list[list[Piece]]) -> Path:
+    written = [write_pieces(directory, pieces, rank=rank, num_ranks=len(ranks)) for rank, pieces in enumerate(ranks)]
+    write_contents(directory, written)
+    return directory
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    folder = TensorFolder(directory)
+    folder.check(SHAPES)
+    wanted = [empty(name, shape) for name, shape in SHAPES.items()]
+    folder.read(wanted)
+    return {part.name: part.tensor for part in wanted}
+
+
+def is_refused_or_right(directory: Path) -> bool:
+    """True when it is refused; fails where other numbers come out, or another error."""
+    try:
+        found = read_all(directory)
+    except CheckpointError:
+        return True
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    return False
+
+
+def write_example(directory: Path) -> Path:
+    """TENSORS from two ranks, which have half of "a" each."""
+    halves = [piece("a", A, (row, 0), (2, 6)) for row in (0, 2)]
+    return write(directory, [[halves[0], piece("b", B), piece("s", TENSORS["s"])], [halves[1]]])
