@@ -1,21 +1,30 @@
 """Checkpoints continue bit for bit, load into either learner, and are refused when torn."""
 
+import itertools
 import json
+import os
+import pickle
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
 from rl_core.batch import Batch
+from rl_core.cluster import ClusterOptions
 from rl_core.errors import CheckpointError, DataError
-from rl_distill.learner import LearnerOptions
-from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
+from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.options import ParallelOptions
 from rl_distill.supervised import supervised_objective
+from rl_distill.torch_dist import Piece, TensorFolder
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
@@ -27,6 +36,10 @@ OPTIONS = LearnerOptions(
 
 def train(learner: Any, make_batch: MakeBatch, seeds: range) -> list[Any]:
     return [learner.train_step(make_batch(LENGTHS, seed=seed), supervised_objective) for seed in seeds]
+
+
+def squared_error(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MetricSums]:
+    return ((values - micro.columns["advantages"]).square() * micro.columns["loss_weights"]).sum(), {}
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +111,117 @@ def test_the_policy_is_a_hugging_face_folder(saved: Path, tied_policy: Path):
     assert json.loads((saved / "policy" / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_moments_lie_under_hugging_face_names(saved: Path):
+def values_of(model: Any, batch: Batch, kind: str) -> np.ndarray[Any, Any]:
+    """Of each token but the first of each trajectory, from what stands before it; as learners have them."""
+    ids, found = batch.ragged("input_ids"), []
+    for start, stop in itertools.pairwise(ids.offsets):
+        tokens = torch.from_numpy(ids.values[start:stop].astype(np.int64))[None]
+        logits = model(input_ids=tokens).logits[0, :-1].detach()
+        if kind == "logprobs":
+            logits = torch.log_softmax(logits, dim=-1).gather(-1, tokens[0, 1:, None])
+        found.append(np.concatenate([[0.0], logits[:, 0].numpy()]))
+    return np.concatenate(found)
+
+
+def load_whole(kind: Any, folder: Path) -> Any:
+    """A model of transformers, which had to make up nothing."""
+    model, said = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(said.values()), said
+    return model.eval()
+
+
+def test_every_familys_policy_is_transformers_own(family_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    learner = MegatronLearner(family_policy, OPTIONS)
+    train(learner, make_batch, range(1))
+    learner.save(tmp_path / "saved")
+
+    model = load_whole(AutoModelForCausalLM, tmp_path / "saved" / "policy")
+
+    batch = make_batch(LENGTHS, seed=5)
+    expected = values_of(model, batch, "logprobs")
+    np.testing.assert_allclose(learner.logprobs(batch).values, expected, rtol=0, atol=1e-5)
+
+
+def test_a_critic_is_a_token_classifier_and_goes_on(tied_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    critic = MegatronCritic(tied_policy, OPTIONS)
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
+    for batch in batches[:2]:
+        critic.train_step(batch, squared_error)
+    critic.save(tmp_path / "saved")
+
+    model = load_whole(Qwen3ForTokenClassification, tmp_path / "saved" / "policy")
+    expected = values_of(model, batches[0], "values")
+    assert float(np.abs(expected).max()) > 1e-4
+    np.testing.assert_allclose(critic.values(batches[0]).values, expected, rtol=0, atol=1e-5)
+
+    again = MegatronCritic(tied_policy, OPTIONS)
+    again.load(tmp_path / "saved")
+    for batch in batches[2:]:
+        assert again.train_step(batch, squared_error) == critic.train_step(batch, squared_error)
+
+
+def test_a_critic_is_no_policy(saved: Path, tied_policy: Path, tmp_path: Path):
+    critic = MegatronCritic(tied_policy, OPTIONS)
+    with pytest.raises(CheckpointError, match=r"has no tensor 'weights/score\.weight'"):
+        critic.load(saved)
+    critic.save(tmp_path / "critic")
+    for kind in (MegatronLearner, TorchLearner):
+        with pytest.raises(CheckpointError, match=r"has a tensor '\w+/score\.(weight|bias)', which this model"):
+            kind(tied_policy, OPTIONS).load(tmp_path / "critic")
+
+
+def test_the_state_lies_under_hugging_face_names(saved: Path):
     weights = load_file(saved / "policy" / "model.safetensors")
     header = json.loads((saved / "learner.json").read_text())
+    folder = TensorFolder(saved / "state")
+    kinds = ("weights", "exp_avg", "exp_avg_sq")
 
-    for name in ("exp_avg", "exp_avg_sq"):
-        moments = load_file(saved / "optimizer" / f"{name}.safetensors")
-        assert {n: t.shape for n, t in moments.items()} == {n: t.shape for n, t in weights.items()}
-        assert all(bool(t.abs().sum() > 0) for t in moments.values())
+    shapes = {f"{kind}/{name}": tuple(tensor.shape) for kind in kinds for name, tensor in weights.items()}
+    assert folder.shapes() == shapes
+    pieces = {
+        name: Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=torch.zeros(shape))
+        for name, shape in shapes.items()
+    }
+    folder.read(list(pieces.values()))
+    assert all(torch.equal(pieces[f"weights/{name}"].tensor, tensor) for name, tensor in weights.items())
+    assert all(bool(piece.tensor.abs().sum() > 0) for piece in pieces.values())
     assert header["step"] == 2
     assert header["options"]["learning_rate"] == 1e-3
+
+
+def test_a_save_in_the_background_is_of_its_moment(tied_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    learner = MegatronLearner(tied_policy, OPTIONS)
+    pending = []
+    for step in range(3):
+        train(learner, make_batch, range(step, step + 1))
+        pending.append(learner.save(tmp_path / str(step), in_background=True))
+    for save in reversed(pending):  # each is of its own directory
+        save.wait()
+        save.wait()
+
+    for step in range(3):
+        loaded, expected = MegatronLearner(tied_policy, OPTIONS), MegatronLearner(tied_policy, OPTIONS)
+        loaded.load(tmp_path / str(step))
+        train(expected, make_batch, range(step + 1))
+        assert loaded.step == step + 1
+        weights = expected.export_weights()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.export_weights().items())
+
+
+def test_a_save_that_failed_says_so_each_time(tied_policy: Path, tmp_path: Path):
+    learner = MegatronLearner(tied_policy, OPTIONS)
+    (tmp_path / "saved").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        pending = learner.save(tmp_path / "saved", in_background=True)
+        for _ in range(2):
+            with pytest.raises((OSError, CheckpointError), match=r"too large|could not be written"):
+                pending.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(CheckpointError, match=r"learner\.json does not exist"):
+        learner.load(tmp_path / "saved")
 
 
 def test_save_refuses_a_directory_in_use(saved: Path, tied_policy: Path):
@@ -115,47 +229,113 @@ def test_save_refuses_a_directory_in_use(saved: Path, tied_policy: Path):
         MegatronLearner(tied_policy, OPTIONS).save(saved)
 
 
-FILES = (
-    "learner.json",
-    "policy/model.safetensors",
-    "optimizer/exp_avg.safetensors",
-    "optimizer/exp_avg_sq.safetensors",
-)
+FILES = ("learner.json", "state/.metadata", "state/__0_0.distcp")
 
 
+def unchanged(learner: Any) -> Callable[[], bool]:
+    """Says later whether the learner is as it was."""
+    step, before = learner.step, {name: tensor.clone() for name, tensor in learner.export_weights().items()}
+
+    def is_unchanged() -> bool:
+        weights = learner.export_weights()
+        return bool(learner.step == step and all(torch.equal(before[name], weights[name]) for name in before))
+
+    return is_unchanged
+
+
+@pytest.mark.parametrize("kind", [MegatronLearner, TorchLearner])
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", ["missing", "torn", "empty"])
+@pytest.mark.parametrize("damage", ["missing", "torn", "empty", "link", "folder", "pipe"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
-    file: str, damage: str, copied: Path, tied_policy: Path, make_batch: MakeBatch
+    kind: Any, file: str, damage: str, copied: Path, tied_policy: Path
 ):
     path = copied / file
     contents = path.read_bytes()
-    if damage == "missing":
-        path.unlink()
-    else:
+    path.unlink()
+    if damage == "link":
+        (copied / "moved").write_bytes(contents)
+        path.symlink_to(copied / "moved")
+    elif damage == "folder":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    elif damage != "missing":
         path.write_bytes(contents[: len(contents) // 2] if damage == "torn" else b"")
-    learner = MegatronLearner(tied_policy, OPTIONS)
-    before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
+    learner = kind(tied_policy, OPTIONS)
+    is_unchanged = unchanged(learner)
 
     with pytest.raises(CheckpointError, match=Path(file).name):
         learner.load(copied)
 
-    assert learner.step == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.export_weights().items())
+    assert is_unchanged()
+
+
+def edit_table(checkpoint: Path, edit: Callable[[Any], None]) -> None:
+    path = checkpoint / "state" / ".metadata"
+    table = pickle.loads(path.read_bytes())
+    edit(table)
+    path.write_bytes(pickle.dumps(table))
 
 
 def test_a_missing_or_misshapen_tensor_is_named(copied: Path, tied_policy: Path):
     learner = MegatronLearner(tied_policy, OPTIONS)
-    path = copied / "optimizer" / "exp_avg.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.1.mlp.up_proj.weight"
+    is_unchanged = unchanged(learner)
+    name = "exp_avg/model.layers.1.mlp.up_proj.weight"
 
-    save_file({n: t for n, t in tensors.items() if n != name}, path)
-    with pytest.raises(CheckpointError, match=rf"exp_avg\.safetensors has no tensor '{name}'"):
+    edit_table(copied, lambda table: setattr(table.state_dict_metadata[name], "size", torch.Size((2, 2))))
+    with pytest.raises(CheckpointError, match=rf"{name}' must have shape \[48, 32\].*; found \[2, 2\]"):
         learner.load(copied)
-    save_file({**tensors, name: torch.zeros(2, 2)}, path)
-    with pytest.raises(CheckpointError, match=rf"{name}' must have shape \[48, 32\]; found \[2, 2\]"):
+    edit_table(copied, lambda table: table.state_dict_metadata.pop(name))
+    with pytest.raises(CheckpointError, match=rf"state has no tensor '{name}'; this model needs it as \[48, 32\]"):
         learner.load(copied)
+    assert is_unchanged()
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("kind", [MegatronLearner, TorchLearner])
+def test_a_checkpoint_that_would_run_code_is_refused(kind: Any, copied: Path, tied_policy: Path, tmp_path: Path):
+    learner = kind(tied_policy, OPTIONS)
+    edit_table(copied, lambda table: setattr(table, "planner_data", Bomb(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir, which no plain record needs"):
+        learner.load(copied)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_one_rank_cannot_read_changes_no_rank(tied_policy: Path, make_batch: MakeBatch, tmp_path: Path):
+    """Rank 1 alone needs what lies in the second file; the ranks go on as they were."""
+    parallel = ParallelOptions(ranks=2, pipeline=2)
+    ranks = LearnerRanks(parallel, cluster=ClusterOptions(kind="process"), num_threads=1, deadline_s=120.0)
+    try:
+        learner = MegatronLearner(tied_policy, OPTIONS, ranks=ranks)
+        train(learner, make_batch, range(1))
+        learner.save(tmp_path / "saved")
+        train(learner, make_batch, range(1, 2))
+        is_unchanged = unchanged(learner)
+        path = tmp_path / "saved" / "state" / "__1_0.distcp"
+        contents = bytearray(path.read_bytes())
+        contents[len(contents) // 2] ^= 1
+        path.write_bytes(contents)
+
+        with pytest.raises(CheckpointError, match=r"__1_0\.distcp is torn or damaged at byte \d+: .*Bad CRC-32"):
+            learner.load(tmp_path / "saved")
+
+        assert is_unchanged()
+        contents[len(contents) // 2] ^= 1
+        path.write_bytes(contents)
+        learner.load(tmp_path / "saved")
+        assert learner.step == 1
+        assert train(learner, make_batch, range(1, 2))[0].step == 2
+    finally:
+        ranks.close()
 
 
 def test_another_model_or_dtype_is_refused(saved: Path, tied_policy: Path, untied_policy: Path):
@@ -163,22 +343,6 @@ def test_another_model_or_dtype_is_refused(saved: Path, tied_policy: Path, untie
         MegatronLearner(untied_policy, OPTIONS).load(saved)
     with pytest.raises(CheckpointError, match="dtype = 'float32'"):
         MegatronLearner(tied_policy, replace(OPTIONS, dtype="bfloat16")).load(saved)
-
-
-def test_a_header_of_another_kind_is_refused(copied: Path, tied_policy: Path):
-    learner = MegatronLearner(tied_policy, OPTIONS)
-    path = copied / "learner.json"
-    header = json.loads(path.read_text())
-
-    path.write_text(json.dumps({**header, "format_version": 99}))
-    with pytest.raises(CheckpointError, match="format_version 99"):
-        learner.load(copied)
-    path.write_text(json.dumps({**header, "step": -1}))
-    with pytest.raises(CheckpointError, match="step -1"):
-        learner.load(copied)
-    path.write_text("[1]")
-    with pytest.raises(CheckpointError, match="not written by a learner"):
-        learner.load(copied)
 
 
 def test_a_policy_folder_is_checked(tied_policy: Path, tmp_path: Path):

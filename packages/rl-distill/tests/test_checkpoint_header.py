@@ -1,0 +1,48 @@
+"""A checkpoint whose learner.json is of another release, another kind or none is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import CheckpointError
+from rl_distill.learner import LearnerOptions
+from rl_distill.torch_learner import TorchLearner
+
+OPTIONS = LearnerOptions(num_threads=1)
+
+
+@pytest.fixture
+def copied(tied_policy: Path, tmp_path: Path) -> Path:
+    TorchLearner(tied_policy, OPTIONS).save(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format_version": 99}, "has format_version 99; this release reads 2"),
+        ({"format_version": 1}, "reads 2. Go on with the release that wrote it, or start a new run from .*copy/policy"),
+        ({"format_version": "2"}, "must have a format_version"),
+        ({"step": -1}, "must have a format_version, a step >= 0"),
+        ({"step": True}, "must have a format_version, a step >= 0"),
+        ({"step": 2.0}, "must have a format_version, a step >= 0"),
+        ({"step": 10**30}, "must have a format_version, a step >= 0"),
+        ({"config_digest": None}, "it was not written by a learner"),
+        ({"options": {}}, "it was not written by a learner"),
+        ({"options": "dtype"}, "it was not written by a learner"),
+    ],
+)
+def test_a_header_of_another_kind_is_refused(changes: dict[str, Any], says: str, copied: Path, tied_policy: Path):
+    path = copied / "learner.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=says):
+        TorchLearner(tied_policy, OPTIONS).load(copied)
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", "{}", "[" * 100_000, '{"step": ' + "9" * 10_000 + "}", "\xff"])
+def test_a_header_that_is_none_is_refused(content: str, copied: Path, tied_policy: Path):
+    (copied / "learner.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"learner\.json"):
+        TorchLearner(tied_policy, OPTIONS).load(copied)
