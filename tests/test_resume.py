@@ -69,6 +69,12 @@ def test_run_again_from_nothing_is_the_same(
     assert_equal_runs(run, uninterrupted)
 
 
+def test_waiting_for_each_checkpoint_changes_nothing(run: TinyRun, uninterrupted: TinyRun) -> None:
+    assert train_here(run, trainer__background_checkpoints=False) == 0
+    assert_equal_runs(run, uninterrupted)
+    assert event_names(run) == ["run_started", "checkpoint_saved", "checkpoint_saved", "run_finished"]
+
+
 @pytest.mark.parametrize(
     ("number", "status", "hold_after", "stopped_at"),
     [
@@ -107,7 +113,7 @@ def test_resuming_what_is_done_starts_nothing(
 ) -> None:
     assert train_here(run) == 0
     monkeypatch.setattr("rl_sync_trainer.session.make_engine", pytest.fail)
-    monkeypatch.setattr("rl_sync_trainer.session.make_learner", pytest.fail)
+    monkeypatch.setattr("rl_sync_trainer.session.start_learners", pytest.fail)
     assert "all 4 steps are done; more need a larger trainer.steps" in resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
 

@@ -13,11 +13,13 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.errors import WeightProofError
 from rl_core.transports import TensorTransport
 from rl_core.weights import WeightUpdate
+from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, make_learner, make_objective, make_queue, open_rollout
+from rl_sync_trainer.assemble import Parts, make_kl_control, make_objective, make_queue, open_rollout
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.inputs import read_inputs
+from rl_sync_trainer.learners import start_learners
 from rl_sync_trainer.loop import publish, train_step
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.sources import load_settings
@@ -40,8 +42,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     settings = load_settings(run.settings_file, words, {})
     inputs = read_inputs(settings)
     with ExitStack() as stack:
-        learner = make_learner(settings, settings.policy.path)
-        stack.callback(learner.close)
+        learners = start_learners(settings, log_directory=tmp_path_factory.mktemp("logs"))
+        stack.callback(learners.close)
         engine = make_engine(settings, settings.policy.path)
         stack.callback(lambda: asyncio.run(engine.close()))
         asyncio.run(engine.start())
@@ -51,14 +53,16 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             settings=settings,
             inputs=inputs,
             folder=RunFolder(settings.run_folder),
-            learner=learner,
-            reference=None,
+            learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, inputs, engine)),
             source=PromptSource(inputs.train, seed=0),
             queue=queue,
             transport=TensorTransport(),
             objective=make_objective(settings),
+            kl=make_kl_control(settings),
+            select_tokens=None,
+            skipped=SkippedUpdates(most=0, directory=tmp_path_factory.mktemp("skipped")),
             stop=None,  # type: ignore[arg-type] - each event loop gets its own
             on_state=refuse,
             log_metrics=refuse,
@@ -78,7 +82,7 @@ def train_steps(parts: Parts, count: int) -> TrainerState:
     """Publish, then take some steps; the versions go on from the learner's step."""
 
     async def work(parts: Parts) -> TrainerState:
-        state = TrainerState(step=parts.learner.step, policy_version=parts.learner.step)
+        state = TrainerState(step=parts.learners.policy.step, policy_version=parts.learners.policy.step)
         await publish(parts, state.policy_version)
         for _ in range(count):
             state = await train_step(parts, state)
@@ -95,7 +99,7 @@ def sequences() -> list[np.ndarray]:
 def learner_logprobs(parts: Parts) -> list[np.ndarray]:
     keys = [RowKey(f"sequence-{index}", 0, 0) for index in range(len(sequences()))]
     batch = Batch(keys, {"input_ids": Ragged.from_rows(sequences(), dtype="int32")})
-    return [row.copy() for row in parts.learner.logprobs(batch)]
+    return [row.copy() for row in parts.learners.policy.logprobs(batch)]
 
 
 def engine_logprobs(parts: Parts) -> list[np.ndarray]:
@@ -109,7 +113,7 @@ def largest_difference(left: list[np.ndarray], right: list[np.ndarray]) -> float
 def test_engine_and_learner_agree_after_five_updates(parts: Parts) -> None:
     before = learner_logprobs(parts)
     state = train_steps(parts, 5)
-    assert (state.step, state.policy_version, parts.learner.step) == (5, 5, 5)
+    assert (state.step, state.policy_version, parts.learners.policy.step) == (5, 5, 5)
     after = learner_logprobs(parts)
     assert largest_difference(before, after) > 0.1, "five updates must move the policy, or the test says nothing"
     assert largest_difference(engine_logprobs(parts), after) < 1e-4

@@ -1,10 +1,12 @@
 """The command in a process of its own, watched by conditions with deadlines."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ ENVIRONMENT = {
 
 
 class TrainProcess:
-    """`rl-sync-trainer` in a session of its own, so that whatever it leaves behind is found."""
+    """`rl-sync-trainer` with a mark in its environment, so that whatever it leaves behind is found."""
 
     def __init__(self, words: Sequence[str], *, output: Path, environment: Mapping[str, str]) -> None:
         """Start it.
@@ -36,13 +38,15 @@ class TrainProcess:
             environment: Set beside this process's own.
         """
         self.output = output
+        self._mark = f"TINY_RUN_MARK={uuid.uuid4().hex}"
+        name, _, value = self._mark.partition("=")
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rl_sync_trainer.main", *words],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT, **environment},
+                env={**os.environ, **ENVIRONMENT, **environment, name: value},
                 start_new_session=True,
             )
 
@@ -84,32 +88,34 @@ class TrainProcess:
 
     def children(self) -> list[int]:
         """Processes that it started and that run."""
-        return [pid for pid in session_members(self.pid) if pid != self.pid]
+        return [pid for pid in marked_processes(self._mark) if pid != self.pid]
 
     def leftovers(self) -> list[int]:
-        """Processes of its session that outlive it; those that the kernel is killing get a moment."""
+        """Processes of its that outlive it; those that the kernel is killing get a moment."""
         end = monotonic() + 10.0
-        while (left := session_members(self.pid)) and monotonic() < end:
+        while (left := marked_processes(self._mark)) and monotonic() < end:
             signal.sigtimedwait([], TICK_S)
         return left
 
     def end(self) -> None:
         """Kill what is left of it."""
-        for pid in {*session_members(self.pid)}:
-            os.kill(pid, signal.SIGKILL)
+        for pid in marked_processes(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
 
-def session_members(session: int) -> list[int]:
-    """Processes of a session that are not zombies."""
+def marked_processes(mark: str) -> list[int]:
+    """Processes that run with this in their environment, in whatever session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-            if int(fields[3]) == session and fields[0] != "Z":
+            if mark.encode() in environment and state != "Z":
                 found.append(int(entry.name))
     return found
 

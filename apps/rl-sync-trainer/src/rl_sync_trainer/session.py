@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ class Session:
             except StopRequestedError:
                 return self._stopped(stop)
             except BaseException as error:
+                with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
+                    self._store.close()
                 self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=self._state.step)
                 raise
             return self._finished()

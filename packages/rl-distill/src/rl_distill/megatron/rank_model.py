@@ -360,6 +360,8 @@ def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
 
 def _total(value: float) -> float:
     """Sum of a number over all ranks; NaN and infinity reach every rank."""
+    if dist.get_world_size() == 1:
+        return value  # an engine that shares the process may have set up no way to sum on a CPU
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
