@@ -59,7 +59,7 @@ class LearnerRanks:
             name=ROLE,
             factory="rl_distill.megatron.host:RankHost",
             kwargs=options,
-            environment={} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)},
+            environment=_environment(num_threads),
         )
         cluster = cluster or ClusterOptions(kind="process")
         self._group = BlockingGroup.start(cluster, spec, size=parallel.ranks, pool=pool, deadline_s=deadline_s)
@@ -131,3 +131,10 @@ class LearnerRanks:
             self._ended_by = f" by an earlier {type(error).__name__}"
             self.close()
             raise
+
+
+def _environment(num_threads: int | None) -> dict[str, str]:
+    """Variables of a rank's process, before anything is imported."""
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    # megatron overlaps a GPU's collectives with its products only where they are started in order.
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **threads}
