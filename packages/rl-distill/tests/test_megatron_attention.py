@@ -16,6 +16,7 @@ HEADS, GROUPS, HEAD_DIM, BASE = 4, 2, 8, 1e4
 
 class Config:
     kv_channels = HEAD_DIM
+    context_parallel_size = 1
 
 
 def core_attention() -> attention.PackedAttention:

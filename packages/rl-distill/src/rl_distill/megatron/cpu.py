@@ -206,12 +206,14 @@ def install_cpu_compatibility() -> None:
     if torch.cuda.is_available():
         return
     overlay = _torch_overlay()
+    uneven = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+    of_module = {
+        mappings.__name__: _Overlay(overlay, {"distributed": _Overlay(dist, uneven)}),
+        parallel_state.__name__: _Overlay(overlay, {"distributed": _Overlay(dist, {"new_group": _GROUPS.new_group})}),
+    }
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = overlay  # type: ignore[attr-defined]
+            module.torch = of_module.get(name, overlay)  # type: ignore[attr-defined]
     _rng_on_cpu()
-    uneven = _Overlay(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
-    mappings.torch = _Overlay(overlay, {"distributed": uneven})
-    parallel_state.torch = _Overlay(overlay, {"distributed": _Overlay(dist, {"new_group": _GROUPS.new_group})})
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = _as_numpy_on_cpu
