@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_core.batch import Batch
@@ -50,12 +51,19 @@ def check_trainable(batch: Batch) -> None:
     """Refuse a batch in which nothing trains.
 
     Raises:
-        ShapeError: loss_weights is missing or all zero.
+        ShapeError: loss_weights is missing, all zero, or not zero outside loss_mask.
     """
     if "loss_weights" not in batch:
         raise ShapeError(f"train_step needs the column 'loss_weights'; the batch has {sorted(batch.names)}.")
-    if not batch.ragged("loss_weights").values.any():
+    weights = batch.ragged("loss_weights").values
+    if not weights.any():
         raise ShapeError("nothing in the batch trains: all loss_weights are 0. Skip the step.")
+    if "loss_mask" in batch and (outside := np.flatnonzero((weights != 0) & ~batch.ragged("loss_mask").values)).size:
+        row = int(np.searchsorted(batch.ragged("loss_mask").offsets, outside[0], side="right")) - 1
+        raise ShapeError(
+            f"{outside.size} tokens have loss_weights that are not 0 where loss_mask is False, first in row {row}: "
+            "they would train. Make loss_weights from loss_mask, as with_loss_weights does."
+        )
 
 
 def clip_scale(grad_norm: float, clip_grad: float) -> float:

@@ -36,6 +36,7 @@ from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_model import RankShare, StepShare
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
+from rl_distill.megatron.token_checks import check_tokens
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_ranks
 from rl_distill.parallel_layout import check_layout
@@ -115,7 +116,7 @@ class RankedModel:
             self._is_open = False
             if self._owns_ranks:
                 self._ranks.close()
-            else:
+            elif self._ranks.is_alive:
                 self._ranks.call_all("drop", self._name)
 
     def _score(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
@@ -153,6 +154,7 @@ class RankedModel:
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Each data-parallel rank's rows in the order of its micro-batches, and which rows these are."""
+        check_tokens(batch, self._source.config)
         parallel = self._ranks.parallel
         plans = plan_ranks(
             batch.ragged("input_ids").lengths,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.batch import Batch
+from rl_core.errors import DataError
 from rl_distill.learner import MetricSums, Objective
 from rl_distill.megatron.convert import Block
 from rl_distill.megatron.model import Scored
@@ -151,6 +152,8 @@ class RankModel:
                 entropy = placed.spread(scores.entropy)
             if len(placed.pack.rows):
                 loss, sums = objective(values, entropy, placed.pack.micro_batch)
+                if not loss.requires_grad:
+                    raise DataError("the objective's loss has no gradient; make it from the logprobs, not detached.")
                 gathered.add(placed.pack, values, loss, sums)
             else:
                 loss = (values.sum() if entropy is None else values.sum() + entropy.sum()) * 0.0
@@ -202,8 +205,10 @@ class RankModel:
             self._offloaded = None
 
     def _gradients(self) -> list[Tensor]:
+        if self._adam is None:
+            return []
         buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return [buffer.grad_data for buffer in buffers] if self._adam is not None else []
+        return [buffer.grad_data for buffer in buffers]
 
     def num_parameters(self) -> int:
         """Elements of which this rank keeps the primary copy."""
@@ -352,8 +357,8 @@ def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
     for column in micro_batch.columns.values():
         if column.is_floating_point():
             is_broken |= ~column.isfinite()
-    if "loss_mask" in micro_batch.columns:
-        is_broken &= micro_batch.columns["loss_mask"]
+    if "loss_mask" in micro_batch.columns and bool((is_broken & micro_batch.columns["loss_mask"]).any()):
+        is_broken &= micro_batch.columns["loss_mask"]  # else it came in through a token that does not train
     counts = np.add.reduceat(is_broken.cpu().numpy().astype(np.int64), pack.offsets[:-1])
     return np.asarray(counts > 0)
 

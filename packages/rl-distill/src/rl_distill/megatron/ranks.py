@@ -44,6 +44,11 @@ class LearnerRanks:
             RoleError: One died.
         """
         check_ranks(parallel)
+        if parallel.ranks > 1 and cluster is not None and cluster.kind == "inline":
+            raise SettingsError(
+                f"{parallel.ranks} ranks wait for one another, and one process cannot; set the cluster's kind to "
+                '"process" or "ray", found "inline".'
+            )
         self.parallel = parallel
         self._host: RankHost | None = None
         self._group: BlockingGroup | None = None

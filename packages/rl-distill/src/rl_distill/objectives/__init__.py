@@ -87,7 +87,6 @@ __all__ = [
     "SessionRule",
     "TokenLosses",
     "TokenSelection",
-    "ValueLoss",
     "ValueObjective",
     "WeightBounds",
     "banded_weights",
