@@ -12,20 +12,21 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         values = x.float()
-        inverse_rms = values.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        mean_square: Tensor = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        inverse_rms = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
         return (values * inverse_rms).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse_rms = ctx.saved_tensors
-        grad = grads[0].float()
-        normed = x.float() * inverse_rms
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        # mean over the hidden axis of grad * weight * normed is a matrix-vector product.
-        shift = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad * weight).sub_(normed.mul_(shift)).mul_(inverse_rms)
+        grad, values, scale = grads[0].float(), x.float(), weight.float()
+        product = grad * values
+        rows = product.reshape(-1, x.shape[-1])
+        # Sums over tokens and over the hidden axis are matrix-vector products: one pass each, nothing written.
+        grad_weight = inverse_rms.flatten() @ rows
+        shift = (rows @ scale).view_as(inverse_rms).mul_(inverse_rms.pow(3)).div_(x.shape[-1])
+        grad_x = torch.mul(grad, scale, out=product).mul_(inverse_rms).addcmul_(values, shift, value=-1.0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
