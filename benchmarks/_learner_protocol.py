@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,8 +57,9 @@ def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
     parser.add_argument("--workload", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--budget", type=int, required=True)
     options = parser.parse_args()
-    preset = PRESETS[options.preset]
+    preset = replace(PRESETS[options.preset], budget=options.budget)
     answers = private_stdout()
     torch.set_num_threads(options.threads)
     try:

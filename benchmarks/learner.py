@@ -1,6 +1,6 @@
 """The Megatron learner side by side with transformers: same model, weights, tokens and optimizer, on padded batches.
 
-    nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads N] [--quick] [--json FILE]
+    nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
 
 Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed. On a GPU the preset is
 0.6b, the shape of Qwen3-0.6B in bfloat16.
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,17 @@ STEP_TIMEOUT_S = 600.0
 def main(words: Sequence[str]) -> int:
     """Run the comparison and give the exit status: 0 unless a side fails or they disagree; targets are reported."""
     options = parse(words)
-    if options.rounds < 1 or options.threads < 1:
-        sys.stderr.write(f"error: --rounds and --threads must be at least 1; found {words}\n")
+    if min(options.rounds, options.threads, options.budget) < 1 or not set(options.workload) <= set(WORKLOADS):
+        sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sides are then stopped as after Ctrl-C
-    preset = PRESETS[options.preset]
+    preset = replace(PRESETS[options.preset], budget=options.budget)
     report = new_report(options, preset)
     say(f"{preset.num_parameters:,} parameters, {preset.dtype}, {options.threads} threads, {options.rounds} rounds")
     try:
         with tempfile.TemporaryDirectory(prefix="bl-", dir="/tmp") as folder:
             write_policy(preset, Path(folder) / "policy")
-            for workload in WORKLOADS:
+            for workload in options.workload:
                 found = run_workload(workload, options, Path(folder))
                 add_workload(report, workload, preset, found)
     except (PeerFailedError, DisagreementError) as error:
@@ -74,11 +75,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="size of model and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
+    parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; the preset has one")
+    parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
     parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     if options.quick:
         options.preset, options.rounds = "tiny", 2
+    options.budget = options.budget or PRESETS[options.preset].budget
+    options.workload = options.workload.split(",")
     return options
 
 
@@ -119,6 +124,7 @@ def start(side: str, workload: str, options: argparse.Namespace, folder: Path) -
         f"--preset={options.preset}",
         f"--workload={workload}",
         f"--threads={options.threads}",
+        f"--budget={options.budget}",
     ]
     variables = {
         "PYTHONPATH": str(BENCHMARKS),
