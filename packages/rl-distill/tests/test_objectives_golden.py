@@ -35,6 +35,8 @@ from rl_distill.objectives import (
 )
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
+IS_OWN = "GOLDEN_DIR" not in os.environ
+EXACT_INPUTS = {"score", "group", "values", "logits", "labels"}
 FILES = sorted(GOLDEN_DIR.glob("*.npz"))
 INPUTS = (
     *("mask", "group", "score", "values", "old_logprobs", "logprobs", "reference_logprobs", "rollout_logprobs"),
@@ -249,7 +251,10 @@ CHECKS = {
 def outputs(path):
     """Names of the arrays that belong to objectives and are no inputs."""
     with np.load(path, allow_pickle=False) as arrays:
-        return [name for name in arrays.files if name not in INPUTS and not name.startswith(NOT_OBJECTIVES)]
+        names = [name for name in arrays.files if name not in INPUTS and not name.startswith(NOT_OBJECTIVES)]
+    if IS_OWN:  # whatever is in our own files must be checked; others' may have inputs that we do not know
+        return names
+    return [name for name in names if name.startswith(tuple(CHECKS))]
 
 
 NUMBERS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in outputs(path)]
@@ -257,7 +262,7 @@ NUMBERS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES 
 
 def test_there_are_golden_files():
     assert FILES, f"no .npz in {GOLDEN_DIR}; set GOLDEN_DIR"
-    assert len(NUMBERS) >= 60 * len(FILES)
+    assert len(NUMBERS) >= (60 if IS_OWN else 1) * len(FILES)
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
@@ -271,6 +276,10 @@ def test_number(path, name, dtype, is_packed):
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def exact(request):
+    with np.load(request.param, allow_pickle=False) as arrays:
+        lacking = EXACT_INPUTS - set(arrays.files)
+    if lacking:
+        pytest.skip(f"{request.param.name} has no {sorted(lacking)}")
     return Golden(request.param, dtype=torch.float64, is_packed=True)
 
 
