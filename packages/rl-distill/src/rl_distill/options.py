@@ -18,7 +18,8 @@ class LearnerOptions:
         eps: Adam's.
         weight_decay: Decoupled weight decay.
         clip_grad: Largest global gradient norm; 0 turns clipping off.
-        micro_batch_tokens: Most tokens of a micro-batch; a longer trajectory gets its own.
+        micro_batch_tokens: Most tokens of a micro-batch, for each rank that shares its tokens (`context`); a longer
+            trajectory gets its own.
         dtype: Parameters in "float32" or "bfloat16" (with float32 master weights).
         recompute: "full" makes each layer's activations again in the backward pass, for memory; "none" keeps them.
         num_threads: Threads of a CPU learner; None leaves torch's setting.

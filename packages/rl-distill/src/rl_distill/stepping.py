@@ -16,7 +16,7 @@ from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 
 
-def open_policy(policy: Path | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
+def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
     """Understand a policy given as a Hugging Face folder, or as a config.json's content for random weights.
 
     Args:
@@ -27,6 +27,8 @@ def open_policy(policy: Path | Mapping[str, Any], *, is_critic: bool = False) ->
         DataError: There is no valid config.json.
         SettingsError: The architecture is not supported.
     """
+    if isinstance(policy, str):
+        policy = Path(policy)
     policy_dir = policy if isinstance(policy, Path) else None
     config_json = read_policy_config(policy) if isinstance(policy, Path) else dict(policy)
     if is_critic:
@@ -69,6 +71,16 @@ def check_trainable(batch: Batch) -> None:
 def clip_scale(grad_norm: float, clip_grad: float) -> float:
     """What gradients are multiplied by; 1 where they are within the limit, or clip_grad is 0."""
     return min(1.0, clip_grad / (grad_norm + 1.0e-6)) if clip_grad > 0.0 else 1.0
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse what no distribution can be divided by.
+
+    Raises:
+        SettingsError: It is not above 0.
+    """
+    if not temperature > 0:
+        raise SettingsError(f"temperature must be above 0; found {temperature}. The learner scores what was sampled.")
 
 
 def check_open(is_open: bool) -> None:

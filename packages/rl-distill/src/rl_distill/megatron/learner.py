@@ -40,7 +40,7 @@ from rl_distill.megatron.token_checks import check_tokens
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_ranks
 from rl_distill.parallel_layout import check_layout
-from rl_distill.stepping import check_open, check_trainable, metric_means, open_policy, parameter_dtype
+from rl_distill.stepping import check_open, check_temperature, check_trainable, metric_means, open_policy, parameter_dtype
 from rl_distill.torch_dist import TensorFolder, write_contents
 
 
@@ -49,7 +49,7 @@ class RankedModel:
 
     def __init__(
         self,
-        policy: Path | Mapping[str, Any],
+        policy: Path | str | Mapping[str, Any],
         options: LearnerOptions,
         *,
         ranks: LearnerRanks | None,
@@ -122,6 +122,7 @@ class RankedModel:
     def _score(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """A float32 for each token, in the batch's row order."""
         check_open(self._is_open)
+        check_temperature(temperature)
         ids = batch.ragged("input_ids")
         needed = {"input_ids"} | ({"routed_experts"} & batch.names)
         shares, rows = self._shares(batch.only(needed))
@@ -135,6 +136,7 @@ class RankedModel:
         self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> StepResult:
         check_open(self._is_open)
+        check_temperature(temperature)
         check_trainable(batch)
         shares, rows = self._shares(batch)
         arguments = {"temperature": temperature, "with_entropy": with_entropy}
@@ -263,7 +265,7 @@ class MegatronLearner(TrainedModel):
 
     def __init__(
         self,
-        policy: Path | Mapping[str, Any],
+        policy: Path | str | Mapping[str, Any],
         options: LearnerOptions,
         *,
         ranks: LearnerRanks | None = None,
@@ -292,7 +294,7 @@ class MegatronReference(RankedModel):
 
     def __init__(
         self,
-        policy: Path | Mapping[str, Any],
+        policy: Path | str | Mapping[str, Any],
         options: LearnerOptions,
         *,
         ranks: LearnerRanks | None = None,
@@ -326,7 +328,7 @@ class MegatronCritic(TrainedModel):
 
     def __init__(
         self,
-        policy: Path | Mapping[str, Any],
+        policy: Path | str | Mapping[str, Any],
         options: LearnerOptions,
         *,
         ranks: LearnerRanks | None = None,
