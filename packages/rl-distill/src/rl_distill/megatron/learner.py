@@ -40,7 +40,14 @@ from rl_distill.megatron.token_checks import check_tokens
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_ranks
 from rl_distill.parallel_layout import check_layout
-from rl_distill.stepping import check_open, check_temperature, check_trainable, metric_means, open_policy, parameter_dtype
+from rl_distill.stepping import (
+    check_open,
+    check_temperature,
+    check_trainable,
+    metric_means,
+    open_policy,
+    parameter_dtype,
+)
 from rl_distill.torch_dist import TensorFolder, write_contents
 
 
