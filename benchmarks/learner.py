@@ -127,7 +127,7 @@ def start(side: str, workload: str, options: argparse.Namespace, folder: Path) -
         f"--budget={options.budget}",
     ]
     variables = {
-        "PYTHONPATH": str(BENCHMARKS),
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": str(options.threads),
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # two processes share one GPU
