@@ -7,6 +7,8 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_sync_trainer.checks import check_values
+from rl_sync_trainer.learners import gpus_per_rank, rank_pool
+from rl_sync_trainer.plan import PromptCounts, describe_plan
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.sources import build_settings
 
@@ -36,6 +38,8 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"parallel.virtual_pipeline": 2}, "virtual_pipeline = 2 needs pipeline > 1"),
         ({"cluster.ray_address": "host:1"}, 'cluster.ray_address is for cluster.kind = "ray"'),
         ({"cluster.gpus_per_rank": 1}, "set nothing aside for a rank in the trainer's process"),
+        ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set where a Ray"),
+        ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"critic.value_clip": 0}, "critic.value_clip must be above 0; found 0"),
         (
@@ -52,3 +56,26 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
 
 def test_four_ranks_in_processes_are_taken() -> None:
     check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.kind": "process"}))
+
+
+def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = settings_with({"parallel.ranks": 2, "cluster.kind": "process"})
+    on_cpus = settings_with({"parallel.ranks": 2, "cluster.kind": "process", "cluster.gpus_per_rank": 0})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert rank_pool(shared) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    pool, without = rank_pool(shared), rank_pool(on_cpus)
+    assert pool is not None
+    assert pool.gpus == 1
+    assert without is not None  # a pool without GPUs hides those that there are
+    assert without.gpus == 0
+    assert gpus_per_rank(settings_with({})) == 0
+
+
+def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.kind": "process"})
+    plan = describe_plan(settings, PromptCounts(train=1, validation=0, test=0))
+    assert "and 1 GPU, room for 1 of 2 ranks: a run here would be refused" in plan

@@ -83,7 +83,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "critic.clip_grad": (settings.critic.clip_grad, 0),
         "critic.head_start_steps": (settings.critic.head_start_steps, 0),
         "cluster.cpus_per_rank": (settings.cluster.cpus_per_rank, 0),
-        "cluster.gpus_per_rank": (settings.cluster.gpus_per_rank, 0),
+        "cluster.gpus_per_rank": (settings.cluster.gpus_per_rank or 0, 0),
         "algorithm.kl_coefficient": (settings.algorithm.kl_coefficient, 0),
         "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
         "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),

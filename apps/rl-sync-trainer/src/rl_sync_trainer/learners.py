@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_core.cluster.shares import visible_gpus
 from rl_core.ray_session import RayOptions
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 from rl_distill.options import LearnerOptions
@@ -113,13 +114,18 @@ def critic_options(settings: Settings) -> LearnerOptions:
 
 
 def rank_pool(settings: Settings) -> ResourcePool | None:
-    """What is set aside for the ranks; None where they share what there is."""
-    where = settings.cluster
-    if not where.cpus_per_rank and not where.gpus_per_rank:
+    """What is set aside for the ranks; None where they share this machine's CPUs."""
+    where, gpus = settings.cluster, gpus_per_rank(settings)
+    if not where.cpus_per_rank and not gpus and not visible_gpus():
         return None
-    return ResourcePool(
-        name="learner", size=settings.parallel.ranks, cpus=where.cpus_per_rank, gpus=where.gpus_per_rank
-    )
+    return ResourcePool(name="learner", size=settings.parallel.ranks, cpus=where.cpus_per_rank, gpus=gpus)
+
+
+def gpus_per_rank(settings: Settings) -> float:
+    """GPUs of each rank: as set, else one where this machine has any; 0 in the trainer's own process."""
+    if settings.cluster.gpus_per_rank is not None:
+        return settings.cluster.gpus_per_rank
+    return float(settings.cluster.kind != "inline" and bool(visible_gpus()))
 
 
 def _torch_learners(settings: Settings) -> Learners:

@@ -25,6 +25,11 @@ def parallel_problems(settings: Settings) -> Iterator[str]:
         )
     if cluster.ray_address is not None and cluster.kind != "ray":
         yield f'cluster.ray_address is for cluster.kind = "ray"; found kind {cluster.kind!r}.'
+    if cluster.ray_address is not None and cluster.gpus_per_rank is None:
+        yield (
+            "cluster.gpus_per_rank must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 "
+            "for a GPU each, 0 to train on CPUs; found none."
+        )
     if cluster.kind == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
         yield (
             "cluster.cpus_per_rank and cluster.gpus_per_rank set nothing aside for a rank in the trainer's process; "

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_sync_trainer.learners import needs_critic
+from rl_core.cluster.shares import count_room, describe, machine_shares
+from rl_sync_trainer.learners import gpus_per_rank, needs_critic
 from rl_sync_trainer.settings import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -74,8 +75,20 @@ def _ranks(settings: Settings) -> Iterator[str]:
     }
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
     yield f"             {parallel.ranks} ranks in {where}: {layout}"
-    if cluster.cpus_per_rank or cluster.gpus_per_rank:
-        yield f"             set aside for each: {cluster.cpus_per_rank:g} CPUs, {cluster.gpus_per_rank:g} GPUs"
+    gpus = gpus_per_rank(settings)
+    if cluster.cpus_per_rank or gpus:
+        yield f"             set aside for each: {describe(cluster.cpus_per_rank, gpus)}"
+        yield from _room(settings)
+
+
+def _room(settings: Settings) -> Iterator[str]:
+    """Whether this machine has it; what Ray joins, only Ray knows."""
+    if settings.cluster.ray_address is not None:
+        return
+    there, ranks = machine_shares(), settings.parallel.ranks
+    room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
+    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks: a run here would be refused"
+    yield f"             this machine has {describe(there.cpus, len(there.gpus))}{verdict}"
 
 
 def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:

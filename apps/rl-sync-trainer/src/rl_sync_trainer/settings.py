@@ -216,7 +216,7 @@ class ClusterSettings:
         kind: "inline" (one rank, in the trainer's process, where a debugger works), "process" (each rank in a process
             of this machine), or "ray" (each in an actor of Ray, on one machine or many).
         cpus_per_rank: CPUs to set aside for each rank; 0 shares what there is.
-        gpus_per_rank: GPUs to set aside for each rank; 0 trains on CPUs.
+        gpus_per_rank: GPUs to set aside for each rank; 0 trains on CPUs, none takes one where this machine has GPUs.
         ray_address: "host:port" of a Ray cluster to join, whose token is in RAY_AUTH_TOKEN; none starts one here.
         start_deadline_s: Longest wait for the ranks to start.
         call_deadline_s: Longest wait for an answer of theirs, such as that of an optimizer step.
@@ -224,7 +224,7 @@ class ClusterSettings:
 
     kind: Literal["inline", "process", "ray"] = "inline"
     cpus_per_rank: float = 0.0
-    gpus_per_rank: float = 0.0
+    gpus_per_rank: float | None = None
     ray_address: str | None = None
     start_deadline_s: float = 600.0
     call_deadline_s: float = 3600.0
