@@ -126,7 +126,7 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
     ("changes", "says"),
     [
         ({"rollout.top_p": 1.5}, "rollout.top_p must be above 0 and at most 1; found 1.5."),
-        ({"learner.dtype": "float16"}, 'learner.dtype must be "float32" or "bfloat16"; found \'float16\'.'),
+        ({"learner.dtype": "float16"}, "learner.dtype must be one of 'float32', 'bfloat16'; found 'float16'."),
         (
             {"rollout.prompts_per_step": 10, "trainer.minibatches": 4},
             "rollout.prompts_per_step = 10 groups cannot be divided into trainer.minibatches = 4 equal parts; make "

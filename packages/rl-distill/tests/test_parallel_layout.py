@@ -34,8 +34,8 @@ EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
     ("sizes", "said"),
     [
         ({"ranks": 3, "tensor": 2}, "ranks = 3 must be a multiple of tensor * pipeline * context = 2 * 1 * 1 = 2"),
-        ({"ranks": 0}, "ranks must be at least 1; found 0"),
-        ({"ranks": 2, "tensor": 2, "expert_tensor": 0}, "expert_tensor must be at least 1, or none; found 0"),
+        ({"ranks": 0}, "ranks must be a whole number of at least 1; found 0"),
+        ({"ranks": 2, "tensor": 2, "expert_tensor": 0}, "expert_tensor must be a whole number of at least 1, or none"),
         (
             {"ranks": 3, "tensor": 3},
             "tensor = 3 must divide the policy's num_attention_heads = 8; possible: 1, 2, 4",
@@ -45,6 +45,7 @@ EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
         ({"ranks": 2, "pipeline": 2, "virtual_pipeline": 2}, "num_hidden_layers = 6"),
         ({"ranks": 3, "context": 3}, "context = 3 must divide the 8 attention heads of a tensor rank"),
         ({"ranks": 2, "expert": 2}, "expert = 2 needs a mixture of experts; this policy is dense"),
+        ({"ranks": 2, "expert_tensor": 2}, "expert_tensor = 2 needs a mixture of experts; this policy is dense"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(sizes: dict[str, int], said: str):

@@ -74,11 +74,6 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "trainer.checkpoint_every": (trainer.checkpoint_every, 0),
         "trainer.keep_checkpoints": (trainer.keep_checkpoints, 1),
         "trainer.canary_prompts": (trainer.canary_prompts, 1),
-        "learner.micro_batch_tokens": (learner.micro_batch_tokens, 1),
-        "learner.warmup_steps": (learner.warmup_steps, 0),
-        "learner.clip_grad": (learner.clip_grad, 0),
-        "learner.weight_decay": (learner.weight_decay, 0),
-        "learner.min_learning_rate": (learner.min_learning_rate, 0),
         "critic.warmup_steps": (settings.critic.warmup_steps, 0),
         "critic.clip_grad": (settings.critic.clip_grad, 0),
         "critic.head_start_steps": (settings.critic.head_start_steps, 0),
@@ -94,7 +89,6 @@ def _ranges(settings: Settings) -> Iterator[str]:
         if not value >= least:
             yield f"{name} must be at least {least}; found {value}."
     for name, number in {
-        "learner.learning_rate": learner.learning_rate,
         "rollout.temperature": rollout.temperature,
         "correction.cap": settings.correction.cap,
         "critic.learning_rate": settings.critic.learning_rate,
@@ -109,22 +103,13 @@ def _ranges(settings: Settings) -> Iterator[str]:
             yield f"{name} must be above 0; found {number:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
-    if not all(0 <= beta < 1 for beta in learner.betas):
-        yield f"learner.betas must both be at least 0 and below 1; found {list(learner.betas)}."
-    if learner.decay_steps is not None and learner.decay_steps <= learner.warmup_steps:
-        yield (
-            f"learner.decay_steps = {learner.decay_steps} is the step at which the rate reaches 0; it must come after "
-            f"learner.warmup_steps = {learner.warmup_steps}."
-        )
-    if learner.dtype not in ("float32", "bfloat16"):
-        yield f'learner.dtype must be "float32" or "bfloat16"; found {learner.dtype!r}.'
+    yield from (f"learner.{problem}" for problem in learner.problems())
 
 
 def _optional_ranges(settings: Settings) -> Iterator[str]:
     """Settings that may be none."""
     for name, count in {
         "prompts.validation_limit": settings.prompts.validation_limit,
-        "learner.num_threads": settings.learner.num_threads,
         "engine.num_threads": settings.engine.num_threads,
     }.items():
         if count is not None and count < 1:

@@ -1,7 +1,16 @@
 """Options of learners; imports without torch, so that settings can nest them."""
 
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError
+
+DTYPES = ("float32", "bfloat16")
+DECAYS = ("linear", "cosine")
+RECOMPUTES = ("none", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,32 @@ class LearnerOptions:
     num_threads: int | None = None
     seed: int = 0
 
+    def problems(self) -> Iterator[str]:
+        """What cannot be: each names the option, what it must be, and what it is."""
+        yield from _not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "seed": 0})
+        yield from _not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
+        yield from _not_numbers(self, ("learning_rate", "eps"), above=0.0)
+        yield from _not_numbers(self, ("min_learning_rate", "weight_decay", "clip_grad"), at_least=0.0)
+        yield from _not_among(self, {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES})
+        betas = self.betas
+        if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+            yield f"betas must be two numbers of at least 0 and below 1; found {betas!r}."
+        steps = (self.warmup_steps, self.decay_steps)
+        if all(isinstance(number, int) for number in steps) and self.warmup_steps >= (self.decay_steps or math.inf):
+            yield (
+                f"decay_steps = {self.decay_steps} is the step at which the rate reaches min_learning_rate; it must "
+                f"come after warmup_steps = {self.warmup_steps}."
+            )
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: Has all of `problems`.
+        """
+        if found := list(self.problems()):
+            raise SettingsError("\n".join(found))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
@@ -69,7 +104,45 @@ class ParallelOptions:
     sequence: bool = False
     distributed_optimizer: bool = False
 
+    def problems(self) -> Iterator[str]:
+        """What no layout can have; `parallel_layout` says what must divide what."""
+        sizes = ("ranks", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
+        yield from _not_whole(self, dict.fromkeys(sizes, 1))
+        yield from _not_whole(self, {"expert_tensor": 1}, or_none=True)
+        yield from _not_among(self, {"sequence": (False, True), "distributed_optimizer": (False, True)})
+
     @property
     def data(self) -> int:
         """Ranks that each train on a part of the trajectories."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
+
+
+def _not_whole(options: object, least: Mapping[str, int], *, or_none: bool = False) -> Iterator[str]:
+    for name, at_least in least.items():
+        value = getattr(options, name)
+        if or_none and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+            also = ", or none" if or_none else ""
+            yield f"{name} must be a whole number of at least {at_least}{also}; found {value!r}."
+
+
+def _not_numbers(
+    options: object, names: tuple[str, ...], *, above: float = -math.inf, at_least: float = -math.inf
+) -> Iterator[str]:
+    wanted = f"above {above:g}" if above > at_least else f"at least {at_least:g}"
+    for name in names:
+        value = getattr(options, name)
+        if not _is_number(value) or not (value > above and value >= at_least):
+            yield f"{name} must be {wanted}; found {f'{value:g}' if isinstance(value, Real) else repr(value)}."
+
+
+def _not_among(options: object, known: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    for name, values in known.items():
+        value = getattr(options, name)
+        if value not in values:
+            yield f"{name} must be one of {', '.join(map(repr, values))}; found {value!r}."
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

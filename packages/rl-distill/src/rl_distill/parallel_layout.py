@@ -32,14 +32,10 @@ def check_ranks(parallel: ParallelOptions) -> None:
     """Refuse a layout that no policy could have.
 
     Raises:
-        SettingsError: A size is below 1, or the sizes do not divide the ranks.
+        SettingsError: A size is no whole number of at least 1, or the sizes do not divide the ranks.
     """
-    names = ("ranks", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
-    for name in names:
-        if getattr(parallel, name) < 1:
-            raise SettingsError(f"{name} must be at least 1; found {getattr(parallel, name)}.")
-    if parallel.expert_tensor is not None and parallel.expert_tensor < 1:
-        raise SettingsError(f"expert_tensor must be at least 1, or none; found {parallel.expert_tensor}.")
+    if found := list(parallel.problems()):
+        raise SettingsError(" ".join(found))
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
     if parallel.ranks % model_ranks:
         raise SettingsError(
@@ -60,6 +56,11 @@ def _check_experts(parallel: ParallelOptions, config: PolicyConfig) -> None:
         if parallel.expert > 1:
             raise SettingsError(
                 f"expert = {parallel.expert} needs a mixture of experts; this policy is dense. Set expert = 1."
+            )
+        if parallel.expert_tensor not in (None, parallel.tensor):
+            raise SettingsError(
+                f"expert_tensor = {parallel.expert_tensor} needs a mixture of experts; this policy is dense. Leave it "
+                "at none."
             )
         return
     expert_tensor = parallel.expert_tensor or parallel.tensor

@@ -56,6 +56,7 @@ class TorchLearner:
             SettingsError: The architecture or a setting is not supported.
             DataError: A file or tensor of the folder is missing or torn.
         """
+        options.check()
         self._options = options
         self._source = open_policy(policy)
         dtype = parameter_dtype(options)

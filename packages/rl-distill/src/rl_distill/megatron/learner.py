@@ -79,9 +79,9 @@ class RankedModel:
             DataError: A file or tensor of the folder is missing or torn.
             MissingExtraError: megatron-core is not installed.
         """
+        options.check()
         self._options = options
         self._source = open_policy(policy, is_critic=head == "value")
-        parameter_dtype(options)
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         self._name = name
