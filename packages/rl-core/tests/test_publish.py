@@ -121,6 +121,29 @@ def test_a_tensor_that_did_not_arrive_is_named():
     assert caught.value.tensor == "norm.weight"
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_learners_own_broken_tensor_is_named_and_nothing_is_sent(value):
+    broken = weights(seed=1)
+    broken["norm.weight"][1] = value
+    sent = {name: broken[name] for name in ("embed.weight", "norm.weight")}
+    _, canary = update_and_canary()
+    engine = FakeEngine()
+    with pytest.raises(WeightProofError, match=r"learner's own tensor 'norm\.weight' is not finite") as caught:
+        update = TensorTransport().pack(sent, version=5, tied=TIED)
+        asyncio.run(publish_weights(update, [engine], canary=canary, tolerances=EXACT))
+    assert caught.value.tensor == "norm.weight"
+    assert engine.version == 0
+
+
+def test_the_learners_own_broken_logprobs_are_not_blamed_on_an_engine():
+    update, canary = update_and_canary()
+    canary.logprobs[1][2] = math.nan
+    engine = FakeEngine()
+    with pytest.raises(WeightProofError, match="learner's own logprobs of canary sequence 1 are not finite"):
+        asyncio.run(publish_weights(update, [engine], canary=canary, tolerances=EXACT))
+    assert engine.version == 0
+
+
 def test_a_tied_head_that_stays_stale_is_named():
     class StaleHead(FakeEngine):
         def corrupt(self):

@@ -58,10 +58,12 @@ async def publish_weights(
 
     Raises:
         NotReadyError: There is no engine.
-        WeightProofError: An engine serves something else; the message names the first tensor that differs.
+        WeightProofError: An engine serves something else; the message names the first tensor that differs. Or the
+            learner's own weights are not finite: then nothing is sent.
     """
     if not receivers:
         raise NotReadyError(f"version {update.version} needs an engine to be published to; found none. Start one.")
+    _check_finite(update, canary)
     started = time.perf_counter()
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
     updated = time.perf_counter()
@@ -144,6 +146,23 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
             )
         worst = max(worst, float(differences.max()))
     return worst
+
+
+def _check_finite(update: WeightUpdate, canary: Canary) -> None:
+    """Refuse what no engine could serve, so that none is blamed for it."""
+    for name, digest in update.digests.items():
+        if not np.isfinite(digest.probe).all():
+            raise WeightProofError(
+                f"the learner's own tensor {name!r} is not finite at version {update.version}; nothing was published. "
+                "Go back to the last checkpoint; a lower learning rate or clip_grad may keep it from happening again.",
+                tensor=name,
+            )
+    for index, logprobs in enumerate(canary.logprobs):
+        if not np.isfinite(logprobs).all():
+            raise WeightProofError(
+                f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
+                "while its weights are; nothing was published. Its forward pass overflows: compute in float32."
+            )
 
 
 @contextlib.contextmanager
