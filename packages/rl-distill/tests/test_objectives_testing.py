@@ -60,6 +60,50 @@ def detached(tokens):
     return TokenLosses(losses=plain(tokens).losses.detach())
 
 
+def climbs(tokens):
+    return TokenLosses(losses=-plain(tokens).losses)
+
+
+def returns_a_tensor(tokens):
+    return plain(tokens).losses
+
+
+def returns_a_tuple(tokens):
+    return plain(tokens).losses, {}
+
+
+def returns_a_sum(tokens):
+    return TokenLosses(losses=plain(tokens).losses.sum())
+
+
+def returns_a_list(tokens):
+    return TokenLosses(losses=[1.0])
+
+
+def returns_a_mean_diagnostic(tokens):
+    return TokenLosses(losses=plain(tokens).losses, diagnostics={"actor/ratio": tokens.log_ratio().exp().mean()})
+
+
+def returns_a_bare_diagnostic(tokens):
+    return TokenLosses(losses=plain(tokens).losses, diagnostics=tokens.log_ratio())
+
+
+def scales_the_advantages(tokens):
+    return TokenLosses(losses=-tokens.advantages.mul_(2.0) * tokens.log_ratio().exp())
+
+
+def shifts_the_logprobs(tokens):
+    losses = plain(tokens).losses
+    tokens.policy_logprobs.sub_(1.0)
+    return TokenLosses(losses=losses)
+
+
+def clears_the_mask(tokens):
+    losses = plain(tokens).losses
+    tokens.loss_mask.logical_not_()
+    return TokenLosses(losses=losses)
+
+
 def masks_too_late(policy_logprobs, _entropy, micro):
     columns = micro.columns
     losses = -columns["advantages"] * (policy_logprobs - columns["old_logprobs"]).exp()
@@ -84,6 +128,66 @@ def metrics_as_means(policy_logprobs, _entropy, micro):
     mask = micro.columns["loss_mask"]
     logprobs, advantages = (torch.where(mask, x, 0.0) for x in (policy_logprobs, micro.columns["advantages"]))
     return -(advantages * logprobs).sum(), {"actor/x": (logprobs.detach().mean(), torch.tensor(1.0))}
+
+
+def policy_gradient(policy_logprobs, micro):
+    mask = micro.columns["loss_mask"]
+    logprobs, advantages = (torch.where(mask, x, 0.0) for x in (policy_logprobs, micro.columns["advantages"]))
+    return -(advantages * logprobs).sum()
+
+
+def gives_the_loss_alone(policy_logprobs, _entropy, micro):
+    return policy_gradient(policy_logprobs, micro)
+
+
+def gives_three_things(policy_logprobs, _entropy, micro):
+    return policy_gradient(policy_logprobs, micro), {}, {}
+
+
+def gives_a_number(policy_logprobs, _entropy, micro):
+    return float(policy_gradient(policy_logprobs, micro)), {}
+
+
+def gives_losses_of_tokens(policy_logprobs, _entropy, micro):
+    return policy_logprobs * policy_gradient(policy_logprobs, micro), {}
+
+
+def gives_metrics_without_weight(policy_logprobs, _entropy, micro):
+    loss = policy_gradient(policy_logprobs, micro)
+    return loss, {"actor/x": loss.detach()}
+
+
+def gives_no_metrics(policy_logprobs, _entropy, micro):
+    return policy_gradient(policy_logprobs, micro), None
+
+
+def blanks_a_column(policy_logprobs, _entropy, micro):
+    micro.columns["advantages"][~micro.columns["loss_mask"]] = 0.0
+    return policy_gradient(policy_logprobs, micro), {}
+
+
+def adds_a_column(policy_logprobs, _entropy, micro):
+    micro.columns["ratio"] = policy_logprobs.detach().exp()
+    return policy_gradient(policy_logprobs, micro), {}
+
+
+def scales_the_logprobs(policy_logprobs, _entropy, micro):
+    return policy_gradient(policy_logprobs.mul_(2.0), micro), {}
+
+
+def scales_the_entropy(policy_logprobs, entropy, micro):
+    entropy.detach().mul_(2.0)
+    return policy_gradient(policy_logprobs, micro), {}
+
+
+def pushes_the_wrong_way(policy_logprobs, _entropy, micro):
+    return -policy_gradient(policy_logprobs, micro), {}
+
+
+def learns_from_mistakes_alone(policy_logprobs, _entropy, micro):
+    mask = micro.columns["loss_mask"]
+    logprobs, advantages = (torch.where(mask, x, 0.0) for x in (policy_logprobs, micro.columns["advantages"]))
+    return -(advantages.clamp(max=0.0) * logprobs).sum(), {}
 
 
 def keeps_the_graph(policy_logprobs, _entropy, micro):
@@ -143,6 +247,16 @@ def test_every_built_in_value_loss_passes(clip, seed):
         (divides_by_the_micro_batch, "micro-batches must add up"),
         (whitens_over_the_micro_batch, "micro-batches must add up"),
         (detached, "has no gradient"),
+        (climbs, "with a positive advantage must lower the loss"),
+        (returns_a_tensor, r"must return TokenLosses\(.*; found a tensor of shape \[23\] and dtype torch.float64"),
+        (returns_a_tuple, r"must return TokenLosses\(.*; found a tuple of \(a tensor of shape \[23\] .*, dict {}\)"),
+        (returns_a_sum, r"T = 23; the losses are a tensor of shape \[\]"),
+        (returns_a_list, r"the losses are a list of \(float 1.0\)"),
+        (returns_a_mean_diagnostic, r"diagnostic 'actor/ratio' is a tensor of shape \[\]"),
+        (returns_a_bare_diagnostic, r"the diagnostics are a tensor of shape \[23\]"),
+        (scales_the_advantages, r"the policy loss must leave its inputs.* it changed advantages in place"),
+        (shifts_the_logprobs, "changed policy_logprobs in place"),
+        (clears_the_mask, "changed loss_mask in place"),
     ],
 )
 def test_broken_policy_losses_are_caught(broken, rule):
@@ -158,11 +272,41 @@ def test_broken_policy_losses_are_caught(broken, rule):
         (sums_a_mean, "micro-batches must add up.*loss differs"),
         (keeps_the_graph, "metric sums must be detached; actor/pg_loss"),
         (metrics_as_means, "micro-batches must add up.*actor/x differs"),
+        (gives_the_loss_alone, r"must return \(loss, metric sums\).*; found a tensor of shape \[\]"),
+        (gives_three_things, r"must return \(loss, metric sums\).*; found a tuple of \(.*dict {}, dict {}\)"),
+        (gives_a_number, "the loss is float -?[0-9]"),
+        (gives_losses_of_tokens, r"the loss must be a scalar; found shape \[23\]"),
+        (gives_metrics_without_weight, r"metric 'actor/x' is a tensor of shape \[\]"),
+        (gives_no_metrics, "the metric sums are None"),
+        (blanks_a_column, "the objective must leave its inputs.* it changed column advantages in place"),
+        (adds_a_column, "it added column ratio"),
+        (scales_the_logprobs, "it changed policy_logprobs in place"),
+        (scales_the_entropy, "it changed entropy in place"),
+        (pushes_the_wrong_way, r"with a positive advantage must lower the loss.*follows_advantages=False\); at token"),
+        (learns_from_mistakes_alone, "must lower the loss.*where the gradient must be negative it is 0"),
     ],
 )
 def test_broken_objectives_are_caught(broken, rule):
     with pytest.raises(ConformanceError, match=rule):
         check_objective(broken)
+
+
+def test_the_sign_can_be_left_out():
+    check_policy_loss(climbs, follows_advantages=False)
+    check_objective(pushes_the_wrong_way, follows_advantages=False)
+    check_objective(learns_from_mistakes_alone, follows_advantages=False)
+
+
+def test_the_sign_is_that_of_what_advantages_add():
+    def pulled_back(tokens):
+        return TokenLosses(losses=plain(tokens).losses + 5.0 * tokens.policy_logprobs)
+
+    def climbs_and_is_pulled(tokens):
+        return TokenLosses(losses=climbs(tokens).losses + 5.0 * tokens.policy_logprobs)
+
+    check_policy_loss(pulled_back, is_regularized=True)
+    with pytest.raises(ConformanceError, match="must lower the loss"):
+        check_policy_loss(climbs_and_is_pulled, is_regularized=True)
 
 
 def of_sessions(rows, values):
@@ -206,9 +350,25 @@ def writes_into_the_rewards(rows):
     return of_sessions(rows, rows.rewards.clone().copy_(rows.rewards.add_(1.0)) - 1.0)
 
 
+def gives_a_tensor(rows):
+    return of_sessions(rows, rows.rewards)["advantages"]
+
+
+def gives_a_list(rows):
+    return {"advantages": of_sessions(rows, rows.rewards)["advantages"].tolist()}
+
+
+def blanks_the_values(rows):
+    rows.columns["values"][~rows.loss_mask] = 0.0
+    return of_sessions(rows, rows.rewards)
+
+
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
+        (gives_a_tensor, r"must return tensors \[T\] by column.*; found a tensor of shape \[38\]"),
+        (gives_a_list, r"advantages must be a tensor \[T\]; found a list of"),
+        (blanks_the_values, "the estimator must leave its inputs.* it changed column values in place"),
         (centers_over_the_batch, "rewards must reach no other"),
         (forgets_masked_tokens, "must be 0 at masked tokens"),
         (reads_masked_tokens, "masked tokens must not count"),
@@ -217,7 +377,7 @@ def writes_into_the_rewards(rows):
         (gives_float32, "found .* torch.float32"),
         (gives_nothing, "must give 'advantages'; found \\['returns'\\]"),
         (gives_nan, "advantages must be finite"),
-        (writes_into_the_rewards, "must"),
+        (writes_into_the_rewards, "it changed rewards in place"),
     ],
 )
 def test_broken_advantages_are_caught(broken, rule):
@@ -243,6 +403,12 @@ def test_broken_value_losses_are_caught():
     ):
         with pytest.raises(ConformanceError, match=rule):
             check_value_loss(partial(value_loss_of, **options))
+    with pytest.raises(ConformanceError, match=r"must return \(loss, metric sums\).*; found a tensor of shape \[\]"):
+        check_value_loss(lambda values, micro: value_loss_of(values, micro)[0])
+    with pytest.raises(ConformanceError, match="changed values in place"):
+        check_value_loss(lambda values, micro: value_loss_of(values.mul_(2.0), micro))
+    with pytest.raises(ConformanceError, match="a value must move to its return; at token"):
+        check_value_loss(lambda values, micro: (-value_loss_of(values, micro)[0], {}))
     with pytest.raises(ConformanceError, match="predicts the returns must get no gradient"):
         check_value_loss(lambda values, micro: value_loss_of(values + 1.0, micro))
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rl_distill.objectives.ragged import row_index
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator, RewardedRows
-from rl_distill.testing.rules import POISONS, ConformanceError, compare_tensors
+from rl_distill.testing.results import ConformanceError, check_untouched, copies_of, described
+from rl_distill.testing.rules import POISONS, compare_tensors
 
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)
 SESSIONS = (0, 1, 1, 2, 0, 1, 2, 0, 1, 2)
@@ -51,22 +52,22 @@ def example_rows(*, seed: int = 0) -> RewardedRows:
 def check_advantage(estimator: AdvantageEstimator, *, is_batchwide: bool = False, seed: int = 0) -> None:
     """Check an advantage estimator.
 
+    - What it was given stays as it was.
     - It gives `advantages`, and whatever else, as finite [T] tensors in the rewards' dtype, 0 where masked.
     - Masked tokens do not count, be they NaN or infinite.
     - The order of the rows does not matter, nor how groups and sessions are numbered.
     - A group's rewards reach no other group.
-    - What it was given is as it was.
 
     Args:
         estimator: Its options bound.
-        is_batchwide: True for estimators that whiten over the batch; leaves the fourth out.
+        is_batchwide: True for estimators that whiten over the batch; leaves the last out.
         seed: Of the example.
 
     Raises:
         ConformanceError: A rule is broken.
     """
     rows = example_rows(seed=seed)
-    untouched = _copies(rows)
+    estimator = _watched(estimator)
     expected = estimator(rows)
     _check_columns(expected, rows)
     _check_masked_tokens(estimator, rows, expected)
@@ -75,13 +76,18 @@ def check_advantage(estimator: AdvantageEstimator, *, is_batchwide: bool = False
     _compare(expected, estimator(renamed), "the numbers of groups and sessions must not matter")
     if not is_batchwide:
         _check_groups(estimator, rows, expected)
-    compare_tensors({name: (value, _copies(rows)[name]) for name, value in untouched.items()}, "its inputs must stay")
 
 
 def _check_columns(found: Mapping[str, Tensor], rows: RewardedRows) -> None:
+    if not isinstance(found, Mapping):
+        raise ConformanceError(
+            f"an estimator must return tensors [T] by column, {{'advantages': ...}}; found {described(found)}."
+        )
     if "advantages" not in found:
         raise ConformanceError(f"an estimator must give 'advantages'; found {sorted(found)}.")
     for name, values in found.items():
+        if not isinstance(values, Tensor):
+            raise ConformanceError(f"{name} must be a tensor [T]; found {described(values)}.")
         if values.shape != rows.loss_mask.shape or values.dtype != rows.rewards.dtype:
             raise ConformanceError(
                 f"{name} must be [T] in the rewards' dtype, {list(rows.loss_mask.shape)} {rows.rewards.dtype}; found "
@@ -135,5 +141,22 @@ def _compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], rule: 
     compare_tensors({name: (values, found[name]) for name, values in expected.items()}, rule)
 
 
-def _copies(rows: RewardedRows) -> dict[str, Tensor]:
-    return {"rewards": rows.rewards.clone(), **{name: values.clone() for name, values in rows.columns.items()}}
+def _watched(estimator: AdvantageEstimator) -> AdvantageEstimator:
+    """The estimator, with what it leaves behind checked at every call."""
+
+    def call(rows: RewardedRows) -> Mapping[str, Tensor]:
+        copies = copies_of(_tensors_of(rows))
+        found = estimator(rows)
+        check_untouched(copies, _tensors_of(rows), who="the estimator")
+        return found
+
+    return call
+
+
+def _tensors_of(rows: RewardedRows) -> dict[str, Tensor]:
+    own = ("rewards", "group", "session", "output", "loss_mask", "offsets")
+    return {
+        **{name: getattr(rows, name) for name in own},
+        **{f"column {name}": values for name, values in rows.columns.items()},
+        **{f"row column {name}": values for name, values in rows.row_columns.items()},
+    }

@@ -1,19 +1,26 @@
 """Checks of policy losses and of whole policy objectives."""
 
+from dataclasses import fields, replace
+
+import torch
 from torch import Tensor
 
 from rl_distill.learner import MetricSums, MicroBatch, Objective
 from rl_distill.objectives.kl import k3
-from rl_distill.objectives.policy_loss import PolicyLoss
+from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 from rl_distill.objectives.policy_objective import PolicyObjective, PolicyObjectiveOptions
-from rl_distill.testing.examples import example_batch
+from rl_distill.objectives.ragged import row_index
+from rl_distill.testing.examples import ExampleBatch, example_batch, with_columns
+from rl_distill.testing.results import check_token_losses, check_untouched, copies_of
 from rl_distill.testing.rules import (
     Inputs,
     Subject,
     check_derivative,
+    check_direction,
     check_masked_tokens,
     check_micro_batches,
     check_zero_gradient,
+    evaluate,
     with_zeros,
 )
 
@@ -21,11 +28,26 @@ ZERO_ADVANTAGE = (
     "zero advantages must give zero gradients (for an objective with a KL or entropy term pass is_regularized=True)"
 )
 
+SIGN = (
+    "raising the logprob of a token with a positive advantage must lower the loss, with a negative one it must not "
+    "(to leave this out pass follows_advantages=False)"
+)
+
+SIGN_LENGTHS = (9, 7, 8, 9)
+"""Long enough that either sign has trained tokens that are selected, and others that are not."""
+
 
 def check_policy_loss(
-    policy_loss: PolicyLoss, *, has_stop_gradient: bool = False, is_regularized: bool = False, seed: int = 0
+    policy_loss: PolicyLoss,
+    *,
+    has_stop_gradient: bool = False,
+    is_regularized: bool = False,
+    follows_advantages: bool = True,
+    seed: int = 0,
 ) -> None:
     """Check a policy loss as `policy_objective` uses it; `check_objective` says what is checked.
+
+    Besides, it must give `TokenLosses` with [T] tensors, and leave its `PolicyTokens` as they are.
 
     A loss that reads `PolicyTokens.selection` finds a random one, made over the global batch.
 
@@ -34,29 +56,45 @@ def check_policy_loss(
         has_stop_gradient: True for losses that detach a part on purpose (CISPO): the gradient then is no derivative of
             the loss, and is not compared with finite differences.
         is_regularized: True for losses with a term that does not depend on the advantage (KL-Cov).
+        follows_advantages: False for losses whose gradient is meant to have another sign than the advantage's.
         seed: Of the example.
 
     Raises:
         ConformanceError: A rule is broken.
     """
-    objective = PolicyObjective(options=PolicyObjectiveOptions(), policy_loss=policy_loss, kl=k3)
-    check_objective(objective, has_stop_gradient=has_stop_gradient, is_regularized=is_regularized, seed=seed)
+    objective = PolicyObjective(options=PolicyObjectiveOptions(), policy_loss=_watched(policy_loss), kl=k3)
+    check_objective(
+        objective,
+        has_stop_gradient=has_stop_gradient,
+        is_regularized=is_regularized,
+        follows_advantages=follows_advantages,
+        seed=seed,
+    )
 
 
 def check_objective(
-    objective: Objective, *, has_stop_gradient: bool = False, is_regularized: bool = False, seed: int = 0
+    objective: Objective,
+    *,
+    has_stop_gradient: bool = False,
+    is_regularized: bool = False,
+    follows_advantages: bool = True,
+    seed: int = 0,
 ) -> None:
     """Check an objective of the policy.
 
+    - It gives (loss, metric sums), and leaves what it was given as it was.
     - The gradient is the loss's derivative, by finite differences in float64.
     - Zero advantages give zero gradients.
+    - Raising the logprob of a token with a positive advantage lowers the loss, with a negative one raises it: while
+      the policy is the old one, advantages are equal in each trajectory, and terms beside them are left out.
     - Nothing outside loss_mask counts, be it NaN or infinite.
     - Loss, gradients and metric sums add up over any micro-batches, in any order of rows.
 
     Args:
         objective: Called with an example's logprobs, entropy and micro-batches.
-        has_stop_gradient: Leaves the first out.
-        is_regularized: Leaves the second out, for objectives with a KL or entropy term.
+        has_stop_gradient: Leaves the derivative out.
+        is_regularized: Leaves zero advantages out, for objectives with a KL or entropy term.
+        follows_advantages: False leaves the sign out.
         seed: Of the example.
 
     Raises:
@@ -72,5 +110,37 @@ def check_objective(
         check_derivative(subject, example)
     if not is_regularized:
         check_zero_gradient(subject, with_zeros(example, "advantages"), rule=ZERO_ADVANTAGE)
+    if follows_advantages:
+        _check_sign(subject, example_batch(lengths=SIGN_LENGTHS, seed=seed))
     check_masked_tokens(subject, example)
     check_micro_batches(subject, example)
+
+
+def _check_sign(subject: Subject, example: ExampleBatch) -> None:
+    """The gradient that advantages add has their sign, while the policy is still the old one."""
+    mask, offsets = example.micro.columns["loss_mask"], example.micro.offsets
+    is_even = row_index(offsets, num_tokens=len(mask)) % 2 == 0
+    advantages = torch.where(mask, torch.where(is_even, 1.0, -0.5), 0.0).double()
+    old = torch.where(mask, example.policy_logprobs, 0.0)
+    columns = {"advantages": advantages, "old_logprobs": old, "rollout_logprobs": old}
+    on_policy = replace(example, micro=with_columns(example.micro, columns))
+    gradient = evaluate(subject, on_policy)[1][0] - evaluate(subject, with_zeros(on_policy, "advantages"))[1][0]
+    check_direction(gradient, -advantages, rule=SIGN)
+
+
+def _watched(policy_loss: PolicyLoss) -> PolicyLoss:
+    """The loss, with what it gives and leaves behind checked at every call."""
+
+    def call(tokens: PolicyTokens) -> TokenLosses:
+        copies = copies_of(_tensors_of(tokens))
+        found: object = policy_loss(tokens)
+        check_untouched(copies, _tensors_of(tokens), who="the policy loss")
+        check_token_losses(found, num_tokens=tokens.num_tokens)
+        return found  # type: ignore[return-value]  # checked
+
+    return call
+
+
+def _tensors_of(tokens: PolicyTokens) -> dict[str, Tensor]:
+    columns = {column.name: getattr(tokens, column.name) for column in fields(tokens)}
+    return {name: values for name, values in columns.items() if values is not None}

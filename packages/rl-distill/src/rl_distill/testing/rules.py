@@ -1,4 +1,4 @@
-"""The rules that every objective keeps, of the policy or the critic: gradient, zero, mask, micro-batches."""
+"""The rules that every objective keeps, of the policy or the critic: gradient, zero, sign, mask, micro-batches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rl_core.errors import RLError
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.testing.examples import ExampleBatch, select_rows, tokens_of, with_columns
+from rl_distill.testing.results import ConformanceError, check_objective_result, check_untouched, copies_of
 
 TOLERANCE = 1e-10
 """Largest difference, relative to the largest value, that float64 rounding explains."""
@@ -16,10 +16,6 @@ TOLERANCE = 1e-10
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30)
 
 Inputs = tuple[Tensor, ...]
-
-
-class ConformanceError(RLError, AssertionError):
-    """An objective broke a rule that training relies on; the message names the rule and the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +30,6 @@ class Subject:
     inputs: tuple[str, ...]
     call: Callable[[Inputs, MicroBatch], tuple[Tensor, MetricSums]]
 
-    @property
-    def no_gradient(self) -> str:
-        """What is said of a loss that is constant."""
-        return f"the loss has no gradient; it must depend on {self.inputs[0]} without detaching them."
-
     def leaves(self, example: ExampleBatch) -> Inputs:
         """Fresh inputs that take a gradient."""
         return tuple(example.inputs[name].detach().clone().requires_grad_() for name in self.inputs)
@@ -52,14 +43,21 @@ def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
     """The objective on a batch.
 
     Raises:
-        ConformanceError: The loss is no scalar or has no gradient, or a metric keeps the graph alive.
+        ConformanceError: It changes its inputs, gives something other than (loss, metric sums), or a loss without
+            gradient, or a metric keeps the graph alive.
     """
     leaves = subject.leaves(example)
-    loss, metrics = subject.call(leaves, example.micro)
-    if loss.ndim != 0:
-        raise ConformanceError(f"the loss must be a scalar; found shape {list(loss.shape)}.")
+    # As in training the inputs are no leaves: torch then allows to change them in place, which goes unnoticed there.
+    inputs, micro = tuple(leaf.clone() for leaf in leaves), example.micro
+    copies = copies_of(_tensors_of(subject, inputs, micro))
+    found = subject.call(inputs, micro)
+    check_untouched(copies, _tensors_of(subject, inputs, micro), who="the objective")
+    check_objective_result(found)
+    loss, metrics = found
     if not loss.requires_grad:
-        raise ConformanceError(subject.no_gradient)
+        raise ConformanceError(
+            f"the loss has no gradient; it must depend on {subject.inputs[0]} without detaching them."
+        )
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     attached = [name for name, pair in metrics.items() if any(value.requires_grad for value in pair)]
     if attached:
@@ -69,11 +67,9 @@ def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
 
 def check_derivative(subject: Subject, example: ExampleBatch) -> None:
     """The gradient is that of the loss, by finite differences in float64."""
-    leaves = subject.leaves(example)
-    if not subject.call(leaves, example.micro)[0].requires_grad:
-        raise ConformanceError(subject.no_gradient)
+    evaluate(subject, example)
     try:
-        torch.autograd.gradcheck(lambda *inputs: subject.call(inputs, example.micro)[0], leaves)
+        torch.autograd.gradcheck(lambda *inputs: subject.call(inputs, example.micro)[0], subject.leaves(example))
     except RuntimeError as error:
         raise ConformanceError(
             f"the gradient is not the derivative of the loss: {error} If a part is detached on purpose, "
@@ -87,6 +83,25 @@ def check_zero_gradient(subject: Subject, example: ExampleBatch, *, rule: str) -
     largest = float(gradients.abs().max())
     if largest != 0.0:
         raise ConformanceError(f"{rule}; the largest is {largest:.3g}.")
+
+
+def check_direction(gradient: Tensor, wanted: Tensor, *, rule: str) -> None:
+    """A gradient points where it should, or is 0; where it should rise it does somewhere, and so where it should fall.
+
+    Args:
+        gradient: [T] of the loss on the first input.
+        wanted: [T], whose sign is wanted; 0 where any will do.
+        rule: For the message.
+    """
+    rounding = TOLERANCE * max(1.0, float(gradient.abs().max()))
+    against = torch.where(wanted == 0, 0.0, -gradient * wanted.sign())
+    if float(against.max()) > rounding:
+        token = int(against.argmax())
+        raise ConformanceError(f"{rule}; at token {token} the gradient is {float(gradient[token]):.3g}.")
+    for sign, name in ((-1.0, "negative"), (1.0, "positive")):
+        here = wanted.sign() == sign
+        if bool(here.any()) and float(gradient[here].abs().max()) <= rounding:
+            raise ConformanceError(f"{rule}; where the gradient must be {name} it is 0 for every token.")
 
 
 def check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
@@ -149,3 +164,12 @@ def with_zeros(example: ExampleBatch, column: str) -> ExampleBatch:
     """The batch with a column of zeros."""
     zeros = {column: torch.zeros(len(example.micro.input_ids), dtype=torch.float64)}
     return replace(example, micro=with_columns(example.micro, zeros))
+
+
+def _tensors_of(subject: Subject, inputs: Inputs, micro: MicroBatch) -> dict[str, Tensor]:
+    """Everything that an objective is given, by name."""
+    return {
+        **dict(zip(subject.inputs, inputs, strict=True)),
+        **{name: getattr(micro, name) for name in ("input_ids", "position_ids", "offsets")},
+        **{f"column {name}": values for name, values in micro.columns.items()},
+    }
