@@ -339,10 +339,17 @@ def test_what_one_rank_cannot_read_changes_no_rank(tied_policy: Path, make_batch
 
 
 def test_another_model_or_dtype_is_refused(saved: Path, tied_policy: Path, untied_policy: Path):
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError, match="another model: .* is .*, this policy's "):
         MegatronLearner(untied_policy, OPTIONS).load(saved)
     with pytest.raises(CheckpointError, match="dtype = 'float32'"):
         MegatronLearner(tied_policy, replace(OPTIONS, dtype="bfloat16")).load(saved)
+
+
+def test_a_place_that_cannot_be_written_is_named(tied_policy: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    learner = MegatronLearner(tied_policy, OPTIONS)
+    with pytest.raises(CheckpointError, match=r"cannot save into .*file/saved"):
+        learner.save(tmp_path / "file" / "saved")
 
 
 def test_a_policy_folder_is_checked(tied_policy: Path, tmp_path: Path):

@@ -38,7 +38,16 @@ def check_values(settings: Settings) -> None:
 
 
 def _value_problems(settings: Settings) -> Iterator[str]:
-    for find in (_ranges, _optional_ranges, _arithmetic, _names, algorithm_problems, parallel_problems):
+    for find in (
+        _ranges,
+        _positive,
+        _learner,
+        _optional_ranges,
+        _arithmetic,
+        _names,
+        algorithm_problems,
+        parallel_problems,
+    ):
         yield from find(settings)
 
 
@@ -58,7 +67,7 @@ def check_trainable(settings: Settings) -> None:
 
 
 def _ranges(settings: Settings) -> Iterator[str]:
-    rollout, trainer, learner = settings.rollout, settings.trainer, settings.learner
+    rollout, trainer = settings.rollout, settings.trainer
     at_least = {
         "run.seed": (settings.run.seed, 0),
         "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
@@ -88,6 +97,10 @@ def _ranges(settings: Settings) -> Iterator[str]:
     for name, (value, least) in at_least.items():
         if not value >= least:
             yield f"{name} must be at least {least}; found {value}."
+
+
+def _positive(settings: Settings) -> Iterator[str]:
+    rollout = settings.rollout
     for name, number in {
         "rollout.temperature": rollout.temperature,
         "correction.cap": settings.correction.cap,
@@ -103,7 +116,10 @@ def _ranges(settings: Settings) -> Iterator[str]:
             yield f"{name} must be above 0; found {number:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
-    yield from (f"learner.{problem}" for problem in learner.problems())
+
+
+def _learner(settings: Settings) -> Iterator[str]:
+    yield from (f"learner.{problem}" for problem in settings.learner.problems())
 
 
 def _optional_ranges(settings: Settings) -> Iterator[str]:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_distill.durable_files import read_json_object
 from rl_distill.hf_folder import tensor_shapes, write_policy_folder
 from rl_distill.options import LearnerOptions
-from rl_distill.policy_config import PolicyConfig
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.torch_dist import Piece, TensorFolder
 
 FORMAT_VERSION = 2
@@ -55,10 +55,14 @@ def require_empty(directory: Path) -> None:
     """Make a directory to save into.
 
     Raises:
-        CheckpointError: It has files in it.
+        CheckpointError: It has files in it, or cannot be made.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"cannot save into {directory}: {error}. Give a directory that can be written.") from None
+    if not is_empty:
         raise CheckpointError(f"{directory} must be empty to save into it; give a new directory.")
 
 
@@ -115,8 +119,8 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
     header = _read_header(directory / LEARNER_FILE)
     if header["config_digest"] != config.digest:
         raise CheckpointError(
-            f"{directory} is a checkpoint of another model: its configuration has digest {header['config_digest']}, "
-            f"this policy {config.digest}. Load it with the policy that it was saved from."
+            f"{directory} is a checkpoint of another model: {_differences(directory / POLICY_FOLDER, config)}. Load it "
+            "with the policy that it was saved from."
         )
     if header["dtype"] != dtype:
         raise CheckpointError(
@@ -124,6 +128,20 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
             f"Set dtype = {header['dtype']!r}, or start a new run from {directory / POLICY_FOLDER}."
         )
     return int(header["step"])
+
+
+def _differences(folder: Path, config: PolicyConfig) -> str:
+    """Such as "num_layers is 4, this policy's 2", from a saved policy's config.json."""
+    try:
+        config_json = read_policy_config(folder)
+        names = [str(name) for name in config_json.get("architectures") or []]
+        config_json["architectures"] = [name.replace("ForTokenClassification", "ForCausalLM") for name in names]
+        saved = asdict(parse_policy_config(config_json))
+    except (SettingsError, DataError):
+        return "its configuration cannot be read, and has another digest than this policy's"
+    own = asdict(config)
+    different = [name for name, value in own.items() if saved[name] != value and name != "initializer_range"]
+    return "; ".join(f"{name} is {saved[name]}, this policy's {own[name]}" for name in different) or "digests differ"
 
 
 def _read_header(path: Path) -> dict[str, Any]:

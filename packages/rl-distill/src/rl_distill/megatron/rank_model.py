@@ -142,7 +142,6 @@ class RankModel:
         self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool
     ) -> StepShare | None:
         """One optimizer step; None on ranks that do not answer. A step that is not finite changes nothing."""
-        adam = self._trained()
         gathered = _Gathered()
 
         def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
@@ -159,18 +158,12 @@ class RankModel:
                 loss = (values.sum() if entropy is None else values.sum() + entropy.sum()) * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
 
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        adam.zero_grad()
+        self._zero_gradients()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         self._run(share.packs(self._device), evaluate, temperature=temperature, mask=mask, with_gradients=True)
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
-        grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
-        is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
-        if is_applied:
-            adam.step(grad_norm, learning_rate=learning_rate)
-            self.step += 1
+        grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
         if not self.place.answers:
             return None
         return StepShare(
@@ -181,6 +174,21 @@ class RankModel:
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
         )
+
+    def _zero_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._trained().zero_grad()
+
+    def _update(self, loss: float, *, learning_rate: float) -> tuple[float, bool]:
+        """Norm of the gradients, and whether the optimizer took them: not where something is not finite."""
+        adam = self._trained()
+        grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
+        is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
+        if is_applied:
+            adam.step(grad_norm, learning_rate=learning_rate)
+            self.step += 1
+        return grad_norm, is_applied
 
     def offload(self) -> int:
         """Free what the model needs only while it works; the next call brings it back. Gives the bytes freed.

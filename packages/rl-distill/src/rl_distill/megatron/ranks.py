@@ -43,19 +43,14 @@ class LearnerRanks:
             DeadlineError: They were not there in time.
             RoleError: One died.
         """
-        check_ranks(parallel)
-        if parallel.ranks > 1 and cluster is not None and cluster.kind == "inline":
-            raise SettingsError(
-                f"{parallel.ranks} ranks wait for one another, and one process cannot; set the cluster's kind to "
-                '"process" or "ray", found "inline".'
-            )
+        is_inline = _runs_inline(parallel, cluster)
         self.parallel = parallel
         self._host: RankHost | None = None
         self._group: BlockingGroup | None = None
         self._call_deadline_s = call_deadline_s
         self._ended_by = ""
         options = {"parallel": parallel, "num_threads": num_threads, "seed": 0}
-        if parallel.ranks == 1 and (cluster is None or cluster.kind == "inline"):
+        if is_inline:
             context = RoleContext(name=ROLE, rank=0, size=1, address="127.0.0.1", incarnation=1)
             self._host = RankHost(context=context, **options)  # type: ignore[arg-type]
             self.places: list[Place] = [self._host.join(None)]
@@ -136,6 +131,22 @@ class LearnerRanks:
             self._ended_by = f" by an earlier {type(error).__name__}"
             self.close()
             raise
+
+
+def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> bool:
+    """True for one rank in this process.
+
+    Raises:
+        SettingsError: The layout cannot be, or several ranks shall share a process.
+    """
+    check_ranks(parallel)
+    is_inline = cluster is not None and cluster.kind == "inline"
+    if is_inline and parallel.ranks > 1:
+        raise SettingsError(
+            f"{parallel.ranks} ranks wait for one another, and one process cannot; set the cluster's kind to "
+            '"process" or "ray", found "inline".'
+        )
+    return is_inline or (cluster is None and parallel.ranks == 1)
 
 
 def _environment(num_threads: int | None) -> dict[str, str]:
