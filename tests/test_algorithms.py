@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "minibatches": {"trainer__minibatches": 2},
     "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
     "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
-    "offload": {"trainer__offload": True},
+    "offload": {"trainer__offload": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
     "other-temperature": {"rollout__temperature": 0.7},
     "torch-learner": {"policy__learner": "torch"},
     "everything": {

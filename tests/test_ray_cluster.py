@@ -13,7 +13,7 @@ from ray_role_owner import processes_with
 from rl_core.cluster import ClusterOptions, open_cluster
 from rl_core.errors import MissingExtraError
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
-from rl_core.testing import ClusterConformance, wait_until
+from rl_core.testing import RemoteClusterConformance, wait_until
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -24,7 +24,7 @@ def ray():
     stop_ray()
 
 
-class TestRay(ClusterConformance):
+class TestRay(RemoteClusterConformance):
     @classmethod
     def make_options(cls, **changes):
         return ClusterOptions(kind="ray", **changes)

@@ -3,14 +3,48 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from rl_core.cluster.messages import named
-from rl_core.cluster.packing import Packed, unpack
+from rl_core.cluster.packing import Packed, pack, unpack
 from rl_core.cluster.roles import RoleSpec
 from rl_core.errors import RoleError
+
+
+class Call(NamedTuple):
+    """A call before it is sent.
+
+    Attributes:
+        specs: The roles that get it.
+        method: Its name; empty where it makes the object.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+
+    specs: Sequence[RoleSpec]
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def pack(self) -> Packed:
+        """Its bytes.
+
+        Raises:
+            RoleError: An argument cannot be pickled.
+        """
+        try:
+            return pack((self.method, self.args, dict(self.kwargs)))
+        except TypeError as error:
+            first = self.specs[0]
+            whom = str(first) if len(self.specs) == 1 else f"{first} to {self.specs[-1]}"
+            raise RoleError(
+                f"the arguments of {describe_call(self.method)} cannot be sent to {whom}: {error}. Give plain values, "
+                "arrays, or objects whose class can be imported there.",
+                role=first.name,
+                rank=first.rank if len(self.specs) == 1 else None,
+            ) from error
 
 
 class _Waiting(NamedTuple):

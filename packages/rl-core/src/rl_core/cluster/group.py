@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl_core.cluster.calls import Call
 from rl_core.cluster.incarnation import Launcher
 from rl_core.cluster.pools import Slot
 from rl_core.cluster.role import DeathCallback, Role
@@ -62,7 +63,13 @@ class RoleGroup:
         return all(role.is_alive for role in self._roles)
 
     def __getitem__(self, rank: int) -> Role:
-        """One of them."""
+        """One of them.
+
+        Raises:
+            SettingsError: There is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise SettingsError(f"role {self._spec.name!r} has ranks 0 to {self.size - 1}; found {rank}.")
         return self._roles[rank]
 
     def __iter__(self) -> Iterator[Role]:
@@ -72,8 +79,12 @@ class RoleGroup:
         return len(self._roles)
 
     async def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        """Call one; see `Role.call`."""
-        return await self._roles[rank].call(method, *args, deadline_s=deadline_s, **kwargs)
+        """Call one; see `Role.call`.
+
+        Raises:
+            SettingsError: There is no such rank.
+        """
+        return await self[rank].call(method, *args, deadline_s=deadline_s, **kwargs)
 
     async def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call all with the same arguments, which are packed and stored once.
@@ -88,7 +99,7 @@ class RoleGroup:
         Raises:
             Exception: See `Role.call`.
         """
-        parcel = self._launcher.pack(method, args, kwargs, self.size)
+        parcel = self._launcher.pack(Call([role.spec for role in self._roles], method, args, kwargs))
         return await self._together([role.send(method, parcel, deadline_s=deadline_s) for role in self._roles])
 
     async def call_each(
@@ -115,7 +126,7 @@ class RoleGroup:
         Raises:
             Exception: A role's error when its turn comes; see `Role.call`. The others are waited for no more.
         """
-        parcel = self._launcher.pack(method, args, kwargs, self.size)
+        parcel = self._launcher.pack(Call([role.spec for role in self._roles], method, args, kwargs))
         ranks = {
             asyncio.ensure_future(role.send(method, parcel, deadline_s=deadline_s)): rank
             for rank, role in enumerate(self._roles)

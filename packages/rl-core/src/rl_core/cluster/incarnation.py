@@ -1,9 +1,10 @@
 """What every placement gives: one life of a role, and who starts it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rl_core.cluster.calls import Call
 from rl_core.cluster.pools import PoolBook, Reserver, Slot
 from rl_core.cluster.roles import RoleContext, RoleSpec
 from rl_core.errors import RLError
@@ -89,11 +90,11 @@ class Launcher(Protocol):
         """
         ...
 
-    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:
-        """A call, ready to be sent to so many roles.
+    def pack(self, call: Call) -> Any:
+        """A call, ready to be sent to its roles.
 
         Raises:
-            TypeError: An argument cannot be sent.
+            RoleError: An argument cannot be sent.
         """
         ...
 

@@ -1,12 +1,11 @@
 """Roles on this machine: objects of this process, or a process each."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from rl_core.cluster.calls import Call
 from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.inline import InlineIncarnation
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.packing import pack
 from rl_core.cluster.pools import LOCAL_POOLS, LOCAL_RESERVER
 from rl_core.cluster.process import ProcessIncarnation
 
@@ -21,9 +20,9 @@ class InlineLauncher:
     async def open(self) -> None:
         """See `Launcher.open`."""
 
-    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:  # noqa: ARG002
+    def pack(self, call: Call) -> Any:
         """See `Launcher.pack`."""
-        return args, dict(kwargs)
+        return call.args, dict(call.kwargs)
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`."""
@@ -47,9 +46,9 @@ class ProcessLauncher:
     async def open(self) -> None:
         """See `Launcher.open`."""
 
-    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:  # noqa: ARG002
+    def pack(self, call: Call) -> Any:
         """See `Launcher.pack`."""
-        return pack((method, args, dict(kwargs)))
+        return call.pack()
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`."""

@@ -4,10 +4,12 @@ import builtins
 import contextlib
 import traceback
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rl_core import errors
 from rl_core.cluster.roles import RoleSpec
+
+Raised = TypeVar("Raised", bound=BaseException)
 
 _KNOWN_MODULES = {module.__name__: module for module in (builtins, errors)}
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -40,7 +42,7 @@ class RemoteError(NamedTuple):
         return cls(
             module=type(error).__module__,
             kind=type(error).__name__,
-            args=args if all(isinstance(arg, _PLAIN) for arg in args) else (str(error),),
+            args=args if all(isinstance(arg, _PLAIN) for arg in args) else (_text(error),),
             state={name: value for name, value in state.items() if isinstance(value, _PLAIN)},
             notes=tuple(map(str, getattr(error, "__notes__", ()))),
             traceback="".join(traceback.format_exception(error)),
@@ -63,12 +65,20 @@ class RemoteError(NamedTuple):
         return named(rebuilt, spec)
 
 
-def named(error: BaseException, spec: RoleSpec) -> BaseException:
+def named(error: Raised, spec: RoleSpec) -> Raised:
     """An error with attributes `role` and `rank`; those of a role further away stay."""
     with contextlib.suppress(AttributeError):  # of a class with slots
         if getattr(error, "role", None) is None:
             error.role, error.rank = spec.name, spec.rank  # type: ignore[attr-defined]
     return error
+
+
+def _text(error: BaseException) -> str:
+    """What it says of itself; a class may fail at that, and its caller shall not wait for ever."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be made: {failure!r})"
 
 
 def _reduced(error: BaseException) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -32,7 +32,11 @@ class Packed(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
+    last: Any = None
+    """What was looked at last: the culprit where it fails."""
+
     def reducer_override(self, value: Any) -> Any:
+        self.last = value
         torch = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor or not _is_plain(torch, value):
             return NotImplemented
@@ -45,13 +49,20 @@ def pack(value: Any) -> Packed:
     """Pickle a value; arrays and CPU tensors stay where they are.
 
     Raises:
-        TypeError: Something in it cannot be pickled, such as a lock.
-        AttributeError: The same, of something local to a function.
-        pickle.PicklingError: The same, of something that its module does not have.
+        TypeError: Something in it cannot be pickled, such as a lock, or a class that is local to a function; the
+            message says its type.
     """
     buffers: list[pickle.PickleBuffer] = []
     body = io.BytesIO()
-    _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(value)
+    pickler = _Pickler(body, protocol=5, buffer_callback=buffers.append)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # also what its own __reduce__ raises
+        culprit = type(pickler.last)
+        raise TypeError(
+            f"a value of type {culprit.__module__}.{culprit.__qualname__} cannot be pickled: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return Packed(body.getvalue(), [buffer.raw() for buffer in buffers])
 
 

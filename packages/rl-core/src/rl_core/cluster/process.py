@@ -20,15 +20,14 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from rl_core.cluster.calls import Calls, describe_call
+from rl_core.cluster.calls import Call, Calls, describe_call
 from rl_core.cluster.frames import Numbered, receive_frame, send_frame, socket_pair
 from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.output import FileOutput, PrefixedOutput, RoleOutput, quote
-from rl_core.cluster.packing import Packed, pack
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.packing import Packed
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 from rl_core.ray_session import LOOPBACK
 
@@ -73,11 +72,11 @@ class ProcessIncarnation:
         limit = asyncio.timeout(birth.deadline_s)
         try:
             async with limit:
-                await self.call("", pack(("", (spec, context), {})))
+                await self.call("", Call([spec], "", (spec, context), {}).pack())
         except BaseException as error:
             await self.kill("its start failed")
             if isinstance(error, TimeoutError) and limit.expired():
-                raise named_error(
+                raise named(
                     DeadlineError(
                         f"{spec} was not ready {birth.deadline_s:g} s after its process (pid {self.pid}) started, and "
                         f"was ended; {spec.factory} was still running. Give it a longer deadline. "
@@ -205,12 +204,6 @@ class ProcessIncarnation:
             f"{self.last_heard}. {quote(self._output.tail())}"
         )
         return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
-
-
-def named_error(error: RLError, spec: RoleSpec) -> RLError:
-    """An error of ours with attributes `role` and `rank`."""
-    named(error, spec)
-    return error
 
 
 def start_process(birth: Birth, mark: str, output: RoleOutput) -> tuple["subprocess.Popen[bytes]", socket.socket]:

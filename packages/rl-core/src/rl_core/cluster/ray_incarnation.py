@@ -16,13 +16,13 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.calls import Calls, describe_call
+from rl_core.cluster.calls import Call, Calls, describe_call
 from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family, is_running
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.output import log_path, quote
-from rl_core.cluster.packing import Packed, pack
+from rl_core.cluster.packing import Packed
 from rl_core.cluster.ray_actor import Door, Hello, RoleActor, is_seen_here, read_printed, to_wire
 from rl_core.cluster.ray_pools import ray_nodes, say_free
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError, RoleError
@@ -69,7 +69,7 @@ class RayIncarnation:
                 self._hello = await self._ask(self._actor.hello.remote())
                 self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
                 context = replace(self._birth.context, address=self._hello.address)
-                await self.call("", to_wire(pack(("", (spec, context), {}))))
+                await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
         except BaseException as error:
             text = await asyncio.to_thread(self._say_late) if isinstance(error, TimeoutError) else ""
             await self.kill("was ended, as its start failed")

@@ -8,15 +8,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from rl_core.cluster.calls import Call
 from rl_core.cluster.guard import Family, descendants, start_guard
 from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.packing import pack
 from rl_core.cluster.pools import PoolBook
 from rl_core.cluster.ray_actor import to_wire
 from rl_core.cluster.ray_incarnation import RayIncarnation, store
@@ -56,10 +55,10 @@ class RayLauncher:
             threading.Thread(target=self._open, args=(self._opening,), name="start ray", daemon=True).start()
         await asyncio.wrap_future(self._opening)
 
-    def pack(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_roles: int) -> Any:
+    def pack(self, call: Call) -> Any:
         """See `Launcher.pack`."""
-        packed = pack((method, args, dict(kwargs)))
-        return store(packed) if num_roles > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
+        packed = call.pack()
+        return store(packed) if len(call.specs) > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`; where a node is lost, another one is tried."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.cluster.calls import describe_call
+from rl_core.cluster.calls import Call, describe_call
 from rl_core.cluster.incarnation import Birth, Incarnation, Launcher
 from rl_core.cluster.messages import named
 from rl_core.cluster.pools import Slot
@@ -35,7 +35,7 @@ class RestartedRole:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
-        return await self.life.call(method, self.launcher.pack(method, args, kwargs, 1))
+        return await self.life.call(method, self.launcher.pack(Call([self.spec], method, args, kwargs)))
 
 
 class Role:
@@ -114,10 +114,13 @@ class Role:
             RoleDiedError: The role died, or was restarted, before it answered; the message says how.
             DeadlineError: It took longer; the message says what was heard last.
             NotReadyError: The role was closed.
+            SettingsError: Its object has no such method.
+            RoleError: An argument, or the result, cannot be pickled.
             Exception: Whatever the method raised, with the remote traceback as a note, and attributes `role` and
                 `rank`.
         """
-        return await self.send(method, self._launcher.pack(method, args, kwargs, 1), deadline_s=deadline_s)
+        parcel = self._launcher.pack(Call([self._spec], method, args, kwargs))
+        return await self.send(method, parcel, deadline_s=deadline_s)
 
     async def send(self, method: str, parcel: Any, *, deadline_s: float | None) -> Any:
         """Call a method with arguments that the launcher has packed."""

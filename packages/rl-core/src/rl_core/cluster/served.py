@@ -2,11 +2,13 @@
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from rl_core.cluster.messages import RemoteError
 from rl_core.cluster.packing import Packed, pack, unpack
 from rl_core.cluster.roles import RoleContext, RoleSpec, make_object
+from rl_core.errors import RoleError, SettingsError
 
 
 class ServedRole:
@@ -15,14 +17,21 @@ class ServedRole:
     def __init__(self) -> None:
         """Have no object yet."""
         self._target: Any = None
+        self._spec: RoleSpec | None = None
 
     async def make(self, spec: RoleSpec, context: RoleContext) -> None:
         """Make the object."""
+        self._spec = spec
         self._target = await make_object(spec.factory, spec.kwargs, context)
 
     async def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method, plain or async."""
-        result = getattr(self._target, method)(*args, **kwargs)
+        """Call a method, plain or async.
+
+        Raises:
+            SettingsError: The object has no such method.
+            Exception: Whatever it raised.
+        """
+        result = self._find(method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def answer(self, packed: Packed) -> Packed:
@@ -32,8 +41,8 @@ class ServedRole:
             if not method:
                 await self.make(*args)
                 return pack((True, None))
-            return pack((True, await self.run(method, args, kwargs)))
-        except (Exception, asyncio.CancelledError) as error:  # also a result that cannot be pickled
+            return self._pack_result(method, await self.run(method, args, kwargs))
+        except (Exception, asyncio.CancelledError, GeneratorExit) as error:  # any other one ends the process
             return pack((False, RemoteError.of(error)))
 
     async def close(self) -> None:
@@ -43,3 +52,22 @@ class ServedRole:
             result = target.close()
             if inspect.isawaitable(result):
                 await result
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        found = getattr(self._target, method, None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+        kind = type(self._target)
+        known = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
+        raise SettingsError(
+            f"{self._spec}, a {kind.__qualname__}, has no method {method!r}; it has {', '.join(known) or 'none'}."
+        )
+
+    def _pack_result(self, method: str, result: Any) -> Packed:
+        try:
+            return pack((True, result))
+        except TypeError as error:
+            raise RoleError(
+                f"the result of {method!r} cannot be sent by {self._spec}: {error}. Return plain values, arrays, or "
+                "objects whose class can be imported by the caller.",
+            ) from error

@@ -51,10 +51,6 @@ class Shares:
         for device, part in taken.gpus.items():
             self.free_gpus[device] += part
 
-    def whole(self) -> "Shares":
-        """The same with nothing taken."""
-        return Shares(self.cpus, self.gpus)
-
     def _devices(self, gpus: float) -> dict[str, float] | None:
         if not gpus:
             return {}

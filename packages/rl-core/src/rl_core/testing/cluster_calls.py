@@ -2,14 +2,12 @@
 """Checks of calls: to one role, to all, each with its own, and as they finish."""
 
 import asyncio
-import threading
 
 import numpy as np
 
 from rl_core.cluster import Cluster, RoleContext, RoleSpec
-from rl_core.errors import DeadlineError, RoleError, SettingsError, WeightProofError
+from rl_core.errors import DeadlineError, SettingsError, WeightProofError
 from rl_core.testing.cluster_checks import NOTICED_S, START_S, ClusterChecks, catches, within
-from rl_core.testing.cluster_role import Unreadable
 from rl_core.testing.queue_checks import refuses
 
 
@@ -123,24 +121,19 @@ class CallChecks(ClusterChecks):
 
         assert self.run(use()) == 0
 
-    def test_what_cannot_be_sent_fails_its_call_alone(self) -> None:
-        self.needs_process()  # in this process, everything can be given
-        with refuses(TypeError, "pickle"):
-            self.run(self.group[0].call("echo", threading.Lock()))
-        with refuses(TypeError, "pickle"):
-            self.run(self.group[0].call("unpicklable"))
-        with refuses(RoleError, "echo[0]", "'unreadable'", "cannot be read", "cannot be made again"):
-            self.run(self.group[0].call("unreadable"))
-        with refuses(ValueError, "cannot be made again"):
-            self.run(self.group[0].call("echo", Unreadable()))
-        assert self.run(self.group[0].call("greet", "you")) == "hello you!"
-
-    def test_an_error_of_an_unknown_class_becomes_a_role_error(self) -> None:
-        self.needs_process()  # in this process, the class is known
-        with refuses(RoleError, "echo[0] raised UnknownError: out of luck"):
-            self.run(self.group[0].call("raise_error", "UnknownError", "out of luck"))
-        with refuses(RoleError, "echo[0] raised CancelledError"):
-            self.run(self.group[0].call("cancel"))
+    def test_a_rank_or_a_method_that_is_not_there_is_refused_with_those_that_are(self) -> None:
+        for rank in (9, 3, -1):
+            with refuses(SettingsError, "'echo' has ranks 0 to 2", f"found {rank}"):
+                self.run(self.group.call(rank, "greet", "you"))
+        with refuses(SettingsError, "ranks 0 to 2"):
+            self.group[3]
+        for method in ("gret", "greeting"):
+            with refuses(SettingsError, "echo[1], a EchoRole", f"no method '{method}'", "it has block, ", " greet, "):
+                self.run(self.group.call(1, method, "you"))
+        with refuses(SettingsError, "no method 'gret'"):
+            self.run(self.group.call_all("gret"))
+        with refuses(AttributeError, "own words"):
+            self.run(self.group.call(1, "raise_error", "AttributeError", "own words"))
 
     def test_factories_may_be_async_and_need_no_context(self) -> None:
         async def use(cluster: Cluster) -> list[str]:

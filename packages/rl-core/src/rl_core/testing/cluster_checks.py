@@ -4,7 +4,6 @@
 import asyncio
 import tempfile
 import time
-import unittest
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,11 +69,6 @@ class ClusterChecks:
                 return await asyncio.wait_for(use(cluster), START_S)
 
         return asyncio.run(run())
-
-    def needs_process(self) -> None:
-        """Skip a check where a role has no process of its own."""
-        if self.make_options().kind == "inline":
-            raise unittest.SkipTest("a role in this process has no process that could die, print or be restarted alone")
 
 
 def echo(**changes: Any) -> RoleSpec:

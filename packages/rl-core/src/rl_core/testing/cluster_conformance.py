@@ -3,15 +3,19 @@
 from rl_core.testing.cluster_calls import CallChecks
 from rl_core.testing.cluster_deaths import DeathChecks, RestartChecks
 from rl_core.testing.cluster_life import CloseChecks, PoolChecks, StartChecks
+from rl_core.testing.cluster_remote import BorderChecks, EndChecks
 
 
-class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks, DeathChecks, RestartChecks):
-    """The conformance suite; pytest runs it for each subclass that says which cluster is meant.
+class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks):
+    """What holds of every placement, also of roles in this process; for others, see `RemoteClusterConformance`."""
 
-    Roles in this process leave out what needs a process that can die, print, be restarted or be interrupted alone:
-    those checks are skipped with that reason.
 
-        class TestProcesses(ClusterConformance):
+class RemoteClusterConformance(ClusterConformance, BorderChecks, EndChecks, DeathChecks, RestartChecks):
+    """The same, and what needs processes that can die, print, be restarted or be interrupted alone.
+
+    pytest runs it for each subclass that says which cluster is meant:
+
+        class TestProcesses(RemoteClusterConformance):
             @classmethod
             def make_options(cls, **changes):
                 return ClusterOptions(kind="process", **changes)

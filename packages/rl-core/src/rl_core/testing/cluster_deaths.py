@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rl_core.cluster import Cluster, RestartedRole, RestartPolicy, Role
 from rl_core.cluster.guard import is_running
-from rl_core.errors import RLError, RoleDiedError, RoleError, SettingsError
+from rl_core.errors import RLError, RoleDiedError, RoleError
 from rl_core.testing.cluster_checks import NOTICED_S, START_S, ClusterChecks, catches, echo, until, within
 from rl_core.testing.queue_checks import refuses
 
@@ -17,8 +17,6 @@ class DeathChecks(ClusterChecks):
     """A role that is killed is named within seconds, and leaves nothing behind."""
 
     def test_a_killed_rank_fails_all_by_its_own_name_though_its_peers_raise_first(self) -> None:
-        self.needs_process()
-
         async def use(cluster: Cluster) -> None:
             group = await cluster.start_group(echo(), size=2, deadline_s=START_S)
             with within(NOTICED_S), catches(RoleDiedError) as caught:
@@ -35,7 +33,6 @@ class DeathChecks(ClusterChecks):
         self.with_cluster(use)
 
     def test_a_death_is_noticed_though_nothing_is_called_and_its_children_end(self) -> None:
-        self.needs_process()
         heard: list[tuple[Role, RLError]] = []
 
         async def use(cluster: Cluster) -> None:
@@ -56,7 +53,6 @@ class DeathChecks(ClusterChecks):
         self.with_cluster(use)
 
     def test_a_death_at_the_start_leaves_nothing(self) -> None:
-        self.needs_process()
         flag = self.folder / "flag"
         flag.write_text("die 1")
 
@@ -67,8 +63,6 @@ class DeathChecks(ClusterChecks):
         self.with_cluster(use)
 
     def test_each_role_has_a_log_and_its_last_lines_are_in_the_error(self) -> None:
-        self.needs_process()
-
         async def use(cluster: Cluster) -> list[int]:
             group = await cluster.start_group(echo(name="my engine"), size=2, deadline_s=START_S)
             await group.call_each("say", [("first words",), ("last words",)])
@@ -87,7 +81,6 @@ class RestartChecks(ClusterChecks):
     """What shall be started again is, with a hook before it serves, and not for ever."""
 
     def test_a_role_is_restarted_with_a_hook_and_logs_go_on(self) -> None:
-        self.needs_process()
         restart = RestartPolicy(max_restarts=1, backoff_s=0.05, hook="open")
 
         async def use(cluster: Cluster) -> None:
@@ -113,7 +106,6 @@ class RestartChecks(ClusterChecks):
         assert "echo[1] incarnation 2 pid" in text
 
     def test_a_group_is_restarted_whole(self) -> None:
-        self.needs_process()
         hooked: list[list[tuple[int, int, str]]] = []
 
         async def hook(roles: Sequence[RestartedRole]) -> None:
@@ -135,7 +127,6 @@ class RestartChecks(ClusterChecks):
         assert hooked == [[(0, 2, "hello hook!"), (1, 2, "hello hook!")]]
 
     def test_a_restart_that_fails_too_often_ends_with_the_last_error(self) -> None:
-        self.needs_process()
         flag = self.folder / "flag"
         restart = RestartPolicy(max_restarts=2, backoff_s=0.0)
 
@@ -150,8 +141,6 @@ class RestartChecks(ClusterChecks):
         self.with_cluster(use)
 
     def test_close_breaks_a_restart_off(self) -> None:
-        self.needs_process()
-
         async def use(cluster: Cluster) -> None:
             restart = RestartPolicy(max_restarts=1, backoff_s=60.0)
             role = await cluster.start(echo(restart=restart), deadline_s=START_S)
@@ -164,9 +153,3 @@ class RestartChecks(ClusterChecks):
                 await waiting
 
         self.with_cluster(use)
-
-    def test_impossible_policies_are_refused(self) -> None:
-        with refuses(SettingsError, "role or group", "'node'"):
-            RestartPolicy(scope="node")  # type: ignore[arg-type]
-        with refuses(SettingsError, "max_restarts", "-1"):
-            RestartPolicy(max_restarts=-1)

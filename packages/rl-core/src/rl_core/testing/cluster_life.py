@@ -3,10 +3,10 @@
 
 import asyncio
 
-from rl_core.cluster import Cluster, ResourcePool, RoleSpec
+from rl_core.cluster import Cluster, ResourcePool, RestartPolicy, RoleSpec
 from rl_core.cluster.guard import is_running
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError
-from rl_core.testing.cluster_checks import START_S, ClusterChecks, echo, until, within
+from rl_core.testing.cluster_checks import START_S, ClusterChecks, echo, within
 from rl_core.testing.queue_checks import refuses
 
 SLOWLY = "rl_core.testing.cluster_role:make_slowly"
@@ -35,6 +35,12 @@ class StartChecks(ClusterChecks):
     def test_a_group_of_none_is_refused(self) -> None:
         with refuses(SettingsError, "'echo'", "size = 0"):
             self.with_cluster(lambda cluster: cluster.start_group(echo(), size=0, deadline_s=START_S))
+
+    def test_impossible_policies_are_refused(self) -> None:
+        with refuses(SettingsError, "role or group", "'node'"):
+            RestartPolicy(scope="node")  # type: ignore[arg-type]
+        with refuses(SettingsError, "max_restarts", "-1"):
+            RestartPolicy(max_restarts=-1)
 
 
 class PoolChecks(ClusterChecks):
@@ -138,28 +144,3 @@ class CloseChecks(ClusterChecks):
 
         self.with_cluster(use)
         assert (self.folder / "closed.0").exists()
-
-    def test_a_role_that_does_not_end_is_killed_with_all_that_it_started(self) -> None:
-        self.needs_process()  # a plain method of this process cannot be interrupted
-
-        async def use(cluster: Cluster) -> list[int]:
-            role = await cluster.start(echo(), deadline_s=START_S)
-            children = [await role.call("start_child", own_session=own) for own in (False, True)]
-            blocked = asyncio.ensure_future(role.call("block", self.folder / "blocked"))
-            await until((self.folder / "blocked").exists, "the role to block")
-            await role.close()
-            with refuses(NotReadyError, "closed"):
-                await blocked
-            return [role.pid, *children]
-
-        pids = self.with_cluster(use, close_deadline_s=0.2)
-        assert [pid for pid in pids if is_running(pid)] == []
-
-    def test_a_role_that_ends_properly_leaves_no_children(self) -> None:
-        self.needs_process()  # it would end the children of this process
-
-        async def use(cluster: Cluster) -> list[int]:
-            role = await cluster.start(echo(), deadline_s=START_S)
-            return [await role.call("start_child", own_session=own) for own in (False, True)]
-
-        assert [pid for pid in self.with_cluster(use) if is_running(pid)] == []

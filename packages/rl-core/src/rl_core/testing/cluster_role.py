@@ -19,6 +19,14 @@ class UnknownError(Exception):
     """An error that only this module knows."""
 
 
+class WordlessError(Exception):
+    """An error whose text cannot be made."""
+
+    def __str__(self) -> str:
+        """Fail."""
+        raise RuntimeError("no words")
+
+
 class Unreadable:
     """A value that pickles here and does not unpickle there."""
 
@@ -50,13 +58,11 @@ class EchoRole:
             context: From the cluster.
             close_file: Gets "closed" when the role is closed, and a suffix with its rank.
             start_error: Raise this instead.
-            flag: Hang, or die, where this file exists and has the word, and the rank after it.
+            flag: Die where this file exists and has "die", and the rank after it.
         """
         if start_error:
             raise errors.SettingsError(start_error)
         words = flag.read_text().split() if flag is not None and flag.exists() else []
-        if words == ["hang", str(context.rank)]:
-            threading.Event().wait()
         if words == ["die", str(context.rank)]:
             self.kill()
         self.context = context
