@@ -9,12 +9,13 @@ import threading
 
 import pytest
 
-from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec
+from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleGroup, RoleSpec
 from rl_core.cluster.guard import Family, family_members, is_running
-from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
+from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 
 START_S = 60.0
+NOTICED_S = 5.0
 SPEC = RoleSpec(name="echo", factory="rl_core.testing.cluster_role:EchoRole")
 
 
@@ -41,6 +42,81 @@ def test_calls_wait_for_their_results(group):
     with pytest.raises(ValueError, match="rank 1 has no rows") as caught:
         group.call_all("raise_on", 1)
     assert caught.value.rank == 1
+
+
+def test_results_come_as_they_finish(group):
+    group.call(1, "open")
+    results = group.as_finished("wait_until_open", deadline_s=START_S)
+    assert next(results) == (1, 1)
+    group.call(0, "open")
+    assert list(results) == [(0, 0)]
+    group.call_all("shut")
+
+
+def test_results_that_do_not_come_in_time_or_are_given_up_disturb_nobody(group):
+    group.call(1, "open")
+    results = group.as_finished("wait_until_open", deadline_s=0.5)
+    assert next(results) == (1, 1)
+    with pytest.raises(DeadlineError, match=r"echo\[0\] did not answer 'wait_until_open' within 0\.5 s"):
+        next(results)
+    for rank, _ in group.as_finished("wait_until_open"):
+        assert rank == 1
+        break
+    group.call_all("shut")
+    with pytest.raises(ValueError, match="rank 1 has no rows"):
+        list(group.as_finished("raise_on", 1))
+
+
+def test_one_role_of_a_group_is_called_by_its_rank(group):
+    role = group[1]
+    assert (role.rank, str(role.spec), role.incarnation, role.state, role.is_alive) == (
+        1,
+        "echo[1]",
+        1,
+        "serving",
+        True,
+    )
+    assert role.call("greet", "you", mark=".") == "hello you."
+    assert [one.pid for one in group] == group.call_all("pid")
+    assert len(group) == 2
+    with pytest.raises(SettingsError, match=r"'echo' has ranks 0 to 1; found 2"):
+        group[2]
+
+
+def test_a_wait_for_a_death_ends_at_its_deadline(group):
+    with pytest.raises(DeadlineError, match=r"any of role 'echo' did not die within 0\.1 s"):
+        group.wait_death(deadline_s=0.1)
+    with pytest.raises(DeadlineError, match=r"echo\[1\] did not die within 0\.1 s"):
+        group[1].wait_death(deadline_s=0.1)
+
+
+def test_a_death_is_waited_for():
+    group = BlockingGroup.start(ClusterOptions(), SPEC, size=2, deadline_s=START_S)
+    timer = threading.Timer(0.2, os.kill, (group[1].pid, signal.SIGKILL))
+    timer.start()
+    error = group.wait_death(deadline_s=NOTICED_S)
+    timer.join()
+    assert (error.role, error.rank) == ("echo", 1)
+    assert group[1].wait_death(deadline_s=NOTICED_S).rank == 1
+    assert (group[0].state, group[1].state) == ("serving", "dead")
+    results = group.as_finished("wait_until_open")
+    with pytest.raises(RoleDiedError, match=r"echo\[1\] is dead"):
+        next(results)
+    begun = group.as_finished("greet", "you")
+    group.close()
+    with pytest.raises(NotReadyError, match="closed"):
+        next(begun)
+
+
+def test_a_blocking_group_does_all_that_a_group_does():
+    """It is said to be the same; a method that is added to one belongs into the other."""
+
+    def public(kind):
+        return {name for name in vars(kind) if not name.startswith("_")} | {"__getitem__", "__iter__", "__len__"} & set(
+            vars(kind)
+        )
+
+    assert public(BlockingGroup) == public(RoleGroup)
 
 
 def test_a_thread_whose_event_loop_runs_can_wait_too(group):

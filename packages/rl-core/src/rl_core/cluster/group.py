@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +120,7 @@ class RoleGroup:
 
     async def as_finished(
         self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any
-    ) -> AsyncIterator[tuple[int, Any]]:
+    ) -> AsyncGenerator[tuple[int, Any], None]:
         """Call all with the same arguments, and give (rank, result) as they come.
 
         Raises:
