@@ -78,6 +78,8 @@ def test_amounts_in_words():
         ({"size": 0}, "size of 1 or more; found 0"),
         ({"cpus": -1}, "0 or more CPUs"),
         ({"cpus": float("nan")}, "0 or more CPUs"),
+        ({"cpus": float("inf")}, "0 or more CPUs and GPUs; found inf and 0"),
+        ({"gpus": float("inf")}, "0 or more CPUs and GPUs; found 0 and inf"),
         ({"gpus": 1.5}, "whole number of GPUs, or for a part of one; found 1.5"),
         ({"strategy": "near"}, "pack, spread, strict_pack or strict_spread; found 'near'"),
     ],

@@ -1,5 +1,6 @@
 """What users choose about roles: where they run, what they may use, and whether they are started again."""
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,8 @@ class ClusterOptions:
         log_directory: Folder that gets a file <role>-<rank>.log for each role, with what it prints; on Ray, a folder of
             each node. None: what processes print comes on stderr with [role[rank]] before each line, and Ray does it in
             its own way.
-        close_deadline_s: How long a role may take to close before its process is killed.
+        close_deadline_s: How long a role may take to close before its process is killed; in this process, before its
+            async `close` is cancelled.
     """
 
     kind: Kind = "process"
@@ -109,7 +111,7 @@ def check_amounts(who: str, cpus: float, gpus: float) -> None:
     Raises:
         SettingsError: A negative one, or a part of several GPUs.
     """
-    if not (cpus >= 0 and gpus >= 0):
+    if not (cpus >= 0 and gpus >= 0 and math.isfinite(cpus) and math.isfinite(gpus)):
         raise SettingsError(f"{who} must ask for 0 or more CPUs and GPUs; found {cpus:g} and {gpus:g}.")
     if gpus > 1 and gpus != int(gpus):
         raise SettingsError(f"{who} must ask for a whole number of GPUs, or for a part of one; found {gpus:g}.")
