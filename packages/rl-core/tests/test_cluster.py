@@ -9,11 +9,12 @@ import threading
 
 import pytest
 
-from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
+from rl_core.cluster import Cluster, ClusterOptions, RoleSpec, open_cluster
 from rl_core.cluster.guard import Family, descendants, family_members, is_running
+from rl_core.cluster.local import ProcessLauncher
 from rl_core.cluster.process import describe_exit
 from rl_core.cluster.roles import load_factory
-from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
+from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 
 START_S = 60.0
@@ -133,6 +134,24 @@ def test_a_role_that_stands_still_holds_up_nobody():
         await role.close()
 
     with_role(use, close_deadline_s=0.2)
+
+
+class HangingLauncher(ProcessLauncher):
+    """A place that does not answer, such as a Ray cluster that is not there."""
+
+    place = "the cluster at nowhere:1"
+
+    async def open(self):
+        await asyncio.Event().wait()
+
+
+def test_a_place_that_does_not_answer_is_waited_for_until_the_deadline():
+    async def run():
+        async with Cluster(HangingLauncher(ClusterOptions())) as cluster:
+            await asyncio.wait_for(cluster.start(spec_of(), deadline_s=0.1), START_S)
+
+    with pytest.raises(DeadlineError, match=r"echo\[2\] waited 0\.1 s for the cluster at nowhere:1"):
+        asyncio.run(run())
 
 
 def test_a_start_that_is_broken_off_leaves_nothing():

@@ -1,6 +1,8 @@
-"""Roles in this process: the conformance suite."""
+"""Roles in this process: the conformance suite, and what is their own."""
 
-from rl_core.cluster import ClusterOptions
+import asyncio
+
+from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 from rl_core.testing import ClusterConformance
 
 
@@ -8,3 +10,20 @@ class TestInline(ClusterConformance):
     @classmethod
     def make_options(cls, **changes):
         return ClusterOptions(kind="inline", **changes)
+
+
+class Sleeper:
+    """A role whose close does not end."""
+
+    async def close(self):
+        await asyncio.Event().wait()
+
+
+def test_a_close_that_does_not_end_is_given_up_after_its_deadline():
+    async def run():
+        cluster = open_cluster(ClusterOptions(kind="inline", close_deadline_s=0.1))
+        role = await cluster.start(RoleSpec(name="sleeper", factory=f"{__name__}:Sleeper"), deadline_s=60)
+        await asyncio.wait_for(cluster.close(), 30)
+        assert not role.is_alive
+
+    asyncio.run(run())

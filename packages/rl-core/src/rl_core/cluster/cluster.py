@@ -10,7 +10,7 @@ from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.pools import Slot, own_pool
 from rl_core.cluster.role import Role
 from rl_core.cluster.roles import RoleSpec
-from rl_core.errors import NotReadyError, SettingsError
+from rl_core.errors import DeadlineError, NotReadyError, SettingsError
 from rl_core.ray_session import import_ray
 
 
@@ -50,8 +50,8 @@ class Cluster:
         if size < 1:
             raise SettingsError(f"role {spec.name!r} must be started 1 or more times; found size = {size}.")
         ends_at = asyncio.get_running_loop().time() + deadline_s
-        await self._launcher.open()
-        slots = await self._take_slots(spec, size, pool, deadline_s)
+        await self._open(spec, deadline_s)
+        slots = await self._take_slots(spec, size, pool, ends_at)
         left_s = max(ends_at - asyncio.get_running_loop().time(), 0.0)
         group = RoleGroup(spec, size=size, slots=slots, launcher=self._launcher)
         self._groups = [other for other in self._groups if any(role.state != "closed" for role in other)] + [group]
@@ -82,8 +82,21 @@ class Cluster:
     ) -> None:
         await self.close()
 
+    async def _open(self, spec: RoleSpec, deadline_s: float) -> None:
+        limit = asyncio.timeout(deadline_s)
+        try:
+            async with limit:
+                await self._launcher.open()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(
+                f"{spec} waited {deadline_s:g} s for {self._launcher.place}, which did not answer. Start it, correct "
+                "its address, or give it a longer deadline."
+            ) from None
+
     async def _take_slots(
-        self, spec: RoleSpec, size: int, pool: ResourcePool | None, deadline_s: float
+        self, spec: RoleSpec, size: int, pool: ResourcePool | None, ends_at: float
     ) -> list[Slot] | list[None]:
         pool = pool or own_pool(spec, size)
         if pool is None:
@@ -93,7 +106,8 @@ class Cluster:
                 f"role {spec.name!r} asks for GPUs, and its environment sets CUDA_VISIBLE_DEVICES, which the pool sets "
                 "as well. Leave one of them out."
             )
-        return await self._launcher.pools.take(self._launcher.reserver, pool, [spec] * size, deadline_s)
+        left_s = max(ends_at - asyncio.get_running_loop().time(), 0.0)
+        return await self._launcher.pools.take(self._launcher.reserver, pool, [spec] * size, round(left_s, 1))
 
 
 def open_cluster(options: ClusterOptions | None = None) -> Cluster:
@@ -105,7 +119,7 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
     """
     options = options or ClusterOptions()
     if options.kind == "inline":
-        return Cluster(InlineLauncher())
+        return Cluster(InlineLauncher(options))
     if options.kind == "process":
         return Cluster(ProcessLauncher(options))
     import_ray(options.ray)

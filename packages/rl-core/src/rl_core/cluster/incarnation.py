@@ -66,10 +66,12 @@ class Launcher(Protocol):
     """Starts incarnations in one kind of place.
 
     Attributes:
+        place: Such as "this machine"; errors say it.
         settle_s: When a rank raises, how long a death is waited for that may be the reason: peers of a killed rank
             raise at once, and its death is noticed later.
     """
 
+    place: str
     settle_s: float
 
     @property

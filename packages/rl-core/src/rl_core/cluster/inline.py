@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
+from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.roles import RoleSpec
 from rl_core.cluster.served import ServedRole
 from rl_core.errors import DeadlineError, NotReadyError, RLError
@@ -17,17 +18,18 @@ from rl_core.ray_session import LOOPBACK
 class InlineIncarnation:
     """A role's object in this process; it does not die, and a plain method cannot be interrupted."""
 
-    def __init__(self, spec: RoleSpec) -> None:
+    def __init__(self, spec: RoleSpec, options: ClusterOptions) -> None:
         """Have no object yet."""
         self._spec = spec
+        self._close_deadline_s = options.close_deadline_s
         self._role = ServedRole()
         self._because: str | None = None
         self._calls: set[asyncio.Future[Any]] = set()
 
     @classmethod
-    async def start(cls, birth: Birth) -> "InlineIncarnation":
+    async def start(cls, birth: Birth, options: ClusterOptions) -> "InlineIncarnation":
         """Make the object; see `Launcher.launch`."""
-        self = cls(birth.spec)
+        self = cls(birth.spec, options)
         limit = asyncio.timeout(birth.deadline_s)
         try:
             async with limit:
@@ -88,12 +90,18 @@ class InlineIncarnation:
         await self.kill("was closed; start it again before calling it")
 
     async def kill(self, because: str) -> None:
-        """See `Incarnation.kill`; the object is closed here too."""
+        """See `Incarnation.kill`; the object is closed here too, in the time that a close may take."""
         if self._because is None:
             self._because = because
             for call in self._calls:
                 call.cancel()
-            await self._role.close()
+            limit = asyncio.timeout(self._close_deadline_s)
+            try:
+                async with limit:
+                    await self._role.close()
+            except TimeoutError:
+                if not limit.expired():
+                    raise  # the object's own; elsewhere, one that does not close is killed without a word too
 
     def _sign(self, error: BaseException) -> None:
         note = f"Raised in {self._spec}."

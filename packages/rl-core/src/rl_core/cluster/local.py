@@ -13,9 +13,14 @@ from rl_core.cluster.process import ProcessIncarnation
 class InlineLauncher:
     """Objects of this process. They see all its GPUs, and print where it prints."""
 
+    place = "this machine"
     pools = LOCAL_POOLS
     reserver = LOCAL_RESERVER
     settle_s = 0.0  # nobody dies
+
+    def __init__(self, options: ClusterOptions) -> None:
+        """Make objects as these options say."""
+        self._options = options
 
     async def open(self) -> None:
         """See `Launcher.open`."""
@@ -26,7 +31,7 @@ class InlineLauncher:
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`."""
-        return await InlineIncarnation.start(birth)
+        return await InlineIncarnation.start(birth, self._options)
 
     async def close(self) -> None:
         """See `Launcher.close`."""
@@ -35,6 +40,7 @@ class InlineLauncher:
 class ProcessLauncher:
     """Child processes of this one."""
 
+    place = "this machine"
     pools = LOCAL_POOLS
     reserver = LOCAL_RESERVER
     settle_s = 1.0

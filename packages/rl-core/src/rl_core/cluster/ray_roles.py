@@ -1,7 +1,6 @@
 """Roles on Ray: an actor each, in placement groups; starts or joins Ray, and ends the Ray that it started."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -35,6 +34,8 @@ class RayLauncher:
     def __init__(self, options: ClusterOptions) -> None:
         """Use this Ray."""
         self._options = options
+        address = options.ray.address
+        self.place = "Ray on this machine" if address is None else f"the Ray cluster at {address}"
         self._opening: Future[bool] | None = None
 
     @property
@@ -49,7 +50,7 @@ class RayLauncher:
 
     async def open(self) -> None:
         """See `Launcher.open`."""
-        if self._opening is None:
+        if self._opening is None or (self._opening.done() and self._opening.exception()):
             self._opening = Future()
             self._opening.set_running_or_notify_cancel()
             threading.Thread(target=self._open, args=(self._opening,), name="start ray", daemon=True).start()
@@ -80,9 +81,11 @@ class RayLauncher:
         opening, self._opening = self._opening, None
         if opening is None:
             return
-        with contextlib.suppress(Exception):  # its start has raised it
-            if await asyncio.wrap_future(opening):
-                await asyncio.to_thread(SESSION.leave)
+        if not opening.done():
+            opening.add_done_callback(_leave_late)  # its start was given up, and nobody waits for it
+            return
+        if opening.exception() is None and opening.result():
+            await asyncio.to_thread(SESSION.leave)
 
     def _open(self, opening: "Future[bool]") -> None:
         try:
@@ -150,6 +153,12 @@ def start_guarded_ray(options: RayOptions) -> int | None:
     if options.address is not None or sys.platform != "linux":
         return None
     return start_guard(Family(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
+
+
+def _leave_late(opening: "Future[bool]") -> None:
+    """Leave a Ray that came when its cluster was closed already."""
+    if opening.exception() is None and opening.result():
+        SESSION.leave()
 
 
 RAY_POOLS = PoolBook()
