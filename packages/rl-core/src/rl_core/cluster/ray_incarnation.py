@@ -30,6 +30,8 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError,
 MAX_WAITING = 100_000
 """Calls that may wait in an actor at once."""
 GONE_S = 5.0
+SUSPECTED_S = 3.0
+"""How long an actor that a call did not find may stay unsaid by Ray: with its last lines, less than 5 s."""
 LAST_LINES_S = 2.0
 
 
@@ -181,7 +183,7 @@ class RayIncarnation:
         with self._lock:
             is_first, self._is_suspected = not self._is_suspected, True
         if is_first:
-            timer = threading.Timer(GONE_S, self._report, (error,))
+            timer = threading.Timer(SUSPECTED_S, self._report, (error,))
             timer.daemon = True
             timer.start()
 

@@ -1,9 +1,11 @@
 """The role's side of every placement: one object, made from its spec, whose methods are called."""
 
-import asyncio
 import inspect
+import os
+import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_core.cluster.messages import RemoteError
 from rl_core.cluster.packing import Packed, pack, unpack
@@ -42,7 +44,9 @@ class ServedRole:
                 await self.make(*args)
                 return pack((True, None))
             return self._pack_result(method, await self.run(method, args, kwargs))
-        except (Exception, asyncio.CancelledError, GeneratorExit) as error:  # any other one ends the process
+        except (SystemExit, KeyboardInterrupt) as error:
+            _exit(error)
+        except BaseException as error:
             return pack((False, RemoteError.of(error)))
 
     async def close(self) -> None:
@@ -60,7 +64,8 @@ class ServedRole:
         kind = type(self._target)
         known = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
         raise SettingsError(
-            f"{self._spec}, a {kind.__qualname__}, has no method {method!r}; it has {', '.join(known) or 'none'}."
+            f"{self._spec}, of class {kind.__qualname__}, has no method {method!r}; "
+            f"it has {', '.join(known) or 'none'}."
         )
 
     def _pack_result(self, method: str, result: Any) -> Packed:
@@ -71,3 +76,14 @@ class ServedRole:
                 f"the result of {method!r} cannot be sent by {self._spec}: {error}. Return plain values, arrays, or "
                 "objects whose class can be imported by the caller.",
             ) from error
+
+
+def _exit(error: SystemExit | KeyboardInterrupt) -> NoReturn:
+    """End this process as the role's code wants, at once: threads, and Ray's event loop, would outlive the error."""
+    traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    code = error.code if isinstance(error, SystemExit) else 1
+    if code is None:
+        code = 0
+    os._exit(code if isinstance(code, int) else 1)

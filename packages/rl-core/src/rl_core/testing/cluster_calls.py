@@ -128,7 +128,9 @@ class CallChecks(ClusterChecks):
         with refuses(SettingsError, "ranks 0 to 2"):
             self.group[3]
         for method in ("gret", "greeting"):
-            with refuses(SettingsError, "echo[1], a EchoRole", f"no method '{method}'", "it has block, ", " greet, "):
+            with refuses(
+                SettingsError, "echo[1], of class EchoRole", f"no method '{method}'", "it has block, ", " greet, "
+            ):
                 self.run(self.group.call(1, method, "you"))
         with refuses(SettingsError, "no method 'gret'"):
             self.run(self.group.call_all("gret"))

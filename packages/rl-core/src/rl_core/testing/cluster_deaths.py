@@ -52,6 +52,17 @@ class DeathChecks(ClusterChecks):
 
         self.with_cluster(use)
 
+    def test_a_role_that_ends_its_process_by_an_error_is_dead(self) -> None:
+        async def use(cluster: Cluster) -> None:
+            endings: list[tuple[str, list[int]]] = [("SystemExit", [3]), ("KeyboardInterrupt", [])]
+            for number, (kind, args) in enumerate(endings):
+                role = await cluster.start(echo(rank=number), deadline_s=START_S)
+                with within(NOTICED_S), refuses(RoleDiedError, f"echo[{number}]", "'leave' was waited for", kind):
+                    await role.call("leave", kind, *args)
+                assert not role.is_alive
+
+        self.with_cluster(use, log_directory=self.folder / "logs")
+
     def test_a_death_at_the_start_leaves_nothing(self) -> None:
         flag = self.folder / "flag"
         flag.write_text("die 1")

@@ -190,6 +190,11 @@ class EchoRole:
             signal.pause()
         return pid
 
+    def leave(self, kind: str, *args: Any) -> NoReturn:
+        """End by an error that is meant for the whole process, while a thread goes on."""
+        threading.Thread(target=threading.Event().wait).start()
+        raise getattr(builtins, kind)(*args)
+
     def exit(self, status: int) -> None:
         """End without a word."""
         os._exit(status)
