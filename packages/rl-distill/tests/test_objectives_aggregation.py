@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,9 +28,12 @@ def test_literals(mode, horizon, expected):
     assert found.tolist() == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("horizon", [None, 0])
-def test_norm_needs_a_horizon(horizon):
-    with pytest.raises(SettingsError, match="needs horizon >= 1"):
+@pytest.mark.parametrize(
+    ("horizon", "message"),
+    [(None, "needs horizon >= 1"), *((wrong, "a whole number of at least 1") for wrong in (0, -5, math.nan, 2.5, "9"))],
+)
+def test_norm_needs_a_horizon(horizon, message):
+    with pytest.raises(SettingsError, match=message):
         token_weights(MASK, OFFSETS, row_weights=AGGREGATIONS["seq-mean-token-sum-norm"], horizon=horizon)
 
 

@@ -52,14 +52,18 @@ def test_banded_literals(level, floor, cap, expected):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"level": "row"}, 'level "token" or "sequence"; found \'row\''), ({"level": "token", "cap": 0.0}, "cap > 0")],
+    [
+        ({"level": "row"}, "level of truncated_weights must be one of 'token', 'sequence'; found 'row'"),
+        ({"level": "token", "cap": 0.0}, r"cap of truncated_weights must be a number in \(0, inf\]; found 0.0"),
+        ({"level": "token", "cap": "2"}, "found '2'"),
+    ],
 )
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(SettingsError, match=message):
         truncated_weights(RATIOS, MASK, OFFSETS, **options)
 
 
-@pytest.mark.parametrize(("floor", "cap"), [(0.0, 2.0), (2.0, 1.0), (math.nan, 1.0)])
+@pytest.mark.parametrize(("floor", "cap"), [(0.0, 2.0), (2.0, 1.0), (math.nan, 1.0), (0.5, math.nan), ("0.5", 2.0)])
 def test_impossible_bands_are_refused(floor, cap):
     with pytest.raises(SettingsError, match="0 < floor <= cap"):
         banded_weights(RATIOS, MASK, OFFSETS, level="token", band=(floor, cap))

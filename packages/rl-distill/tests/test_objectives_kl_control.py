@@ -50,11 +50,17 @@ def test_a_broken_state_is_refused(state):
     [
         {"coefficient": -0.1},
         {"coefficient": math.nan},
+        {"coefficient": math.inf},
+        {"coefficient": "0.1"},
         {"coefficient": 0.0, "target": 0.1},
         {"coefficient": 0.1, "target": 0.0},
+        {"coefficient": 0.1, "target": math.nan},
+        {"coefficient": 0.1, "target": math.inf},
         {"coefficient": 0.1, "target": 0.1, "horizon": 0},
+        {"coefficient": 0.1, "target": 0.1, "horizon": math.nan},
+        {"coefficient": 0.1, "target": 0.1, "horizon": 2.5},
     ],
 )
 def test_impossible_options_are_refused(options):
-    with pytest.raises(SettingsError, match="KL coefficient"):
+    with pytest.raises(SettingsError, match=r"of the KL control must be .*; found "):
         AdaptiveKL(**options)

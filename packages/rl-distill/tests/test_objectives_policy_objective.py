@@ -142,13 +142,20 @@ def test_coefficient_without_its_input_is_refused():
     [
         ({"policy_loss": "ppo_clp"}, "Did you mean 'ppo_clip'"),
         ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'"),
-        ({"clip_low": 2.0}, "0 <= clip_low <= 1"),
+        ({"clip_low": 2.0}, r"clip_low of policy loss 'ppo_clip' must be a number in \[0, 1\); found 2.0"),
         ({"policy_loss": "sapo", "clip_low": 0.2}, "unknown option of policy loss 'sapo': 'clip_low'"),
-        ({"policy_loss": "kl_cov", "policy_loss_options": {"share": 2.0}}, "share must be above 0 and at most 1"),
+        (
+            {"policy_loss": "kl_cov", "policy_loss_options": {"share": 2.0}},
+            r"share of policy loss 'kl_cov' must be a number in \(0, 1\]; found 2.0",
+        ),
         ({"policy_loss_options": {"clip": 0.1}}, "unknown option of policy loss 'ppo_clip': 'clip'"),
         ({"clip_low": 0.1, "policy_loss_options": {"clip_low": 0.1}}, "clip_low is set twice"),
         ({"correction": "tokens"}, "found 'tokens'"),
-        ({"correction": "token", "correction_cap": 0.0}, "correction_cap > 0"),
+        ({"correction": "token", "correction_cap": 0.0}, r"correction_cap .* in \(0, inf\]; found 0.0"),
+        ({"kl_coefficient": math.nan}, r"kl_coefficient of the policy objective .* in \[0, inf\); found nan"),
+        ({"kl_coefficient": -0.1}, "kl_coefficient .* found -0.1"),
+        ({"entropy_coefficient": math.inf}, "entropy_coefficient .* found inf"),
+        ({"old_logprobs": "logprobs"}, "old_logprobs .* one of 'old_logprobs', 'rollout_logprobs'; found 'logprobs'"),
     ],
 )
 def test_impossible_options_are_refused_at_once(options, message):

@@ -75,11 +75,17 @@ def test_nothing_to_train_has_no_metrics():
     [
         ({"token_k4": 1.0}, "unknown rejection criterion 'token_k4'. Did you mean 'token_k"),
         ({"seq_max_k1": 1.5}, "unknown rejection criterion"),
-        ({"token_k1": 0.5}, "one above 1 for its inverse and itself; found 0.5"),
+        ({"token_k1": 0.5}, "one of at least 1 for its inverse and itself; found 0.5"),
         ({"token_k1": (2.0, 1.0)}, "0 < low <= high"),
         ({"token_k1": -1.0}, "0 < low <= high"),
         ({"token_k2": (0.1, 0.2)}, "one bound above 0"),
         ({"token_k2": 0.0}, "one bound above 0"),
+        ({"token_k2": math.nan}, "one bound above 0"),
+        ({"token_k2": "0.1"}, "one bound above 0; found '0.1'"),
+        ({"token_k1": "2"}, "0 < low <= high"),
+        ({"token_k1": (0.5, 1.0, 2.0)}, "0 < low <= high"),
+        ({"token_k1": (0.5, math.nan)}, "0 < low <= high"),
+        ({"token_k1": math.inf}, "0 < low <= high"),
     ],
 )
 def test_impossible_bounds_are_refused(bounds, message):

@@ -11,12 +11,13 @@ arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
 import torch
 from torch import Tensor
 
-from rl_core.errors import SettingsError
+from rl_distill.objectives.option_rules import Addend, checked
 from rl_distill.objectives.rewarded_rows import RewardedRows, session_advantages, spread_units, units_of
 from rl_distill.objectives.shapes import check_rows
 
 
-def grpo(rows: RewardedRows, *, eps: float = 1e-6) -> dict[str, Tensor]:
+@checked
+def grpo(rows: RewardedRows, *, eps: Addend = 1e-6) -> dict[str, Tensor]:
     """GRPO: `grpo_advantages` of each session, on all of its trained tokens."""
     return {"advantages": session_advantages(rows, lambda rewards, group: grpo_advantages(rewards, group, eps=eps))}
 
@@ -37,7 +38,8 @@ def opo(rows: RewardedRows) -> dict[str, Tensor]:
     return {"advantages": spread_units(rows, units, opo_advantages(units.rewards, units.group, units.num_tokens))}
 
 
-def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: float = 1e-6) -> dict[str, Tensor]:
+@checked
+def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> dict[str, Tensor]:
     """GPG: `gpg_advantages` of each session, on all of its trained tokens."""
 
     def estimate(rewards: Tensor, group: Tensor) -> Tensor:
@@ -46,7 +48,8 @@ def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: float = 1e-6) -
     return {"advantages": session_advantages(rows, estimate)}
 
 
-def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: float = 1e-6) -> dict[str, Tensor]:
+@checked
+def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> dict[str, Tensor]:
     """GRPO for pass@k: `passk_advantages` of each session, on all of its trained tokens."""
 
     def estimate(rewards: Tensor, group: Tensor) -> Tensor:
@@ -55,7 +58,8 @@ def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: float = 1
     return {"advantages": session_advantages(rows, estimate)}
 
 
-def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+@checked
+def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Tensor:
     """Rewards centered within their group, divided by its standard deviation.
 
     Args:
@@ -111,7 +115,8 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
     return (centered - baselines[index]).to(rewards.dtype)
 
 
-def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: float = 1e-6) -> Tensor:
+@checked
+def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> Tensor:
     """Rewards centered within their group, scaled up for the groups that teach nothing.
 
     Args:
@@ -135,7 +140,8 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
     return (alpha * centered / scale).to(rewards.dtype)
 
 
-def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+@checked
+def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> Tensor:
     """What the best session adds to its group's best reward: the best less the second best; the others get 0.
 
     Args:
@@ -179,8 +185,6 @@ def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scales(centered: Tensor, index: Tensor, *, eps: float) -> Tensor:
     """[G] unbiased standard deviation of each group with eps added; 1 where it is 0."""
-    if not eps >= 0.0:
-        raise SettingsError(f"eps must be at least 0; found {eps}.")
     sizes = torch.bincount(index)
     squares = centered.new_zeros(len(sizes)).index_add(0, index, centered.square())
     deviations = (squares / (sizes - 1).clamp(min=1)).sqrt()

@@ -8,13 +8,18 @@ Source: token-mean is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3.3), se
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
+from rl_distill.objectives.option_rules import checked, whole_number
 from rl_distill.objectives.ragged import row_counts, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
+
+Horizon = Annotated[int | None, whole_number(at_least=1).or_none()]
+"""A constant length that some aggregations divide by."""
 
 RowWeights = Callable[[Tensor, int | None], Tensor]
 """([N] float64 trained tokens of each row, horizon) -> [N] weight of each trained token of that row. A row with none
@@ -35,9 +40,9 @@ def seq_mean_token_sum_norm(token_counts: Tensor, horizon: int | None) -> Tensor
     """Sum in each trajectory divided by a constant length, mean over trajectories.
 
     Raises:
-        SettingsError: No horizon, or below 1.
+        SettingsError: No horizon.
     """
-    if horizon is None or horizon < 1:
+    if horizon is None:
         raise SettingsError(
             f"aggregation seq-mean-token-sum-norm needs horizon >= 1; found {horizon}. "
             "Set it to the largest response length, which stays the same from batch to batch."
@@ -58,7 +63,8 @@ AGGREGATIONS: dict[str, RowWeights] = {
 }
 
 
-def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights, horizon: int | None = None) -> Tensor:
+@checked
+def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights, horizon: Horizon = None) -> Tensor:
     """Weight of each token in the loss of the global batch.
 
     Args:
@@ -74,7 +80,7 @@ def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights
 
     Raises:
         ShapeError: loss_mask is not [T] bool, or offsets are not its rows.
-        SettingsError: The aggregation needs a horizon.
+        SettingsError: The aggregation needs a horizon, or it is below 1.
     """
     num_tokens = check_tokens({"loss_mask": loss_mask})
     check_mask(loss_mask)

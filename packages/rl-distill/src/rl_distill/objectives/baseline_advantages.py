@@ -6,13 +6,16 @@ Source: GAE, Schulman et al. 2015, arXiv:1506.02438; ReMax, Li et al. 2023, arXi
 import torch
 from torch import Tensor
 
+from rl_distill.objectives.option_rules import UnitInterval, checked
 from rl_distill.objectives.ragged import discounted_sums, next_values
 from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, spread_units, units_of, unmasked
-from rl_distill.objectives.whitened_advantages import check_discounts
 from rl_distill.objectives.whitening import masked_whiten
 
 
-def gae(rows: RewardedRows, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> dict[str, Tensor]:
+@checked
+def gae(
+    rows: RewardedRows, *, gamma: UnitInterval = 1.0, lam: UnitInterval = 1.0, whiten: bool = True
+) -> dict[str, Tensor]:
     """Generalized advantage estimation over the trained tokens of each trajectory.
 
     Tokens that no policy sampled are no steps: the next trained token follows at once.
@@ -31,7 +34,6 @@ def gae(rows: RewardedRows, *, gamma: float = 1.0, lam: float = 1.0, whiten: boo
         SettingsError: gamma or lam is outside [0, 1].
         DataError: There are no `values`.
     """
-    check_discounts(gamma=gamma, lam=lam)
     episodes = episodes_of(rows)
     values = rows.column("values")[rows.loss_mask].double()
     errors = episodes.rewards + gamma * next_values(values, episodes.offsets) - values

@@ -1,7 +1,7 @@
 """Batches with the columns that a learner trains on, computed over the whole global batch before it is cut."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ from rl_core.batch import Batch
 from rl_core.columns import ColumnSpec, column_spec, declare_column
 from rl_core.errors import DataError
 from rl_core.ragged import Ragged
-from rl_distill.objectives.aggregation import token_weights
-from rl_distill.objectives.correction import CorrectionLevel, banded_weights, truncated_weights
+from rl_distill.objectives.aggregation import Horizon, token_weights
+from rl_distill.objectives.correction import CorrectionLevel, WeightCap, banded_weights, truncated_weights
+from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.registry import (
     ADVANTAGES,
     AGGREGATION,
@@ -98,8 +99,13 @@ def component_columns(names: Sequence[str]) -> frozenset[str]:
     return frozenset(COMPONENT + name for name in names)
 
 
+@checked
 def with_kl_in_reward(
-    batch: Batch, *, coefficient: float, estimator: str = "k1", policy_logprobs: SampledLogprobs = "old_logprobs"
+    batch: Batch,
+    *,
+    coefficient: Annotated[float, number(at_least=0.0)],
+    estimator: str = "k1",
+    policy_logprobs: SampledLogprobs = "old_logprobs",
 ) -> Batch:
     """Add `token_rewards`: the KL of each sampled token to the reference as a penalty, which advantages then count in.
 
@@ -110,7 +116,7 @@ def with_kl_in_reward(
         policy_logprobs: Column of the sampling policy's logprobs.
 
     Raises:
-        SettingsError: Unknown estimator.
+        SettingsError: Unknown estimator, or a coefficient below 0.
         DataError: A column is missing.
     """
     kl = _reference_kl(batch, estimator=estimator, policy_logprobs=policy_logprobs)
@@ -140,7 +146,7 @@ def with_token_selection(
     return batch.with_columns({"token_selection": Ragged(selected.numpy(), mask.offsets)})
 
 
-def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon: int | None = None) -> Batch:
+def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon: Horizon = None) -> Batch:
     """Add `loss_weights`; arguments as `token_weights`, the aggregation by name.
 
     Raises:
@@ -157,7 +163,7 @@ def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon:
 
 
 def with_correction_weights(
-    batch: Batch, *, level: CorrectionLevel, cap: float = 2.0, floor: float | None = None
+    batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: float | None = None
 ) -> Batch:
     """Add `correction_weights` of `old_logprobs` over `rollout_logprobs`.
 
@@ -180,7 +186,7 @@ def with_correction_weights(
 
 
 def correction_weight_metrics(
-    batch: Batch, *, level: CorrectionLevel, cap: float = 2.0, floor: float | None = None
+    batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: float | None = None
 ) -> dict[str, float]:
     """`rollout_corr/rollout_is_*` of the batch's `correction_weights`; arguments as `with_correction_weights`."""
     offsets = torch.from_numpy(batch.ragged("loss_mask").offsets)

@@ -4,24 +4,38 @@ Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X32045
 al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855.
 """
 
-from typing import Literal
+import math
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from rl_core.errors import SettingsError
+from rl_distill.objectives.option_rules import OptionRule, checked, is_number, number
 from rl_distill.objectives.ragged import row_sums, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
 
 CorrectionLevel = Literal["token", "sequence"]
 """What one importance ratio covers: a token (biased, low variance), or a whole trajectory (unbiased, high)."""
 
+WeightCap = Annotated[float, number(above=0.0, can_be_inf=True)]
+"""Largest importance weight."""
+
+
+def _is_band(band: Any) -> bool:
+    is_pair = isinstance(band, tuple | list) and len(band) == 2 and all(map(is_number, band))
+    return is_pair and 0 < band[0] <= band[1] and math.isfinite(band[0])
+
+
+WeightBand = Annotated[tuple[float, float], OptionRule("two numbers with 0 < floor <= cap", _is_band)]
+"""Smallest and largest importance weight."""
+
 LOG_RATIO_BOUND = 20.0
 """Log ratios, summed ones too, are clamped to this before exp, which would overflow."""
 
 
+@checked
 def truncated_weights(
-    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, cap: float = 2.0
+    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, cap: WeightCap = 2.0
 ) -> Tensor:
     """Importance weights old / rollout, truncated from above.
 
@@ -39,13 +53,12 @@ def truncated_weights(
         ShapeError: Shapes or dtypes other than above.
         SettingsError: Unknown level, or cap not positive.
     """
-    if not cap > 0:
-        raise SettingsError(f"correction needs cap > 0; found {cap}.")
     return importance_ratios(log_ratio, loss_mask, offsets, level=level).clamp(max=cap)
 
 
+@checked
 def banded_weights(
-    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, band: tuple[float, float]
+    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, band: WeightBand
 ) -> Tensor:
     """Importance weights old / rollout, 0 outside a band (IcePop).
 
@@ -64,16 +77,13 @@ def banded_weights(
         SettingsError: Unknown level, or not 0 < floor <= cap.
     """
     floor, cap = band
-    if not 0 < floor <= cap:
-        raise SettingsError(f"banded correction needs 0 < floor <= cap; found {floor}, {cap}.")
     weights = importance_ratios(log_ratio, loss_mask, offsets, level=level)
     return torch.where((weights >= floor) & (weights <= cap), weights, torch.zeros_like(weights))
 
 
+@checked
 def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel) -> Tensor:
     """Importance ratios old / rollout as they are; arguments, result and errors as `truncated_weights`."""
-    if level not in ("token", "sequence"):
-        raise SettingsError(f'correction needs level "token" or "sequence"; found {level!r}.')
     log_ratio = blank_masked(log_ratio, loss_mask, offsets)
     if level == "sequence":
         log_ratio = spread_rows(row_sums(log_ratio, offsets), offsets, num_tokens=len(log_ratio))

@@ -9,13 +9,19 @@ which are the old ones in the first update.)
 Source: Cui et al. 2025, arXiv:2505.22617, section 4.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from rl_core.errors import DataError, SettingsError
-from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses, check_clips, clipped_surrogate
+from rl_core.errors import DataError
+from rl_distill.objectives.option_rules import Below, checked, number
+from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
 from rl_distill.objectives.selection import selects_with
 from rl_distill.objectives.shapes import check_mask, check_tokens
+
+Share = Annotated[float, number(above=0.0, at_most=1.0)]
+"""Share of the trained tokens."""
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -41,13 +47,14 @@ def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tens
     return torch.zeros_like(loss_mask, dtype=torch.float64).masked_scatter(loss_mask, product)
 
 
+@checked
 def select_band(
     logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    share: float = 2e-4,
-    low: float = 1.0,
+    share: Share = 2e-4,
+    low: Annotated[float, Below("high")] = 1.0,
     high: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
@@ -68,16 +75,14 @@ def select_band(
     Raises:
         SettingsError: share is not in (0, 1], or the band is empty.
     """
-    _check_share(share)
-    if not low < high:
-        raise SettingsError(f"the covariance band needs low < high; found {low}, {high}.")
     found = covariances(logprobs, advantages, loss_mask)
     candidates = torch.nonzero(loss_mask & (found > low) & (found < high)).flatten()
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _marked(candidates[order[: _count(loss_mask, share)].to(candidates.device)], loss_mask)
 
 
-def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share: float = 2e-4) -> Tensor:
+@checked
+def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share: Share = 2e-4) -> Tensor:
     """The tokens with the largest covariance.
 
     Args:
@@ -92,7 +97,6 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
     Raises:
         SettingsError: share is not in (0, 1].
     """
-    _check_share(share)
     found = covariances(logprobs, advantages, loss_mask).masked_fill(~loss_mask, -torch.inf)
     order = torch.argsort(found, descending=True, stable=True)
     count = min(_count(loss_mask, share), int(loss_mask.sum()))
@@ -100,7 +104,8 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
 
 
 @selects_with(select_band)
-def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
+@checked
+def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> TokenLosses:
     """Clip-Cov: PPO's clip, and no gradient for the selected tokens.
 
     Args:
@@ -112,10 +117,9 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 
         Losses and `actor/pg_clipfrac`, `actor/selected_fraction`, `actor/ppo_kl`.
 
     Raises:
-        SettingsError: clip_low outside [0, 1], or clip_high below 0.
+        SettingsError: clip_low outside [0, 1), or clip_high below 0.
         DataError: There is no selection.
     """
-    check_clips(clip_low=clip_low, clip_high=clip_high)
     selection, log_ratio = _selection(tokens), tokens.log_ratio()
     losses, was_clipped = clipped_surrogate(log_ratio.exp(), tokens.advantages, clip_low=clip_low, clip_high=clip_high)
     return TokenLosses(
@@ -125,7 +129,8 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 
 
 
 @selects_with(select_top)
-def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: float = 1.0) -> TokenLosses:
+@checked
+def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: Annotated[float, number(at_least=0.0)] = 1.0) -> TokenLosses:
     """KL-Cov: the plain ratio without clip, and a pull back to the old policy for the selected tokens.
 
     Args:
@@ -139,8 +144,6 @@ def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: float = 1.0) -> Token
         SettingsError: The coefficient is below 0.
         DataError: There is no selection.
     """
-    if not kl_to_old_coefficient >= 0.0:
-        raise SettingsError(f"kl_to_old_coefficient must be at least 0; found {kl_to_old_coefficient}.")
     selection, log_ratio = _selection(tokens), tokens.log_ratio()
     pull = torch.where(selection, kl_to_old_coefficient * log_ratio.abs(), torch.zeros_like(log_ratio))
     return TokenLosses(
@@ -169,8 +172,3 @@ def _marked(tokens: Tensor, loss_mask: Tensor) -> Tensor:
     marked = torch.zeros_like(loss_mask)
     marked[tokens] = True
     return marked
-
-
-def _check_share(share: float) -> None:
-    if not 0.0 < share <= 1.0:
-        raise SettingsError(f"share must be above 0 and at most 1; found {share}.")

@@ -6,8 +6,10 @@ Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from rl_core.errors import CheckpointError, SettingsError
+from rl_distill.objectives.option_rules import check_fields, number, whole_number
 
 ERROR_BOUND = 0.2
 """The relative error counts at most this much in one update."""
@@ -23,9 +25,9 @@ class AdaptiveKL:
         horizon: Trajectories over which an error of 20 % changes the coefficient by 20 %.
     """
 
-    coefficient: float
-    target: float | None = None
-    horizon: int = 10_000
+    coefficient: Annotated[float, number(at_least=0.0)]
+    target: Annotated[float, number(above=0.0)] | None = None
+    horizon: Annotated[int, whole_number(at_least=1)] = 10_000
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -34,14 +36,11 @@ class AdaptiveKL:
             SettingsError: The coefficient is below 0 or not finite, or an adaptive one is 0; the target is not above
                 0; the horizon is below 1.
         """
-        if not (math.isfinite(self.coefficient) and self.coefficient >= 0.0):
-            raise SettingsError(f"a KL coefficient must be at least 0; found {self.coefficient}.")
-        if self.target is None:
-            return
-        if not self.target > 0.0 or self.horizon < 1 or not self.coefficient > 0.0:
+        check_fields(self, owner="the KL control")
+        if self.target is not None and self.coefficient == 0.0:
             raise SettingsError(
-                "an adaptive KL coefficient needs target > 0, horizon >= 1, and a start above 0, since it is changed "
-                f"by factors; found target {self.target}, horizon {self.horizon}, coefficient {self.coefficient}."
+                "coefficient of the KL control must be above 0 with a target, since it is changed by factors; found "
+                f"0 with target = {self.target}. Set a start, or target = None."
             )
 
     def adapted(self, kl: float, *, num_trajectories: int) -> "AdaptiveKL":

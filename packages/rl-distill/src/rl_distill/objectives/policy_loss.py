@@ -9,15 +9,23 @@ arXiv:2503.14476; dual clip, Ye et al. 2020, arXiv:1912.09729.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from rl_core.errors import SettingsError
+from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
 
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped to this before exp, which would overflow; beyond it the gradient is 0."""
+
+
+ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
+"""Ratios are held above 1 - clip_low, which must be above 0."""
+
+ClipHigh = Annotated[float, number(at_least=0.0, can_be_inf=True)]
+"""Ratios are held below 1 + clip_high."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +94,13 @@ PolicyLoss = Callable[..., TokenLosses]
 micro-batches; it may depend on the tokens of its own."""
 
 
+@checked
 def ppo_clip(
-    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
+    tokens: PolicyTokens,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    dual_clip: Annotated[float, number(above=1.0, can_be_inf=True)] = 3.0,
 ) -> TokenLosses:
     """PPO's clipped surrogate with dual clip.
 
@@ -101,11 +114,8 @@ def ppo_clip(
         Losses and `actor/pg_clipfrac`, `actor/pg_clipfrac_lower` (dual clip), `actor/ppo_kl` (k1 of old to policy).
 
     Raises:
-        SettingsError: clip_low outside [0, 1], clip_high below 0, or dual_clip not above 1.
+        SettingsError: clip_low outside [0, 1), clip_high below 0, or dual_clip not above 1.
     """
-    check_clips(clip_low=clip_low, clip_high=clip_high)
-    if not dual_clip > 1.0:
-        raise SettingsError(f"dual_clip must be above 1; found {dual_clip}. Set it to inf to turn it off.")
     log_ratio, advantages = tokens.log_ratio(), tokens.advantages
     clipped, was_clipped = clipped_surrogate(log_ratio.exp(), advantages, clip_low=clip_low, clip_high=clip_high)
     is_negative = advantages < 0
@@ -126,13 +136,3 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, cli
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype)
-
-
-def check_clips(*, clip_low: float, clip_high: float) -> None:
-    """Refuse an impossible clip range.
-
-    Raises:
-        SettingsError: clip_low outside [0, 1], or clip_high below 0.
-    """
-    if not 0.0 <= clip_low <= 1.0 or not clip_high >= 0.0:
-        raise SettingsError(f"a clip range needs 0 <= clip_low <= 1 and clip_high >= 0; found {clip_low}, {clip_high}.")

@@ -5,16 +5,17 @@ Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts named in 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.objectives.correction import truncated_weights
+from rl_distill.objectives.correction import WeightCap, truncated_weights
 from rl_distill.objectives.kl import KLEstimator
 from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 from rl_distill.objectives.registry import KL, BoundPolicyLoss, policy_loss_with_options
 from rl_distill.objectives.shapes import check_tokens
@@ -52,11 +53,19 @@ class PolicyObjectiveOptions:
     clip_high: float | None = None
     dual_clip: float | None = None
     policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
-    kl_coefficient: float = 0.0
+    kl_coefficient: Annotated[float, number(at_least=0.0)] = 0.0
     kl_estimator: str = "k3"
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: Annotated[float, number()] = 0.0
     correction: Literal["none", "token", "sequence"] = "none"
-    correction_cap: float = 2.0
+    correction_cap: WeightCap = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be; the policy loss's own options are refused where they are bound.
+
+        Raises:
+            SettingsError: Names the option, what it may be, and what was found.
+        """
+        check_fields(self, owner="the policy objective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,16 +174,7 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
         SettingsError: An unknown name or option (with the nearest), or an impossible value.
     """
     bound = bound_policy_loss(options)
-    objective = PolicyObjective(
-        options=options,
-        policy_loss=bound.loss,
-        kl=KL.get(options.kl_estimator),
-    )
-    if options.correction not in ("none", "token", "sequence") or not options.correction_cap > 0:
-        raise SettingsError(
-            'correction must be "none", "token" or "sequence", and correction_cap > 0; '
-            f"found {options.correction!r}, {options.correction_cap}."
-        )
+    objective = PolicyObjective(options=options, policy_loss=bound.loss, kl=KL.get(options.kl_estimator))
     _try_out(bound)
     return objective
 

@@ -1,7 +1,6 @@
 """The objectives by name, all in this file; other packages add theirs by entry point."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,6 +12,7 @@ from rl_distill.objectives.aggregation import AGGREGATIONS, RowWeights
 from rl_distill.objectives.baseline_advantages import gae, remax
 from rl_distill.objectives.covariance_policy_loss import clip_cov, kl_cov
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
+from rl_distill.objectives.option_rules import declared_options
 from rl_distill.objectives.policy_loss import PolicyLoss, ppo_clip
 from rl_distill.objectives.rejection import CRITERIA, Criterion
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator
@@ -83,39 +83,35 @@ def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPoli
     """The policy loss of this name, and its selection of tokens, each with those of the options that are its own.
 
     Raises:
-        SettingsError: There is no such loss, or it has no such option.
+        SettingsError: There is no such loss, or it has no such option, or the option cannot have that value.
     """
-    loss = POLICY_LOSSES.get(name)
+    loss, owner = POLICY_LOSSES.get(name), f"policy loss {name!r}"
     select = selection_of(loss)
-    of_selection = [] if select is None else option_names(select)[0]
-    mine = {option: value for option, value in options.items() if option not in of_selection}
-    bound = _bind(f"policy loss {name!r}", loss, mine, also_known=of_selection)
-    if select is not None:
-        select = cast(TokenSelection, partial(select, **{o: options[o] for o in of_selection if o in options}))
-    return BoundPolicyLoss(loss=bound, select=select)
+    if select is None:
+        return BoundPolicyLoss(loss=_bind(loss, options, owner=owner), select=None)
+    of_loss, of_selection = declared_options(loss).annotations.keys(), declared_options(select).annotations.keys()
+    theirs = {option: value for option, value in options.items() if option in of_selection}
+    mine = {option: value for option, value in options.items() if option in of_loss or option not in of_selection}
+    return BoundPolicyLoss(
+        loss=_bind(loss, mine, owner=owner, also_known=of_selection), select=_bind(select, theirs, owner=owner)
+    )
 
 
 def function_with_options(registry: Registry[FunctionT], name: str, options: Mapping[str, Any]) -> FunctionT:
     """The function of this name with keyword options bound.
 
     Raises:
-        SettingsError: There is no such function, or it has no such option.
+        SettingsError: There is no such function, or it has no such option, or the option cannot have that value.
     """
-    return _bind(f"{registry.kind} {name!r}", registry.get(name), options)
+    return _bind(registry.get(name), options, owner=f"{registry.kind} {name!r}")
 
 
-def option_names(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Keyword-only parameters of a function, and whether it takes any others too."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    return names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def _bind(
-    what: str, function: FunctionT, options: Mapping[str, Any], *, also_known: list[str] | None = None
-) -> FunctionT:
-    known, takes_any = option_names(function)
+def _bind(function: FunctionT, options: Mapping[str, Any], *, owner: str, also_known: Iterable[str] = ()) -> FunctionT:
+    declared = declared_options(function)
     for option in options:
-        if option not in known and not takes_any:
-            raise SettingsError(unknown_name(f"option of {what}:", option, [*known, *(also_known or [])]))
+        if option not in declared.annotations and not declared.takes_any:
+            raise SettingsError(unknown_name(f"option of {owner}:", option, {*declared.annotations, *also_known}))
+    for option in declared.annotations.keys() - declared.defaults.keys() - options.keys():
+        raise SettingsError(f"{owner} needs the option {option!r}; found {', '.join(sorted(options)) or 'none'}.")
+    declared.check(options, owner=owner)
     return cast(FunctionT, partial(function, **options)) if options else function

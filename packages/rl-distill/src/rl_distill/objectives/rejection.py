@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_core.errors import SettingsError
 from rl_core.registry import unknown_name
 from rl_distill.objectives.correction import blank_masked, bounded
+from rl_distill.objectives.option_rules import is_number
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
 Bound = float | tuple[float, float]
@@ -136,17 +137,20 @@ def limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
     Raises:
         SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion got two.
     """
+    parts = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
+    is_positive = all(is_number(part) and part > 0 for part in parts)
     if not is_signed:
-        if isinstance(bound, tuple | list) or not bound > 0:
-            raise SettingsError(f"a k2 or k3 criterion has one bound above 0; found {bound}.")
-        return None, float(bound)
-    low, high = bound if isinstance(bound, tuple | list) else (1.0 / bound if bound > 0 else math.nan, bound)
-    if not 0.0 < low <= high:
+        if len(parts) != 1 or not is_positive:
+            raise SettingsError(f"a k2 or k3 criterion has one bound above 0; found {bound!r}.")
+        return None, float(parts[0])
+    if is_positive and len(parts) == 1:
+        parts = (1.0 / parts[0], parts[0])
+    if not is_positive or len(parts) != 2 or not 0.0 < parts[0] <= parts[1] < math.inf:
         raise SettingsError(
-            "a k1 criterion has bounds 0 < low <= high of rollout / old, or one above 1 for its inverse and itself; "
-            f"found {bound}."
+            "a k1 criterion has bounds 0 < low <= high < inf of rollout / old, or one of at least 1 for its inverse "
+            f"and itself; found {bound!r}."
         )
-    return math.log(low), math.log(high)
+    return math.log(parts[0]), math.log(parts[1])
 
 
 def rejection_mask(

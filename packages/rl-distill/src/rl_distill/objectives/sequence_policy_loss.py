@@ -7,23 +7,25 @@ Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, section 4.3 (its token form);
 arXiv:2507.20673.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from rl_core.errors import SettingsError
-from rl_distill.objectives.policy_loss import (
-    PolicyTokens,
-    TokenLosses,
-    check_clips,
-    clipped_surrogate,
-)
+from rl_distill.objectives.option_rules import checked, number
+from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
 from rl_distill.objectives.ragged import row_means, spread_rows
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0
 """GSPO's log ratios are clamped from above to this before exp; beyond it the gradient is 0."""
 
 
-def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
+LogRatioBound = Annotated[float, number(at_least=0.0, can_be_inf=True)]
+"""Distance of a log ratio from 0."""
+
+
+@checked
+def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: PPO's clip on the response's ratio.
 
     The gradient of a token is that of its own logprob with the weight of the response's ratio, which is how GSPO
@@ -38,9 +40,8 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
         Losses and `actor/pg_clipfrac`, `actor/ppo_kl` (k1 of old to policy).
 
     Raises:
-        SettingsError: clip_low outside [0, 1], or clip_high below 0.
+        SettingsError: clip_low outside [0, 1), or clip_high below 0.
     """
-    check_clips(clip_low=clip_low, clip_high=clip_high)
     log_ratio = tokens.policy_logprobs - tokens.old_logprobs
     of_sequence = _sequence_means(log_ratio.detach(), tokens)
     own_gradient = tokens.policy_logprobs - tokens.policy_logprobs.detach()
@@ -51,7 +52,8 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
     )
 
 
-def geo_mean(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLosses:
+@checked
+def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: LogRatioBound = 0.4) -> TokenLosses:
     """Geometric-mean policy optimization: token ratios are clipped, then averaged in the exponent.
 
     Args:
@@ -66,8 +68,6 @@ def geo_mean(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 
     Raises:
         SettingsError: A bound is below 0.
     """
-    if not clip_low >= 0.0 or not clip_high >= 0.0:
-        raise SettingsError(f"geo_mean needs clip_low >= 0 and clip_high >= 0; found {clip_low}, {clip_high}.")
     log_ratio, advantages = tokens.log_ratio(), tokens.advantages
     held = log_ratio.clamp(-clip_low, clip_high)
     sign = advantages.sign()

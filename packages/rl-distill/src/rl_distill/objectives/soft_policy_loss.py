@@ -3,13 +3,19 @@
 Source: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6.
 """
 
+from typing import Annotated
+
 import torch
 
-from rl_core.errors import SettingsError
+from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 
+Steepness = Annotated[float, number(above=0.0)]
+"""Of a sigmoid; higher fades earlier."""
 
-def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLosses:
+
+@checked
+def sapo(tokens: PolicyTokens, *, tau_positive: Steepness = 1.0, tau_negative: Steepness = 1.05) -> TokenLosses:
     """Soft adaptive policy optimization: a sigmoid of the ratio in place of the clip.
 
     The paper gives every trajectory the same weight: aggregate with seq-mean-token-mean.
@@ -26,8 +32,6 @@ def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float
     Raises:
         SettingsError: A steepness is not above 0.
     """
-    if not tau_positive > 0.0 or not tau_negative > 0.0:
-        raise SettingsError(f"sapo needs tau_positive > 0 and tau_negative > 0; found {tau_positive}, {tau_negative}.")
     log_ratio = tokens.log_ratio()
     steepness = torch.where(tokens.advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
     gate = torch.sigmoid(steepness * (log_ratio.exp() - 1.0)) * (4.0 / steepness)

@@ -5,16 +5,24 @@ Source: Schulman et al. 2017, arXiv:1707.06347; clipped value loss as in OpenAI 
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.objectives.option_rules import check_fields, checked, number
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
+ValueClip = Annotated[float, number(above=0.0, can_be_inf=True)]
+"""Largest distance from the old values that counts."""
 
-def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.2) -> tuple[Tensor, Tensor]:
+
+@checked
+def value_losses(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, clip: ValueClip = 0.2
+) -> tuple[Tensor, Tensor]:
     """Half the squared error of values, or of values held near the old ones, whichever is larger.
 
     Args:
@@ -30,8 +38,6 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: f
         ShapeError: The three are not [T].
         SettingsError: clip is not above 0.
     """
-    if not clip > 0:
-        raise SettingsError(f"the value clip must be above 0; found {clip}. Set it to inf to turn it off.")
     check_tokens({"values": values, "old_values": old_values, "returns": returns})
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip) if math.isfinite(clip) else values
     plain, bounded = (values - returns).square(), (held - returns).square()
@@ -54,7 +60,15 @@ class ValueObjective:
         clip: As `value_losses`.
     """
 
-    clip: float = 0.2
+    clip: ValueClip = 0.2
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: clip is not above 0.
+        """
+        check_fields(self, owner="the value objective")
 
     def __call__(self, values: Tensor, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
         """Loss of the micro-batch and its metric sums.
@@ -88,8 +102,6 @@ def value_objective(*, clip: float = 0.2) -> ValueObjective:
     Raises:
         SettingsError: clip is not above 0.
     """
-    zero = torch.zeros(1)
-    value_losses(zero, zero, zero, clip=clip)
     return ValueObjective(clip=clip)
 
 

@@ -4,10 +4,12 @@ Source: names of metrics as verl's; effective sample size, Kong 1992.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
-from rl_distill.objectives.correction import CorrectionLevel, importance_ratios
+from rl_distill.objectives.correction import CorrectionLevel, WeightCap, importance_ratios
+from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.ragged import row_counts, row_means
 
 
@@ -22,8 +24,16 @@ class WeightBounds:
     """
 
     level: CorrectionLevel
-    cap: float = 2.0
-    floor: float | None = None
+    cap: WeightCap = 2.0
+    floor: Annotated[float, number(above=0.0)] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: The level is not known, or a bound is not above 0.
+        """
+        check_fields(self, owner="the importance weights")
 
 
 def weight_metrics(

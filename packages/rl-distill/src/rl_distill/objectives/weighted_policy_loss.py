@@ -6,11 +6,22 @@ Source: GPG, Chu et al. 2025, arXiv:2504.02546; CISPO, MiniMax 2025, arXiv:2506.
 arXiv:2602.04879.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from rl_core.errors import SettingsError
-from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses, check_clips
+from rl_distill.objectives.option_rules import checked, number
+from rl_distill.objectives.policy_loss import ClipHigh, PolicyTokens, TokenLosses
+
+RatioCap = Annotated[float, number(at_least=1.0, can_be_inf=True)]
+"""Largest importance weight."""
+
+ProbabilityChange = Annotated[float, number(at_least=0.0, at_most=1.0)]
+"""Difference of two probabilities."""
+
+Nats = Annotated[float, number(at_least=0.0, can_be_inf=True)]
+"""A KL."""
 
 COMPLEMENT_FLOOR = 1e-8
 """1 - probability is held above this before its logarithm."""
@@ -22,7 +33,13 @@ def gpg(tokens: PolicyTokens) -> TokenLosses:
     return TokenLosses(losses=-tokens.advantages * tokens.policy_logprobs, diagnostics={"actor/ppo_kl": -log_ratio})
 
 
-def cispo(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> TokenLosses:
+@checked
+def cispo(
+    tokens: PolicyTokens,
+    *,
+    clip_low: Annotated[float, number(at_least=0.0, at_most=1.0)] = 0.2,
+    clip_high: ClipHigh = 0.28,
+) -> TokenLosses:
     """Clipped importance sampling: the weight is clipped, so that no token loses its gradient.
 
     Args:
@@ -36,7 +53,6 @@ def cispo(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2
     Raises:
         SettingsError: clip_low outside [0, 1], or clip_high below 0.
     """
-    check_clips(clip_low=clip_low, clip_high=clip_high)
     log_ratio = tokens.log_ratio().detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -46,8 +62,13 @@ def cispo(tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2
     )
 
 
+@checked
 def dppo_tv(
-    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_cap: float = 20.0
+    tokens: PolicyTokens,
+    *,
+    clip_low: ProbabilityChange = 0.2,
+    clip_high: ProbabilityChange = 0.2,
+    ratio_cap: RatioCap = 20.0,
 ) -> TokenLosses:
     """Divergence PPO by total variation: a token trains while its probability is near the old one.
 
@@ -61,16 +82,16 @@ def dppo_tv(
         Losses and `actor/pg_clipfrac` (stopped), `actor/pg_clipfrac_lower` (capped), `actor/ppo_kl`.
 
     Raises:
-        SettingsError: A bound is below 0, or ratio_cap below 1.
+        SettingsError: A bound is outside [0, 1], or ratio_cap below 1.
     """
     change = tokens.policy_logprobs.detach().exp() - tokens.old_logprobs.exp()
     is_near = torch.where(tokens.advantages > 0, change <= clip_high, change >= -clip_low)
-    _check_divergences(clip_low, clip_high, ratio_cap)
     return _trust_region_losses(tokens, is_near, ratio_cap=ratio_cap)
 
 
+@checked
 def dppo_kl(
-    tokens: PolicyTokens, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0
+    tokens: PolicyTokens, *, clip_low: Nats = 0.05, clip_high: Nats = 0.05, ratio_cap: RatioCap = 20.0
 ) -> TokenLosses:
     """Divergence PPO by the KL of two outcomes, this token or another.
 
@@ -91,7 +112,6 @@ def dppo_kl(
     is_near = torch.where(
         tokens.advantages > 0, (kl <= clip_high) | (policy <= old), (kl <= clip_low) | (policy >= old)
     )
-    _check_divergences(clip_low, clip_high, ratio_cap)
     return _trust_region_losses(tokens, is_near, ratio_cap=ratio_cap)
 
 
@@ -112,10 +132,3 @@ def _trust_region_losses(tokens: PolicyTokens, is_near: Tensor, *, ratio_cap: fl
 def _complement(logprobs: Tensor) -> Tensor:
     """[T] probability of every other token, away from 0."""
     return (-torch.expm1(logprobs)).clamp(min=COMPLEMENT_FLOOR)
-
-
-def _check_divergences(clip_low: float, clip_high: float, ratio_cap: float) -> None:
-    if not clip_low >= 0.0 or not clip_high >= 0.0 or not ratio_cap >= 1.0:
-        raise SettingsError(
-            f"dppo needs clip_low >= 0, clip_high >= 0 and ratio_cap >= 1; found {clip_low}, {clip_high}, {ratio_cap}."
-        )

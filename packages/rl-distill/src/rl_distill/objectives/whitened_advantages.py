@@ -5,27 +5,38 @@ A batch-wide mean is subtracted last, so a row's advantage depends on the whole 
 Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
 """
 
+import math
 from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
+from rl_distill.objectives.option_rules import Addend, OptionRule, UnitInterval, checked, is_number
 from rl_distill.objectives.ragged import discounted_sums, spread_rows
-from rl_distill.objectives.rewarded_rows import (
-    RewardedRows,
-    episodes_of,
-    units_of,
-    unmasked,
-)
+from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, units_of, unmasked
 from rl_distill.objectives.whitening import masked_whiten
 
 COMPONENT = "reward/"
 """Row columns `reward/NAME` are the named components of the reward."""
 
 
-def reinforce_plus_plus(rows: RewardedRows, *, gamma: float = 1.0) -> dict[str, Tensor]:
+def _are_weights(weights: Any) -> bool:
+    is_filled = isinstance(weights, Mapping) and len(weights) > 0
+    return is_filled and all(is_number(weight) and math.isfinite(weight) for weight in weights.values())
+
+
+ComponentWeights = Annotated[
+    Mapping[str, float] | None,
+    OptionRule("a finite number by component, such as {style = 0.5}", _are_weights).or_none(),
+]
+"""Weight of each component of the reward."""
+
+
+@checked
+def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dict[str, Tensor]:
     """REINFORCE++: discounted returns of each token, whitened over the batch.
 
     Args:
@@ -38,7 +49,6 @@ def reinforce_plus_plus(rows: RewardedRows, *, gamma: float = 1.0) -> dict[str, 
     Raises:
         SettingsError: gamma is outside [0, 1].
     """
-    check_discounts(gamma=gamma)
     episodes = episodes_of(rows)
     returns = discounted_sums(episodes.rewards, episodes.offsets, discount=gamma)
     whitened = masked_whiten(returns, torch.ones_like(returns, dtype=torch.bool))
@@ -51,7 +61,8 @@ def reinforce_plus_plus_baseline(rows: RewardedRows) -> dict[str, Tensor]:
     return {"advantages": _whitened_by_session(rows, dr_grpo_advantages(units.rewards, units.group))}
 
 
-def gdpo(rows: RewardedRows, *, weights: Mapping[str, float] | None = None, eps: float = 1e-6) -> dict[str, Tensor]:
+@checked
+def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 1e-6) -> dict[str, Tensor]:
     """GDPO: GRPO of each reward component by itself, their weighted sum whitened over the batch.
 
     Args:
@@ -60,6 +71,7 @@ def gdpo(rows: RewardedRows, *, weights: Mapping[str, float] | None = None, eps:
         eps: Added to a group's standard deviation.
 
     Raises:
+        SettingsError: A weight is no finite number, or eps is below 0.
         DataError: There are no components, or one of `weights` is missing.
     """
     if weights is None:
@@ -75,17 +87,6 @@ def gdpo(rows: RewardedRows, *, weights: Mapping[str, float] | None = None, eps:
         units = units_of(rows, rows.row_column(COMPONENT + name))
         parts.append(weight * grpo_advantages(units.rewards.double(), units.group, eps=eps))
     return {"advantages": _whitened_by_session(rows, torch.stack(parts).sum(0))}
-
-
-def check_discounts(**discounts: float) -> None:
-    """Refuse discounts outside [0, 1].
-
-    Raises:
-        SettingsError: Names the first.
-    """
-    for name, value in discounts.items():
-        if not 0.0 <= value <= 1.0:
-            raise SettingsError(f"{name} must be in [0, 1]; found {value}.")
 
 
 def _whitened_by_session(rows: RewardedRows, advantages: Tensor) -> Tensor:

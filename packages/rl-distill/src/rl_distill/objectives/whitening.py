@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from rl_distill.objectives.option_rules import Addend, checked
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+@checked
+def masked_whiten(values: Tensor, mask: Tensor, *, eps: Addend = 1e-8) -> Tensor:
     """Values with mean 0 and variance 1 over the tokens of the mask.
 
     Args:
@@ -19,6 +21,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
     Raises:
         ShapeError: Shapes or dtypes other than above.
+        SettingsError: eps is below 0.
     """
     check_tokens({"values": values, "mask": mask})
     check_mask(mask)
