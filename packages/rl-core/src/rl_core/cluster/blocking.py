@@ -72,11 +72,11 @@ class BlockingGroup:
     def __len__(self) -> int:
         return self.size
 
-    def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+    def call(self, rank: int, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call one; see `Role.call`."""
         return self._thread.wait(self._group.call(rank, method, *args, deadline_s=deadline_s, **kwargs))
 
-    def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+    def call_all(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call all with the same arguments; see `RoleGroup.call_all`."""
         return self._thread.wait(self._group.call_all(method, *args, deadline_s=deadline_s, **kwargs))
 
@@ -87,7 +87,7 @@ class BlockingGroup:
         return self._thread.wait(self._group.call_each(method, arguments, deadline_s=deadline_s))
 
     def as_finished(
-        self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any
     ) -> Iterator[tuple[int, Any]]:
         """Call all with the same arguments, and give (rank, result) as they come; see `RoleGroup.as_finished`.
 

@@ -116,7 +116,7 @@ class BlockingRole:
         """See `Role.is_alive`."""
         return self._role.is_alive
 
-    def call(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
         return self._thread.wait(self._role.call(method, *args, deadline_s=deadline_s, **kwargs))
 

@@ -78,7 +78,7 @@ class RoleGroup:
     def __len__(self) -> int:
         return len(self._roles)
 
-    async def call(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+    async def call(self, rank: int, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call one; see `Role.call`.
 
         Raises:
@@ -86,7 +86,7 @@ class RoleGroup:
         """
         return await self[rank].call(method, *args, deadline_s=deadline_s, **kwargs)
 
-    async def call_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
+    async def call_all(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call all with the same arguments, which are packed and stored once.
 
         When one raises, dies or is late, this fails at once with its error, and does not wait for the others, which may
@@ -119,7 +119,7 @@ class RoleGroup:
         return await self._together([role.call(method, *one, deadline_s=deadline_s) for role, one in calls])
 
     async def as_finished(
-        self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """Call all with the same arguments, and give (rank, result) as they come.
 

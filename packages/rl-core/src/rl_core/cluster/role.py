@@ -33,7 +33,7 @@ class RestartedRole:
     launcher: Launcher
     life: Incarnation
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
         return await self.life.call(method, self.launcher.pack(Call([self.spec], method, args, kwargs)))
 
@@ -99,7 +99,7 @@ class Role:
         """False while it is being restarted, once it was closed, or when it has died for good."""
         return self._state == "serving" and self._life is not None and self._life.is_alive
 
-    async def call(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call a method, plain or async; calls may overlap. Arguments must not change until it returns.
 
         While the role is being restarted a new call waits.

@@ -2,6 +2,7 @@
 """Checks of calls: to one role, to all, each with its own, and as they finish."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,11 @@ class CallChecks(ClusterChecks):
         assert self.run(role.call("greet", "you")) == "hello you!"
         assert self.run(role.call("greet", "you", mark="?")) == "hello you?"
         assert self.run(self.group.call(2, "greet_async", "you")) == "hello you"
+
+    def test_parameters_of_a_method_may_be_called_as_those_of_the_call(self) -> None:
+        given: dict[str, Any] = {"rank": 1, "method": "a", "self": 2}
+        assert self.run(self.group.call(0, "named", **given)) == given
+        assert self.run(self.group.call_all("named", **given)) == [given] * 3
 
     def test_calls_overlap(self) -> None:
         role = self.group[0]

@@ -107,6 +107,10 @@ class EchoRole:
         """Give it back."""
         return value
 
+    def named(_self, **given: Any) -> dict[str, Any]:  # noqa: N805 - so that "self" can be given too
+        """Give back what came by name."""
+        return given
+
     def unreadable(self) -> Unreadable:
         """A result that cannot be read."""
         return Unreadable()
