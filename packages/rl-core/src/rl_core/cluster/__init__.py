@@ -1,4 +1,11 @@
-"""Roles and where they run: in this process, in processes of this machine, or on Ray."""
+"""Roles and where they run: in this process, in processes of this machine, or on Ray.
+
+From the user inwards: `options` and `roles` are what is chosen; `cluster`, `group`, `role` and `blocking` are what is
+held; `pools` and `shares` count CPUs and GPUs. `incarnation` is what every placement gives: `inline`, `process` (its
+other end is `child`) or `ray_incarnation` (its other end is `ray_actor`), started by the launchers in `local` and
+`ray_roles`. Between the ends are `calls`, `packing`, `frames` and `messages`; `served` is the object's side of all of
+them, `output` what it prints, and `guard` ends what it leaves behind.
+"""
 
 from rl_core.cluster.blocking import BlockingGroup
 from rl_core.cluster.blocking_role import BlockingRole
