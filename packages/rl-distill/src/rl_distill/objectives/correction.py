@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from rl_distill.objectives.log_ratios import bounded
 from rl_distill.objectives.option_rules import OptionRule, checked, is_number, number
 from rl_distill.objectives.ragged import row_sums, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
@@ -28,9 +29,6 @@ def _is_band(band: Any) -> bool:
 
 WeightBand = Annotated[tuple[float, float], OptionRule("two numbers with 0 < floor <= cap", _is_band)]
 """Smallest and largest importance weight."""
-
-LOG_RATIO_BOUND = 20.0
-"""Log ratios, summed ones too, are clamped to this before exp, which would overflow."""
 
 
 @checked
@@ -83,7 +81,7 @@ def banded_weights(
 
 @checked
 def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel) -> Tensor:
-    """Importance ratios old / rollout as they are; arguments, result and errors as `truncated_weights`."""
+    """Importance ratios old / rollout as they are, [T]; arguments and errors as `truncated_weights`."""
     log_ratio = blank_masked(log_ratio, loss_mask, offsets)
     if level == "sequence":
         log_ratio = spread_rows(row_sums(log_ratio, offsets), offsets, num_tokens=len(log_ratio))
@@ -101,8 +99,3 @@ def blank_masked(values: Tensor, loss_mask: Tensor, offsets: Tensor) -> Tensor:
     check_mask(loss_mask)
     check_offsets(offsets, num_tokens=num_tokens)
     return torch.where(loss_mask, values, torch.zeros_like(values)).detach()
-
-
-def bounded(log_ratio: Tensor) -> Tensor:
-    """Log ratios within `LOG_RATIO_BOUND`."""
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

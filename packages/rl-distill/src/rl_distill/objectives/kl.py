@@ -13,16 +13,13 @@ Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang an
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from rl_distill.objectives.log_ratios import bounded, excess
 from rl_distill.objectives.shapes import check_tokens
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy_logprobs [T], reference_logprobs [T]) -> [T] estimates."""
-
-LOG_RATIO_BOUND = 20.0
-"""Log ratios are clamped to this before exp, which would overflow; beyond it the gradient is 0."""
 
 K3_BOUND = 10.0
 """k3 is clamped to this, so that one far token does not outweigh the batch; beyond it the gradient is 0."""
@@ -49,8 +46,7 @@ def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """With r = reference / policy, r - 1 - log r: unbiased, never negative, at most `K3_BOUND`."""
     _check(policy_logprobs, reference_logprobs)
-    log_ratio = (reference_logprobs - policy_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (torch.expm1(log_ratio) - log_ratio).clamp(max=K3_BOUND)
+    return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; names of met
 import torch
 from torch import Tensor
 
-from rl_distill.objectives.correction import blank_masked, bounded
+from rl_distill.objectives.correction import blank_masked
+from rl_distill.objectives.log_ratios import bounded, excess
 from rl_distill.objectives.ragged import row_counts, row_sums
 
 
@@ -32,27 +33,8 @@ def mismatch_sums(
     """
     old = blank_masked(old_logprobs.detach(), loss_mask, offsets)
     rollout = blank_masked(rollout_logprobs.detach(), loss_mask, offsets)
-    log_ratio = bounded(old - rollout)
-    of_tokens = {
-        "training/rollout_probs_diff_mean": (old.exp() - rollout.exp()).abs(),
-        "rollout_corr/kl": rollout - old,
-        "rollout_corr/k3_kl": torch.expm1(log_ratio) - log_ratio,
-        "rollout_corr/chi2_token": torch.expm1(2.0 * log_ratio),
-    }
     counts = row_counts(loss_mask, offsets)
-    training_log_ppl = -row_sums(old, offsets) / counts.clamp(min=1)
-    rollout_log_ppl = -row_sums(rollout, offsets) / counts.clamp(min=1)
-    difference = training_log_ppl - rollout_log_ppl
-    of_rows = {
-        "rollout_corr/training_ppl": training_log_ppl.exp(),
-        "rollout_corr/training_log_ppl": training_log_ppl,
-        "rollout_corr/rollout_ppl": rollout_log_ppl.exp(),
-        "rollout_corr/rollout_log_ppl": rollout_log_ppl,
-        "rollout_corr/log_ppl_diff": difference,
-        "rollout_corr/log_ppl_abs_diff": difference.abs(),
-        "rollout_corr/ppl_ratio": difference.exp(),
-        "rollout_corr/chi2_seq": torch.expm1(2.0 * bounded(row_sums(old - rollout, offsets))),
-    }
+    of_tokens, of_rows = _token_metrics(old, rollout), _row_metrics(old, rollout, counts, offsets)
     sums = {name: _masked_sum(values, loss_mask) for name, values in of_tokens.items()}
     return sums | {name: _masked_sum(values, counts > 0) for name, values in of_rows.items()}
 
@@ -77,5 +59,34 @@ def mismatch_metrics(
     return metrics
 
 
+def _token_metrics(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
+    """[T] by name, of logprobs [T]."""
+    log_ratio = bounded(old - rollout)
+    return {
+        "training/rollout_probs_diff_mean": (old.exp() - rollout.exp()).abs(),
+        "rollout_corr/kl": rollout - old,
+        "rollout_corr/k3_kl": excess(log_ratio),
+        "rollout_corr/chi2_token": torch.expm1(2.0 * log_ratio),
+    }
+
+
+def _row_metrics(old: Tensor, rollout: Tensor, counts: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """[N] by name, of logprobs [T] that are 0 where masked, and the rows' trained tokens [N]."""
+    training_log_ppl = -row_sums(old, offsets) / counts.clamp(min=1)
+    rollout_log_ppl = -row_sums(rollout, offsets) / counts.clamp(min=1)
+    difference = training_log_ppl - rollout_log_ppl
+    return {
+        "rollout_corr/training_ppl": training_log_ppl.exp(),
+        "rollout_corr/training_log_ppl": training_log_ppl,
+        "rollout_corr/rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_corr/rollout_log_ppl": rollout_log_ppl,
+        "rollout_corr/log_ppl_diff": difference,
+        "rollout_corr/log_ppl_abs_diff": difference.abs(),
+        "rollout_corr/ppl_ratio": difference.exp(),
+        "rollout_corr/chi2_seq": torch.expm1(2.0 * bounded(row_sums(old - rollout, offsets))),
+    }
+
+
 def _masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of values where the mask is True, and how many those are; both of one shape, results scalar."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(), mask.sum().to(values.dtype)

@@ -14,12 +14,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from rl_distill.objectives.log_ratios import bounded
 from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
-
-LOG_RATIO_BOUND = 20.0
-"""Log ratios are clamped to this before exp, which would overflow; beyond it the gradient is 0."""
-
 
 ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
 """Ratios are held above 1 - clip_low, which must be above 0."""
@@ -73,7 +70,7 @@ class PolicyTokens:
 
     def log_ratio(self) -> Tensor:
         """[T] log(policy / old), within `LOG_RATIO_BOUND`."""
-        return (self.policy_logprobs - self.old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return bounded(self.policy_logprobs - self.old_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,18 +10,22 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.correction import WeightCap, truncated_weights
 from rl_distill.objectives.kl import KLEstimator
+from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 from rl_distill.objectives.registry import KL, BoundPolicyLoss, policy_loss_with_options
-from rl_distill.objectives.shapes import check_tokens
+from rl_distill.objectives.try_out import try_policy_loss
 
 Term = tuple[float, Tensor]
 """Factor of a term in the loss, and its [T] values."""
+
+WHO = "the objective"
+"""In messages."""
 
 CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 
@@ -102,20 +106,20 @@ class PolicyObjective:
             DataError: A needed column is missing.
             SettingsError: A coefficient is set for something that the learner or the batch did not give.
         """
-        mask = _column(micro, "loss_mask")
-        weights = _masked(_column(micro, "loss_weights"), mask, name="loss_weights")
+        mask = needed_column(micro, "loss_mask", who=WHO)
+        weights = masked(needed_column(micro, "loss_weights", who=WHO), mask, name="loss_weights")
         learned = micro.columns.get("old_logprobs", policy_logprobs.detach())
         is_rollout = self.options.old_logprobs == "rollout_logprobs"
         tokens = PolicyTokens(
             policy_logprobs=policy_logprobs,
-            old_logprobs=_column(micro, "rollout_logprobs") if is_rollout else learned,
-            advantages=_column(micro, "advantages"),
+            old_logprobs=needed_column(micro, "rollout_logprobs", who=WHO) if is_rollout else learned,
+            advantages=needed_column(micro, "advantages", who=WHO),
             loss_mask=mask,
             offsets=micro.offsets,
             selection=micro.columns.get("token_selection"),
         )
         computed = self.policy_loss(tokens)
-        losses = _masked(computed.losses, mask, name="losses of the policy loss")
+        losses = masked(computed.losses, mask, name="losses of the policy loss")
         correction = self._correction_weights(tokens, micro)
         terms = {"actor/pg_loss": (1.0, losses if correction is None else losses * correction)}
         terms |= self._kl_term(tokens, micro) | self._entropy_term(entropy, mask)
@@ -135,10 +139,10 @@ class PolicyObjective:
     def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
         """[T] importance weights, or None for none."""
         if "correction_weights" in micro.columns:
-            return _masked(micro.columns["correction_weights"], tokens.loss_mask, name="correction_weights")
+            return masked(micro.columns["correction_weights"], tokens.loss_mask, name="correction_weights")
         if self.options.correction == "none":
             return None
-        log_ratio = tokens.old_logprobs - _column(micro, "rollout_logprobs")
+        log_ratio = tokens.old_logprobs - needed_column(micro, "rollout_logprobs", who=WHO)
         return truncated_weights(
             log_ratio, tokens.loss_mask, tokens.offsets, level=self.options.correction, cap=self.options.correction_cap
         )
@@ -152,7 +156,7 @@ class PolicyObjective:
                     "Score the batch with the reference first, or set kl_coefficient = 0."
                 )
             return {}
-        reference = _masked(micro.columns["reference_logprobs"], tokens.loss_mask, name="reference_logprobs")
+        reference = masked(micro.columns["reference_logprobs"], tokens.loss_mask, name="reference_logprobs")
         return {"actor/kl_loss": (self.options.kl_coefficient, self.kl(tokens.policy_logprobs, reference))}
 
     def _entropy_term(self, entropy: Tensor | None, mask: Tensor) -> dict[str, Term]:
@@ -164,7 +168,7 @@ class PolicyObjective:
                     "Call train_step with with_entropy=True, or set entropy_coefficient = 0."
                 )
             return {}
-        return {"actor/entropy": (-self.options.entropy_coefficient, _masked(entropy, mask, name="entropy"))}
+        return {"actor/entropy": (-self.options.entropy_coefficient, masked(entropy, mask, name="entropy"))}
 
 
 def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
@@ -175,7 +179,7 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
     """
     bound = bound_policy_loss(options)
     objective = PolicyObjective(options=options, policy_loss=bound.loss, kl=KL.get(options.kl_estimator))
-    _try_out(bound)
+    try_policy_loss(bound)
     return objective
 
 
@@ -192,41 +196,10 @@ def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
     return policy_loss_with_options(options.policy_loss, {**clips, **options.policy_loss_options})
 
 
-def _try_out(bound: BoundPolicyLoss) -> None:
-    """Call a policy loss on one token, so that an impossible option is refused before a run starts."""
-    zero = torch.zeros(1)
-    try:
-        bound.loss(
-            PolicyTokens(
-                policy_logprobs=zero,
-                old_logprobs=zero,
-                advantages=zero,
-                loss_mask=zero == 0,
-                offsets=torch.tensor([0, 1]),
-                selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
-            )
-        )
-    except TypeError as error:  # such as a text for a number
-        raise SettingsError(f"the policy loss cannot work with its options: {error}.") from error
-
-
-def _column(micro: MicroBatch, name: str) -> Tensor:
-    try:
-        return micro.columns[name]
-    except KeyError:
-        found = ", ".join(sorted(micro.columns)) or "none"
-        raise DataError(f"the objective needs the column {name!r}; the micro-batch has {found}.") from None
-
-
-def _masked(values: Tensor, mask: Tensor, *, name: str) -> Tensor:
-    """[T] values, 0 where masked, so that neither NaN nor a gradient passes."""
-    check_tokens({"loss_mask": mask, name: values})
-    return torch.where(mask, values, torch.zeros_like(values))
-
-
 def _diagnostic_sums(computed: TokenLosses, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """(sum over trained tokens, their number) of each diagnostic."""
     count = mask.sum()
     return {
-        name: (_masked(values.detach(), mask, name=name).sum(), count.to(values.dtype))
+        name: (masked(values.detach(), mask, name=name).sum(), count.to(values.dtype))
         for name, values in computed.diagnostics.items()
     }

@@ -10,14 +10,14 @@ https://richardli.xyz/rl-collapse; names of criteria as verl's.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
 from rl_core.registry import unknown_name
-from rl_distill.objectives.correction import blank_masked, bounded
+from rl_distill.objectives.correction import blank_masked
+from rl_distill.objectives.log_ratios import bounded, excess
 from rl_distill.objectives.option_rules import is_number
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
@@ -26,7 +26,10 @@ Bound = float | tuple[float, float]
 criterion: the largest statistic."""
 
 TokenStatistic = Callable[[Tensor], Tensor]
+"""log(old / rollout) [T] -> estimates [T]."""
+
 RowStatistic = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(estimates [T], mask [T], offsets [N + 1]) -> [N]."""
 
 
 def _k1(log_ratio: Tensor) -> Tensor:
@@ -35,10 +38,6 @@ def _k1(log_ratio: Tensor) -> Tensor:
 
 def _k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    return torch.expm1(log_ratio) - log_ratio
 
 
 def _sums(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
@@ -50,8 +49,8 @@ class Criterion:
     """What a token or a trajectory is judged by.
 
     Attributes:
-        of_token: log(old / rollout) [T] -> estimates [T].
-        of_row: (estimates [T], mask [T], offsets [N + 1]) -> [N]; None judges each token by itself.
+        of_token: Gives each token's estimate.
+        of_row: Gives each trajectory's statistic from its tokens' estimates; None judges each token by itself.
         is_signed: True for k1, which is bounded on both sides.
     """
 
@@ -60,7 +59,7 @@ class Criterion:
     is_signed: bool
 
 
-_TOKEN = {"k1": _k1, "k2": _k2, "k3": _k3}
+_TOKEN = {"k1": _k1, "k2": _k2, "k3": excess}
 _ROW: dict[str, RowStatistic] = {"seq_sum": _sums, "seq_mean": row_means, "seq_max": row_maxima}
 
 CRITERIA: dict[str, Criterion] = {
@@ -83,10 +82,10 @@ class Judgement:
     Attributes:
         statistic: [T], a trajectory's on each of its tokens; 0 where masked.
         of_rows: [N] statistic of trajectories; of a token criterion the mean over tokens.
+        is_by_row: True for a criterion of trajectories.
         low: Smallest statistic that passes; None for no limit.
         high: Largest statistic that passes.
         passes: [T] bool.
-        is_by_row: True for a criterion of trajectories.
     """
 
     statistic: Tensor
@@ -199,32 +198,31 @@ def _statistics(found: Judgement, loss_mask: Tensor, offsets: Tensor) -> dict[st
         return {}
     judged = of_rows if found.is_by_row else of_tokens
     clamped = of_tokens.clamp(min=0.0 if found.low is None else found.low, max=found.high)
-    is_high, is_low = (partial(_share, high=found.high), partial(_share, low=found.low))
     statistics = {
         "mean": of_tokens.mean(),
         "max": judged.max(),
         "min": judged.min(),
-        "fraction_high": is_high(judged),
-        "fraction_low": is_low(judged),
+        "fraction_high": _share(judged > found.high),
+        "fraction_low": _share_below(judged, found.low),
         "std": clamped.double().std(correction=0).to(of_tokens.dtype),
         "seq_mean": of_rows.mean(),
         "seq_std": of_rows.std() if len(of_rows) > 1 else of_rows.new_zeros(()),
         "seq_max": of_rows.max(),
         "seq_min": of_rows.min(),
         "seq_max_deviation": of_rows.abs().max(),
-        "seq_fraction_high": is_high(of_rows),
+        "seq_fraction_high": _share(of_rows > found.high),
     }
-    return statistics | ({} if found.low is None else {"seq_fraction_low": is_low(of_rows)})
+    return statistics | ({} if found.low is None else {"seq_fraction_low": _share_below(of_rows, found.low)})
 
 
-def _share(values: Tensor, *, low: float | None = None, high: float | None = None) -> Tensor:
-    """Share of values above `high` or below `low`."""
-    outside = torch.zeros_like(values)
-    if high is not None:
-        outside = (values > high).to(values.dtype)
-    if low is not None:
-        outside = (values < low).to(values.dtype)
-    return outside.mean()
+def _share(is_outside: Tensor) -> Tensor:
+    """Share of True in [K]."""
+    return is_outside.float().mean()
+
+
+def _share_below(values: Tensor, low: float | None) -> Tensor:
+    """Share of values [K] below a limit; 0 without one."""
+    return _share(torch.zeros_like(values, dtype=torch.bool) if low is None else values < low)
 
 
 def _masked_fractions(prefix: str, keep: Tensor, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Estimators on a tiny batch, so that an impossible option is refused before a run starts."""
+"""Estimators and policy losses on a tiny batch, so that an option that no rule refuses fails before a run starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives.registry import ADVANTAGES, function_with_options
+from rl_distill.objectives.policy_loss import PolicyTokens
+from rl_distill.objectives.registry import ADVANTAGES, BoundPolicyLoss, function_with_options
 from rl_distill.objectives.rewarded_rows import RewardedRows
 from rl_distill.objectives.whitened_advantages import COMPONENT
 
@@ -35,3 +36,25 @@ def try_advantage(name: str, options: Mapping[str, Any]) -> None:
         estimator(rows)
     except (TypeError, AttributeError) as error:  # such as a text for a number
         raise SettingsError(f"advantage {name!r} cannot work with {dict(options)}: {error}.") from error
+
+
+def try_policy_loss(bound: BoundPolicyLoss) -> None:
+    """Run a policy loss, and its selection, on one token.
+
+    Raises:
+        SettingsError: An option has an impossible value.
+    """
+    zero = torch.zeros(1)
+    try:
+        bound.loss(
+            PolicyTokens(
+                policy_logprobs=zero,
+                old_logprobs=zero,
+                advantages=zero,
+                loss_mask=zero == 0,
+                offsets=torch.tensor([0, 1]),
+                selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
+            )
+        )
+    except (TypeError, AttributeError) as error:  # such as a text for a number
+        raise SettingsError(f"the policy loss cannot work with its options: {error}.") from error

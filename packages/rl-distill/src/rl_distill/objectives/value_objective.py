@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rl_core.errors import DataError
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.option_rules import check_fields, checked, number
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
@@ -77,12 +77,12 @@ class ValueObjective:
             ShapeError: A tensor is not [T].
             DataError: A needed column is missing.
         """
-        mask = _column(micro, "loss_mask")
+        who = "the critic's objective"
+        mask = needed_column(micro, "loss_mask", who=who)
         check_mask(mask)
-        columns = {name: _column(micro, name) for name in ("values", "returns", "loss_weights")}
-        check_tokens({"loss_mask": mask, "the critic's values": values, **columns})
-        blank = {name: torch.where(mask, column, torch.zeros_like(column)) for name, column in columns.items()}
-        predicted = torch.where(mask, values, torch.zeros_like(values))
+        predicted = masked(values, mask, name="the critic's values")
+        names = ("values", "returns", "loss_weights")
+        blank = {name: masked(needed_column(micro, name, who=who), mask, name=name) for name in names}
         losses, was_clipped = value_losses(predicted, blank["values"], blank["returns"], clip=self.clip)
         loss = (losses * blank["loss_weights"]).sum()
         count = mask.sum().to(losses.dtype)
@@ -103,11 +103,3 @@ def value_objective(*, clip: float = 0.2) -> ValueObjective:
         SettingsError: clip is not above 0.
     """
     return ValueObjective(clip=clip)
-
-
-def _column(micro: MicroBatch, name: str) -> Tensor:
-    try:
-        return micro.columns[name]
-    except KeyError:
-        found = ", ".join(sorted(micro.columns)) or "none"
-        raise DataError(f"the critic's objective needs the column {name!r}; the micro-batch has {found}.") from None

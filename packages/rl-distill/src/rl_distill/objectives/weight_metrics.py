@@ -56,7 +56,7 @@ def weight_metrics(
     Returns:
         `rollout_corr/rollout_is_*` by name: of the weights mean, std, min, max and the effective share of samples; of
         the ratios before any bound the shares above and below; the same of trajectories as `rollout_is_seq_*`. With a
-        floor also `oob_ratio`, the share of tokens whose weight is 0. None when nothing trains.
+        floor also `oob_ratio`, the share of tokens whose weight is 0. Empty when nothing trains.
     """
     if not bool(loss_mask.any()):
         return {}
@@ -67,7 +67,7 @@ def weight_metrics(
     ratio_of_rows = row_means(ratios, loss_mask, offsets)[has_tokens].double()
     metrics = {
         **_spread(kept),
-        "eff_sample_size": kept.mean().square() / kept.square().mean() if bool(kept.any()) else kept.new_zeros(()),
+        "eff_sample_size": _effective_share(kept),
         **_outside(ratio_of_rows if bounds.level == "sequence" else of_tokens, bounds, stem="ratio_"),
         **{f"seq_{name}": value for name, value in _spread(of_rows, correction=1).items()},
         "seq_max_deviation": (of_rows - 1.0).abs().max(),
@@ -78,7 +78,13 @@ def weight_metrics(
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
 
 
+def _effective_share(weights: Tensor) -> Tensor:
+    """Share of equally weighted samples that would have the same variance, in [0, 1]; 0 where all weights are 0."""
+    return weights.mean().square() / weights.square().mean() if bool(weights.any()) else weights.new_zeros(())
+
+
 def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
+    """Mean, standard deviation (0 where there are too few) and extremes of values [K]."""
     has_spread = len(values) > correction
     return {
         "mean": values.mean(),
@@ -89,7 +95,7 @@ def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
 
 
 def _outside(ratios: Tensor, bounds: WeightBounds, *, stem: str) -> dict[str, Tensor]:
-    """Shares of ratios beyond the bounds."""
+    """Shares of ratios [K] beyond the bounds."""
     low = 1.0 / bounds.cap if bounds.floor is None else bounds.floor
     return {
         f"{stem}fraction_high": (ratios > bounds.cap).double().mean(),

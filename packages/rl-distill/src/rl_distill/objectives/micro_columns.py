@@ -1,0 +1,36 @@
+"""Columns of a micro-batch, as objectives read them."""
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import DataError
+from rl_distill.learner import MicroBatch
+from rl_distill.objectives.shapes import check_tokens
+
+
+def needed_column(micro: MicroBatch, name: str, *, who: str) -> Tensor:
+    """[T] the column of this name.
+
+    Args:
+        micro: Any.
+        name: Of the column.
+        who: Needs it, for the message.
+
+    Raises:
+        DataError: It is not there.
+    """
+    try:
+        return micro.columns[name]
+    except KeyError:
+        found = ", ".join(sorted(micro.columns)) or "none"
+        raise DataError(f"{who} needs the column {name!r}; the micro-batch has {found}.") from None
+
+
+def masked(values: Tensor, mask: Tensor, *, name: str) -> Tensor:
+    """[T] values, 0 where the mask [T] is False, so that neither NaN nor a gradient passes.
+
+    Raises:
+        ShapeError: The values are not [T]; names them.
+    """
+    check_tokens({"loss_mask": mask, name: values})
+    return torch.where(mask, values, torch.zeros_like(values))
