@@ -128,8 +128,8 @@ def test_the_learners_own_broken_tensor_is_named_and_nothing_is_sent(value):
     sent = {name: broken[name] for name in ("embed.weight", "norm.weight")}
     _, canary = update_and_canary()
     engine = FakeEngine()
+    update = TensorTransport().pack(sent, version=5, tied=TIED)
     with pytest.raises(WeightProofError, match=r"learner's own tensor 'norm\.weight' is not finite") as caught:
-        update = TensorTransport().pack(sent, version=5, tied=TIED)
         asyncio.run(publish_weights(update, [engine], canary=canary, tolerances=EXACT))
     assert caught.value.tensor == "norm.weight"
     assert engine.version == 0
