@@ -339,7 +339,7 @@ def test_what_one_rank_cannot_read_changes_no_rank(tied_policy: Path, make_batch
 
 
 def test_another_model_or_dtype_is_refused(saved: Path, tied_policy: Path, untied_policy: Path):
-    with pytest.raises(CheckpointError, match="another model: .* is .*, this policy's "):
+    with pytest.raises(CheckpointError, match=r"another model: .* is .*, this policy's "):
         MegatronLearner(untied_policy, OPTIONS).load(saved)
     with pytest.raises(CheckpointError, match="dtype = 'float32'"):
         MegatronLearner(tied_policy, replace(OPTIONS, dtype="bfloat16")).load(saved)
