@@ -179,3 +179,26 @@ def test_selection_is_the_same_for_any_micro_batches(name):
         found.append([math.fsum(column) for column in zip(*losses, strict=True)])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0] == pytest.approx(found[2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (
+            with_kl_in_reward,
+            {"coefficient": float("nan")},
+            r"coefficient of with_kl_in_reward .* \[0, inf\); found nan",
+        ),
+        (with_kl_in_reward, {"coefficient": -0.1}, "coefficient of with_kl_in_reward .* found -0.1"),
+        (with_kl_in_reward, {"coefficient": 0.1, "policy_logprobs": "logprobs"}, "one of 'old_logprobs', 'rollout_"),
+        (with_correction_weights, {"level": "row"}, "level of with_correction_weights .* found 'row'"),
+        (with_correction_weights, {"level": "token", "cap": "2"}, "cap of with_correction_weights .* found '2'"),
+        (with_correction_weights, {"level": "token", "floor": 0.0}, r"floor .* in \(0, inf\), or None; found 0.0"),
+        (with_correction_weights, {"level": "token", "cap": 2.0, "floor": 3.0}, "0 < floor <= cap"),
+        (with_loss_weights, {"horizon": 0}, "horizon of with_loss_weights must be a whole number of at least 1"),
+    ],
+)
+def test_impossible_options_are_refused(batch, function, options, message):
+    batch = batch.with_columns({"old_logprobs": batch["rollout_logprobs"]})
+    with pytest.raises(SettingsError, match=message):
+        function(batch, **options)

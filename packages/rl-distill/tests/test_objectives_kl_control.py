@@ -45,6 +45,13 @@ def test_a_broken_state_is_refused(state):
         AdaptiveKL(coefficient=0.1, target=0.02).restored(state)
 
 
+def test_a_batch_of_less_than_nothing_is_refused():
+    with pytest.raises(
+        SettingsError, match="num_trajectories of adapted must be a whole number of at least 0; found -5"
+    ):
+        AdaptiveKL(coefficient=0.1, target=0.02).adapted(0.5, num_trajectories=-5)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -11,7 +11,7 @@ from rl_core.columns import ColumnSpec, column_spec, declare_column
 from rl_core.errors import DataError
 from rl_core.ragged import Ragged
 from rl_distill.objectives.aggregation import Horizon, token_weights
-from rl_distill.objectives.correction import CorrectionLevel, WeightCap, banded_weights, truncated_weights
+from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights
 from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.registry import (
     ADVANTAGES,
@@ -123,6 +123,7 @@ def with_kl_in_reward(
     return batch.with_columns({EXTRA_REWARDS: _ragged_like(batch.ragged("loss_mask"), -coefficient * kl)})
 
 
+@checked
 def mean_reference_kl(
     batch: Batch, *, estimator: str = "k3", policy_logprobs: SampledLogprobs = "old_logprobs"
 ) -> float:
@@ -146,6 +147,7 @@ def with_token_selection(
     return batch.with_columns({"token_selection": Ragged(selected.numpy(), mask.offsets)})
 
 
+@checked
 def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon: Horizon = None) -> Batch:
     """Add `loss_weights`; arguments as `token_weights`, the aggregation by name.
 
@@ -162,8 +164,9 @@ def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon:
     return batch.with_columns({"loss_weights": _ragged_like(mask, weights)})
 
 
+@checked
 def with_correction_weights(
-    batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: float | None = None
+    batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> Batch:
     """Add `correction_weights` of `old_logprobs` over `rollout_logprobs`.
 
@@ -185,8 +188,9 @@ def with_correction_weights(
     return batch.with_columns({"correction_weights": _ragged_like(mask, weights)})
 
 
+@checked
 def correction_weight_metrics(
-    batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: float | None = None
+    batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> dict[str, float]:
     """`rollout_corr/rollout_is_*` of the batch's `correction_weights`; arguments as `with_correction_weights`."""
     offsets = torch.from_numpy(batch.ragged("loss_mask").offsets)

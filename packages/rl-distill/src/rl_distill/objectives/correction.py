@@ -21,6 +21,9 @@ CorrectionLevel = Literal["token", "sequence"]
 WeightCap = Annotated[float, number(above=0.0, can_be_inf=True)]
 """Largest importance weight."""
 
+WeightFloor = Annotated[float, number(above=0.0)]
+"""Smallest importance weight that counts."""
+
 
 def _is_band(band: Any) -> bool:
     is_pair = isinstance(band, tuple | list) and len(band) == 2 and all(map(is_number, band))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_distill.objectives.option_rules import check_fields, number, whole_number
+from rl_distill.objectives.option_rules import check_fields, checked, number, whole_number
 
 ERROR_BOUND = 0.2
 """The relative error counts at most this much in one update."""
@@ -43,13 +43,17 @@ class AdaptiveKL:
                 f"0 with target = {self.target}. Set a start, or target = None."
             )
 
-    def adapted(self, kl: float, *, num_trajectories: int) -> "AdaptiveKL":
+    @checked
+    def adapted(self, kl: float, *, num_trajectories: Annotated[int, whole_number(at_least=0)]) -> "AdaptiveKL":
         """The control after a batch.
 
         Args:
             kl: Mean KL to the reference measured on the batch, in nats a token; one that is not finite changes
                 nothing.
             num_trajectories: Of the batch.
+
+        Raises:
+            SettingsError: num_trajectories is below 0.
         """
         if self.target is None or not math.isfinite(kl):
             return self

@@ -7,7 +7,7 @@ A rule is written into the annotation, of a function's keyword option or of a da
 
 `function_with_options` and `policy_loss_with_options` check the rules when they bind options, of other packages'
 functions too; `checked` also checks a direct call, and `check_fields` a dataclass. Without a rule of its own, an option
-that is annotated float, int, bool, str or Literal must be one; float never is NaN.
+that is annotated float, int, bool, str, Mapping or Literal must be one; float never is NaN.
 """
 
 import inspect
@@ -105,6 +105,7 @@ PLAIN_RULES: dict[object, OptionRule] = {
     int: whole_number(),
     bool: OptionRule("True or False", lambda value: isinstance(value, bool)),
     str: OptionRule("a text", lambda value: isinstance(value, str)),
+    Mapping: OptionRule("values by name", lambda value: isinstance(value, Mapping)),
 }
 """For an annotation alone."""
 
@@ -203,7 +204,7 @@ def rule_of(annotation: Any) -> OptionRule | None:
     if origin in (Union, UnionType) and len(parts) == 2 and type(None) in parts:
         rule = rule_of(parts[0] if parts[1] is type(None) else parts[1])
         return None if rule is None else rule.or_none()
-    return PLAIN_RULES.get(annotation) if isinstance(annotation, type) else None
+    return PLAIN_RULES.get(origin or annotation)
 
 
 def _marks(annotation: Any) -> tuple[Any, ...]:

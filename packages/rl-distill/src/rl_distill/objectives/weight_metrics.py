@@ -4,12 +4,11 @@ Source: names of metrics as verl's; effective sample size, Kong 1992.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from torch import Tensor
 
-from rl_distill.objectives.correction import CorrectionLevel, WeightCap, importance_ratios
-from rl_distill.objectives.option_rules import check_fields, number
+from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, importance_ratios
+from rl_distill.objectives.option_rules import check_fields
 from rl_distill.objectives.ragged import row_counts, row_means
 
 
@@ -25,7 +24,7 @@ class WeightBounds:
 
     level: CorrectionLevel
     cap: WeightCap = 2.0
-    floor: Annotated[float, number(above=0.0)] | None = None
+    floor: WeightFloor | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
