@@ -61,20 +61,30 @@ def weight_metrics(
         return {}
     ratios = importance_ratios(log_ratio, loss_mask, offsets, level=bounds.level)
     has_tokens = row_counts(loss_mask, offsets) > 0
-    kept, of_tokens = weights[loss_mask].double(), ratios[loss_mask].double()
     of_rows = row_means(weights, loss_mask, offsets)[has_tokens].double()
     ratio_of_rows = row_means(ratios, loss_mask, offsets)[has_tokens].double()
+    ratio_of_tokens = ratios[loss_mask].double()
     metrics = {
-        **_spread(kept),
-        "eff_sample_size": _effective_share(kept),
-        **_outside(ratio_of_rows if bounds.level == "sequence" else of_tokens, bounds, stem="ratio_"),
-        **{f"seq_{name}": value for name, value in _spread(of_rows, correction=1).items()},
-        "seq_max_deviation": (of_rows - 1.0).abs().max(),
+        **_of_tokens(weights[loss_mask].double()),
+        **_of_rows(of_rows),
+        **_outside(ratio_of_rows if bounds.level == "sequence" else ratio_of_tokens, bounds, stem="ratio_"),
         **_outside(ratio_of_rows, bounds, stem="seq_"),
     }
     if bounds.floor is not None:
-        metrics["oob_ratio"] = ((of_tokens < bounds.floor) | (of_tokens > bounds.cap)).double().mean()
+        is_out = (ratio_of_tokens < bounds.floor) | (ratio_of_tokens > bounds.cap)
+        metrics["oob_ratio"] = is_out.double().mean()
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+
+
+def _of_tokens(weights: Tensor) -> dict[str, Tensor]:
+    """Of the weights of trained tokens [M]."""
+    return {**_spread(weights), "eff_sample_size": _effective_share(weights)}
+
+
+def _of_rows(weights: Tensor) -> dict[str, Tensor]:
+    """Of the mean weights of trajectories with a trained token [N]."""
+    spread = {f"seq_{name}": value for name, value in _spread(weights, correction=1).items()}
+    return {**spread, "seq_max_deviation": (weights - 1.0).abs().max()}
 
 
 def _effective_share(weights: Tensor) -> Tensor:

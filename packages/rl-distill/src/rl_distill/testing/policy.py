@@ -100,12 +100,7 @@ def check_objective(
     Raises:
         ConformanceError: A rule is broken.
     """
-
-    def call(inputs: Inputs, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
-        policy_logprobs, entropy = inputs
-        return objective(policy_logprobs, entropy, micro)
-
-    subject, example = Subject(inputs=("policy_logprobs", "entropy"), call=call), example_batch(seed=seed)
+    subject, example = _subject(objective), example_batch(seed=seed)
     if not has_stop_gradient:
         check_derivative(subject, example)
     if not is_regularized:
@@ -114,6 +109,14 @@ def check_objective(
         _check_sign(subject, example_batch(lengths=SIGN_LENGTHS, seed=seed))
     check_masked_tokens(subject, example)
     check_micro_batches(subject, example)
+
+
+def _subject(objective: Objective) -> Subject:
+    def call(inputs: Inputs, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
+        policy_logprobs, entropy = inputs
+        return objective(policy_logprobs, entropy, micro)
+
+    return Subject(inputs=("policy_logprobs", "entropy"), call=call)
 
 
 def _check_sign(subject: Subject, example: ExampleBatch) -> None:
