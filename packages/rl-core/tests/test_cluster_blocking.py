@@ -1,6 +1,7 @@
 """Roles for code that is not async: waits in any thread, and Ctrl-C during them."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -139,15 +140,6 @@ def test_threads_call_at_once(group):
     assert results == {name: name for name in range(8)}
 
 
-@pytest.fixture
-def ctrl_c():
-    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_breaks_a_wait_off_and_the_group_goes_on(group):
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -198,10 +190,19 @@ if __name__ == "__main__":
 """
 
 
+@contextlib.contextmanager
+def ended(process):
+    """Nobody waits for a process whose test failed."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_ctrl_c_during_a_start_leaves_nothing(tmp_path):
     (tmp_path / "slow_roles.py").write_text(BREAK_OFF)
     command = [sys.executable, str(tmp_path / "slow_roles.py"), str(tmp_path / "mark-")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent, ended(parent):
         marks = lambda: [path.read_text() for path in tmp_path.glob("mark-*")]
         wait_until(lambda: len(list(filter(None, marks()))) == 2, "both factories to run", deadline_s=START_S)
         found = [process for mark in marks() for process in family_members(Family(mark))]
