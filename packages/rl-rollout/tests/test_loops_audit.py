@@ -1,41 +1,66 @@
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rl_core.errors import DataError
-from rl_core.records import Trajectory
-from rl_rollout import Generation, audit_trajectory
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import Prompt, Trajectory
+from rl_rollout import (
+    AuditOptions,
+    GenerateRequest,
+    RewardScorer,
+    Rollout,
+    RolloutOptions,
+    SampledSpan,
+    SamplingParams,
+    SessionResult,
+    SingleTurnLoop,
+    audit_trajectory,
+    quick,
+)
+from rl_rollout.audit import RecordingEngine
+from rl_rollout.engines.scripted import ScriptedEngine
 
 
-def generation(token_ids, logprobs, version):
-    return Generation(
-        token_ids=np.array(token_ids, dtype=np.int32),
+def ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def span(input_ids, token_ids, logprobs, version):
+    return SampledSpan(
+        input_ids=ids(*input_ids),
+        token_ids=ids(*token_ids),
         logprobs=np.array(logprobs, dtype=np.float32),
         policy_versions=np.full(len(token_ids), version, dtype=np.int32),
-        finish_reason="stop",
     )
 
 
-TURNS = [generation([5, 6], [-0.1, -0.2], 3), generation([7, 1], [-0.3, -0.4], 4)]
+SPANS = [span([8, 9], [5, 6], [-0.1, -0.2], 3), span([8, 9, 5, 6, 2, 2], [7, 1], [-0.3, -0.4], 4)]
 TRAJECTORY = Trajectory(  # prompt 8 9, turn 5 6, tool output 2 2, turn 7 1
     prompt_uid="p",
     session_index=0,
-    input_ids=np.array([8, 9, 5, 6, 2, 2, 7, 1], dtype=np.int32),
+    input_ids=ids(8, 9, 5, 6, 2, 2, 7, 1),
     loss_mask=np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=np.bool_),
     rollout_logprobs=np.array([0, 0, -0.1, -0.2, 0, 0, -0.3, -0.4], dtype=np.float32),
-    policy_versions=np.array([-1, -1, 3, 3, -1, -1, 4, 4], dtype=np.int32),
+    policy_versions=ids(-1, -1, 3, 3, -1, -1, 4, 4),
 )
 
 
-def changed(name, position, value):
-    array = getattr(TRAJECTORY, name).copy()
+def changed(name, position, value, trajectory=TRAJECTORY):
+    array = getattr(trajectory, name).copy()
     array[position] = value
-    return replace(TRAJECTORY, **{name: array})
+    return replace(trajectory, **{name: array})
 
 
-def test_what_was_sampled_passes():
-    audit_trajectory(TRAJECTORY, TURNS)
+@pytest.mark.parametrize("session_index", [0, 1, 5])
+def test_what_was_sampled_passes_whatever_the_order_of_the_requests(session_index):
+    trajectory = replace(TRAJECTORY, session_index=session_index)
+    other = span([8, 9], [5, 5], [-0.1, -0.9], 3)
+    audit_trajectory(trajectory, SPANS)
+    audit_trajectory(trajectory, [other, *SPANS[::-1], other])
 
 
 def test_masking_sampled_tokens_passes():
@@ -46,16 +71,21 @@ def test_masking_sampled_tokens_passes():
         rollout_logprobs=np.where(mask, TRAJECTORY.rollout_logprobs, 0).astype(np.float32),
         policy_versions=np.where(mask, TRAJECTORY.policy_versions, -1).astype(np.int32),
     )
-    audit_trajectory(masked, TURNS)
+    audit_trajectory(masked, SPANS)
 
 
 @pytest.mark.parametrize(
     ("name", "position", "value", "message"),
     [
-        ("input_ids", 3, 4, r"trajectory p/0/0: tokens 2\.\.3 are trained, but the engine sampled no such run"),
-        ("rollout_logprobs", 7, -0.5, r"tokens 6\.\.7"),
-        ("policy_versions", 2, 4, r"tokens 2\.\.3"),
-        ("loss_mask", 4, True, r"tokens 2\.\.4"),
+        ("input_ids", 3, 4, r"p/0/0: token 3 \(4\) is trained, but no request led to it.* agrees .* up to token 3"),
+        ("input_ids", 0, 4, r"token 2 \(5\) is trained, but no request led to it"),
+        ("input_ids", 4, 3, r"token 6 \(7\) is trained, but no request led to it: the nearest, with 6 input tokens"),
+        ("rollout_logprobs", 7, -0.5, r"token 7 \(1\) .* another logprob or policy version"),
+        ("rollout_logprobs", 7, np.nan, r"token 7 \(1\) .* another logprob or policy version"),
+        ("rollout_logprobs", 7, np.nextafter(np.float32(-0.4), np.float32(0)), "token 7 .* another logprob"),
+        ("policy_versions", 2, 4, r"token 2 \(5\) .* another logprob or policy version"),
+        ("loss_mask", 4, True, r"token 4 \(2\) .* part of the input of the request"),
+        ("loss_mask", 1, True, r"token 1 \(9\) .* part of the input of the request"),
         ("loss_mask", 2, False, r"token 2 is masked, so its logprob must be 0"),
         ("rollout_logprobs", 0, -1.0, r"token 0 is masked"),
         ("policy_versions", 5, 3, r"token 5 is masked"),
@@ -63,36 +93,177 @@ def test_masking_sampled_tokens_passes():
 )
 def test_any_change_is_found(name, position, value, message):
     with pytest.raises(DataError, match=message):
-        audit_trajectory(changed(name, position, value), TURNS)
+        audit_trajectory(changed(name, position, value), SPANS)
 
 
-def test_turns_out_of_order_or_used_twice_are_found():
-    with pytest.raises(DataError, match=r"tokens 6\.\.7"):
-        audit_trajectory(TRAJECTORY, TURNS[::-1])
-    twice = replace(
+def test_a_turn_that_was_tokenized_again_is_found():
+    drifted = replace(  # 5 6 was sampled; as text the same, it was encoded as 11
         TRAJECTORY,
-        **{name: np.tile(getattr(TRAJECTORY, name)[:6], 2) for name in ("input_ids", "loss_mask", "policy_versions")},
-        rollout_logprobs=np.tile(TRAJECTORY.rollout_logprobs[:6], 2),
+        **{
+            name: np.delete(getattr(TRAJECTORY, name), 3)
+            for name in ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+        },
     )
-    with pytest.raises(DataError, match=r"tokens 8\.\.9"):
-        audit_trajectory(twice, TURNS)
+    drifted.input_ids[2] = 11
+    with pytest.raises(DataError, match=r"token 2 \(11\)"):
+        audit_trajectory(drifted, SPANS)
+    with pytest.raises(DataError, match="token 6"):  # the engine read the drifted turn, the trajectory has the sampled
+        audit_trajectory(TRAJECTORY, [SPANS[0], span([8, 9, 11, 2, 2], [7, 1], [-0.3, -0.4], 4)])
 
 
-def test_a_retokenized_run_must_be_unbroken():
-    gap = [generation([5, 2, 6], [-0.1, -1.0, -0.2], 3), TURNS[1]]
-    with pytest.raises(DataError, match=r"tokens 2\.\.3"):
-        audit_trajectory(TRAJECTORY, gap)
+def test_turns_used_twice_are_found():
+    names = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+    twice = replace(TRAJECTORY, **{name: np.tile(getattr(TRAJECTORY, name)[:6], 2) for name in names})
+    with pytest.raises(DataError, match=r"token 8"):
+        audit_trajectory(twice, SPANS)
 
 
-def test_nothing_trained_passes_without_generations():
+def test_nothing_trained_passes_without_requests():
     nothing = Trajectory(
         prompt_uid="p",
         session_index=0,
-        input_ids=np.array([8], dtype=np.int32),
+        input_ids=ids(8),
         loss_mask=np.zeros(1, dtype=np.bool_),
         rollout_logprobs=np.zeros(1, dtype=np.float32),
-        policy_versions=np.full(1, -1, dtype=np.int32),
+        policy_versions=ids(-1),
     )
     audit_trajectory(nothing, [])
-    with pytest.raises(DataError, match="sampled no such run"):
+    with pytest.raises(DataError, match="the engine was asked for nothing"):
         audit_trajectory(TRAJECTORY, [])
+
+
+@st.composite
+def sessions(draw):
+    """A session of some turns, as it was sampled: its trajectory, and the spans that made it."""
+    tokens = st.integers(0, 3)
+    context = draw(st.lists(tokens, min_size=1, max_size=3))
+    rows = [(token, False, 0.0, -1) for token in context]
+    spans = []
+    for turn in range(draw(st.integers(1, 4))):
+        sampled = draw(st.lists(tokens, min_size=1, max_size=4))
+        logprobs = [-0.5 - 0.125 * draw(st.integers(0, 3)) for _ in sampled]
+        spans.append(span([row[0] for row in rows], sampled, logprobs, turn))
+        rows += [(token, True, logprob, turn) for token, logprob in zip(sampled, logprobs, strict=True)]
+        rows += [(token, False, 0.0, -1) for token in draw(st.lists(tokens, max_size=3))]
+    columns = list(zip(*rows, strict=True))
+    trajectory = Trajectory(
+        prompt_uid="p",
+        session_index=draw(st.integers(0, 5)),
+        input_ids=ids(*columns[0]),
+        loss_mask=np.array(columns[1], dtype=np.bool_),
+        rollout_logprobs=np.array(columns[2], dtype=np.float32),
+        policy_versions=ids(*columns[3]),
+    )
+    return trajectory, spans
+
+
+@given(sessions())
+def test_every_sampled_session_passes(session):
+    audit_trajectory(*session)
+
+
+@given(sessions(), st.data())
+def test_any_tampering_is_found(session, data):
+    trajectory, spans = session
+    name = data.draw(st.sampled_from(["input_ids", "loss_mask", "rollout_logprobs", "policy_versions"]))
+    last_trained = int(np.flatnonzero(trajectory.loss_mask)[-1])
+    stop = last_trained + 1 if name == "input_ids" else len(trajectory.input_ids)  # what follows conditions nothing
+    position = data.draw(st.integers(0, stop - 1))
+    value = getattr(trajectory, name)[position]
+    other = {
+        "input_ids": 9,
+        "loss_mask": not value,
+        "rollout_logprobs": data.draw(st.sampled_from([-0.25, -2.0, 1.0])),
+        "policy_versions": data.draw(st.sampled_from([-2, 7, 100])),
+    }[name]
+    with pytest.raises(DataError, match="token"):
+        audit_trajectory(changed(name, position, other, trajectory), spans)
+
+
+@given(sessions(), st.data())
+def test_an_inserted_token_is_found(session, data):
+    trajectory, spans = session
+    position = data.draw(st.integers(0, int(np.flatnonzero(trajectory.loss_mask)[-1])))
+    inserted = {"input_ids": 9, "loss_mask": False, "rollout_logprobs": 0.0, "policy_versions": -1}
+    longer = {name: np.insert(getattr(trajectory, name), position, value) for name, value in inserted.items()}
+    with pytest.raises(DataError, match="token"):
+        audit_trajectory(replace(trajectory, **longer), spans)
+
+
+class Tampering(SingleTurnLoop):
+    """Edits a logprob of session 1, after sampling."""
+
+    async def run_group(self, prompt, *, num_sessions, context):
+        results = await super().run_group(prompt, num_sessions=num_sessions, context=context)
+        (trajectory,) = results[1].trajectories
+        trajectory.rollout_logprobs[-1] -= 0.5
+        return results
+
+
+def run(loop, **options):
+    engine = ScriptedEngine({(1, 2): [[3, 4], [5, 6], [7, 8]]})
+    scorer = RewardScorer(quick(lambda _given: 1.0))
+    rollout = Rollout(
+        engine,
+        loop,
+        scorer=scorer,
+        decode=lambda rows: ["" for _ in rows],
+        options=RolloutOptions(audit=AuditOptions(**options)),
+    )
+
+    async def everything():
+        await engine.start()
+        return await rollout.run(
+            [Prompt(uid=f"u{i}", input_ids=ids(1, 2)) for i in range(20)],
+            num_sessions=3,
+            sampling=SamplingParams(max_tokens=4),
+        )
+
+    return asyncio.run(everything())
+
+
+def test_a_session_that_fails_the_audit_never_trains_and_is_counted():
+    for group in run(Tampering()):
+        assert [session.failure is None for session in group.sessions] == [True, False, True]
+        assert group.failures[0].startswith("audit: trajectory u")
+        assert "token 3 (6) is trained, but the engine sampled it with another logprob" in group.failures[0]
+        assert (group.num_audited, group.num_audit_failures) == (3, 1)
+        assert [trajectory.session_index for trajectory in group.trajectories] == [0, 2]
+        assert group.sessions[1].trajectories[0].reward is None
+
+
+def test_the_share_decides_how_many_are_audited_and_the_seed_which():
+    assert sum(group.num_audited for group in run(SingleTurnLoop(), share=0.0)) == 0
+    assert sum(group.num_audited for group in run(SingleTurnLoop())) == 60
+    half = [[g.num_audited for g in run(SingleTurnLoop(), share=0.5, seed=seed)] for seed in (1, 1, 2)]
+    assert 15 < sum(half[0]) < 45
+    assert half[0] == half[1] != half[2]
+    with pytest.raises(SettingsError, match=r"from 0 to 1; found 1\.5"):
+        AuditOptions(share=1.5)
+
+
+def test_trajectories_under_anothers_name_are_found():
+    class Misnaming(SingleTurnLoop):
+        async def run_group(self, prompt, *, num_sessions, context):
+            results = await super().run_group(prompt, num_sessions=num_sessions, context=context)
+            return [SessionResult(trajectories=results[0].trajectories), *results[1:]][::-1]
+
+    first, *_ = run(Misnaming())
+    assert first.num_audit_failures == 2
+    assert "the loop must name this trajectory ('u0', 0, 0)" in first.failures[0]
+
+
+def test_the_record_is_a_copy():
+    engine = RecordingEngine(ScriptedEngine({(1,): [[3, 4]]}))
+
+    async def ask():
+        await engine.start()
+        request = GenerateRequest(input_ids=ids(1), sampling=SamplingParams(max_tokens=4))
+        (generation,) = await engine.generate(request)
+        generation.logprobs[:] = 9
+        request.input_ids[:] = 9
+
+    asyncio.run(ask())
+    assert engine.traits.name == "scripted"
+    assert engine.spans[0].logprobs.tolist() == [-1, -1]
+    assert engine.spans[0].input_ids.tolist() == [1]

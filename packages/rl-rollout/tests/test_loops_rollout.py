@@ -11,6 +11,8 @@ from rl_rollout import (
     Generation,
     RewardScorer,
     Rollout,
+    RolloutOptions,
+    SampledSpan,
     SamplingParams,
     SingleTurnLoop,
     audit_trajectory,
@@ -98,7 +100,7 @@ def test_results_are_in_the_order_of_the_prompts_and_make_a_batch():
 def test_draws_depend_on_seed_and_uid_alone():
     asked = prompts(1, 2, 3)
     everything = tokens(run(SeededEngine(), asked))
-    backwards = tokens(run(SeededEngine(), asked[::-1], max_concurrent_groups=1))
+    backwards = tokens(run(SeededEngine(), asked[::-1], options=RolloutOptions(max_concurrent_groups=1)))
     assert backwards == everything
     assert tokens(run(SeededEngine(), asked[1:2])) == {
         key: value for key, value in everything.items() if key[0] == "u1-e0"
@@ -179,7 +181,7 @@ def test_groups_are_told_as_they_settle(is_async):
 
 def test_concurrency_is_bounded():
     engine = SeededEngine()
-    run(engine, prompts(*range(1, 9)), max_concurrent_groups=3)
+    run(engine, prompts(*range(1, 9)), options=RolloutOptions(max_concurrent_groups=3))
     assert engine.most_running == 3
     engine = SeededEngine()
     run(engine, prompts(*range(1, 9)))
@@ -221,7 +223,7 @@ def test_impossible_numbers_are_refused():
     with pytest.raises(SettingsError, match="num_sessions must be at least 1; found 0"):
         run(SeededEngine(), prompts(1), num_sessions=0)
     with pytest.raises(SettingsError, match="max_concurrent_groups must be at least 1"):
-        run(SeededEngine(), prompts(1), max_concurrent_groups=0)
+        run(SeededEngine(), prompts(1), options=RolloutOptions(max_concurrent_groups=0))
 
 
 def test_what_it_gives_passes_the_audit():
@@ -229,7 +231,7 @@ def test_what_it_gives_passes_the_audit():
     for result in run(engine, prompts(1, 2)):
         for trajectory in result.trajectories:
             seed = stable_seed(11, result.prompt.uid) + trajectory.session_index
-            audit_trajectory(trajectory, [engine.sample(seed)])
+            audit_trajectory(trajectory, [SampledSpan.of(result.prompt.input_ids, engine.sample(seed))])
 
 
 def test_a_step_of_512_sessions_costs_little_beside_the_engine():

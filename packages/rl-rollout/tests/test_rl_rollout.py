@@ -4,6 +4,7 @@ import rl_rollout
 def test_public_names():
     assert rl_rollout.__all__ == [
         "AgentLoop",
+        "AuditOptions",
         "EngineTraits",
         "GenerateRequest",
         "Generation",
@@ -20,16 +21,20 @@ def test_public_names():
         "RewardScorer",
         "Rollout",
         "RolloutEngine",
+        "RolloutOptions",
+        "SampledSpan",
         "SamplingParams",
         "Scored",
         "SessionLoop",
         "SessionResult",
         "SingleTurnLoop",
+        "Tool",
         "audit_trajectory",
         "load_prompts",
         "quick",
         "require_some_success",
         "resolve_loop",
         "resolve_reward",
+        "tool",
     ]
     assert all(hasattr(rl_rollout, name) for name in rl_rollout.__all__)

@@ -1,6 +1,6 @@
 """Rollouts: prompts, engines, agent loops and rewards. Importing this loads no engine and no torch."""
 
-from rl_rollout.audit import audit_trajectory
+from rl_rollout.audit import AuditOptions, SampledSpan, audit_trajectory
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.loops import (
     AgentLoop,
@@ -21,12 +21,14 @@ from rl_rollout.rewards import (
     quick,
     resolve_reward,
 )
-from rl_rollout.rollout import GroupResult, Rollout, require_some_success
+from rl_rollout.rollout import GroupResult, Rollout, RolloutOptions, require_some_success
+from rl_rollout.tools import Tool, tool
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AgentLoop",
+    "AuditOptions",
     "EngineTraits",
     "GenerateRequest",
     "Generation",
@@ -43,15 +45,19 @@ __all__ = [
     "RewardScorer",
     "Rollout",
     "RolloutEngine",
+    "RolloutOptions",
+    "SampledSpan",
     "SamplingParams",
     "Scored",
     "SessionLoop",
     "SessionResult",
     "SingleTurnLoop",
+    "Tool",
     "audit_trajectory",
     "load_prompts",
     "quick",
     "require_some_success",
     "resolve_loop",
     "resolve_reward",
+    "tool",
 ]

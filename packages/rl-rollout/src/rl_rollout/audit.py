@@ -1,22 +1,105 @@
 """Proof that what trains is what was sampled."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rl_core.errors import DataError
-from rl_core.records import NO_VERSION, Trajectory
-from rl_rollout.engines.protocol import Generation
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import NO_VERSION, BoolArray, FloatArray, IntArray, Trajectory
+from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
 
-def audit_trajectory(trajectory: Trajectory, generations: Sequence[Generation]) -> None:
-    """Check that each trained token was sampled, with its logprob and version, and all others are masked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditOptions:
+    """How many sessions are audited.
+
+    Attributes:
+        share: Of all sessions, from 0 to 1; chosen by seed, prompt and session, never by what they gave.
+        seed: Of the choice.
+    """
+
+    share: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a share that is none.
+
+        Raises:
+            SettingsError: It is not from 0 to 1.
+        """
+        if not 0 <= self.share <= 1:
+            raise SettingsError(f"audit share must be from 0 to 1; found {self.share}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSpan:
+    """What the engine gave to one request.
+
+    Attributes:
+        input_ids: [P] int32 what it was asked to continue.
+        token_ids: [R] int32 what it sampled.
+        logprobs: [R] float32.
+        policy_versions: [R] int32.
+    """
+
+    input_ids: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray
+    policy_versions: IntArray
+
+    @classmethod
+    def of(cls, input_ids: IntArray, generation: Generation) -> "SampledSpan":
+        """A copy, so that nothing that is done to the generation afterwards changes it."""
+        return cls(
+            input_ids=input_ids,
+            token_ids=np.array(generation.token_ids),
+            logprobs=np.array(generation.logprobs),
+            policy_versions=np.array(generation.policy_versions),
+        )
+
+
+class RecordingEngine:
+    """An engine that remembers what it sampled; everything but `generate` is the engine's own.
+
+    Attributes:
+        spans: What was sampled, request by request.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Wrap an engine."""
+        self.spans: list[SampledSpan] = []
+        self._engine = engine
+
+    @property
+    def as_engine(self) -> RolloutEngine:
+        """This object, as the engine that it stands for."""
+        return cast(RolloutEngine, self)
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        input_ids = np.array(request.input_ids)
+        generations = await self._engine.generate(request)
+        self.spans += [SampledSpan.of(input_ids, generation) for generation in generations]
+        return generations
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the engine has."""
+        return getattr(self._engine, name)
+
+
+def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
+    """Prove that each trained token was sampled, after exactly the tokens that stand before it.
+
+    A trained token at position t is proven by a span whose input_ids and first sampled tokens are the trajectory's
+    tokens 0..t, and which gave that token with exactly this logprob and this version. So a token that was
+    tokenized again, a context that was changed after sampling, a moved mask or an edited logprob is found. Masked
+    tokens may be anything, but carry no logprob and no version.
 
     Args:
         trajectory: What a loop gave.
-        generations: What the engine gave to that session, in order. A loop may leave sampled tokens out
-            or mask them, but an unbroken run of trained tokens must be an unbroken run of sampled ones.
+        spans: What the engine gave to the prompt's sessions, in any order.
 
     Raises:
         DataError: A token breaks this; the message names its position.
@@ -28,40 +111,60 @@ def audit_trajectory(trajectory: Trajectory, generations: Sequence[Generation]) 
             f"{_name(trajectory)}: token {position} is masked, so its logprob must be 0 and its version {NO_VERSION}; "
             f"found {trajectory.rollout_logprobs[position]} and {trajectory.policy_versions[position]}."
         )
-    sampled = _stack(
-        *(
-            np.concatenate([np.asarray(getattr(generation, name)) for generation in generations] or [np.empty(0)])
-            for name in ("token_ids", "logprobs", "policy_versions")
-        )
+    unproven = mask.copy()
+    num_unproven = int(mask.sum())
+    first = trajectory.session_index % len(spans) if spans else 0  # where one request gave a session each, its own
+    for span in (*spans[first:], *spans[:first]):
+        if not num_unproven:
+            return
+        if _prove(trajectory, span, unproven):
+            num_unproven = int(unproven.sum())
+    if num_unproven:
+        raise DataError(_explanation(trajectory, spans, position=int(np.flatnonzero(unproven)[0])))
+
+
+def _prove(trajectory: Trajectory, span: SampledSpan, unproven: BoolArray) -> bool:
+    """Clear what the span proves; False when it proves nothing."""
+    start, num_tokens = len(span.input_ids), len(trajectory.input_ids)
+    if not 0 < start < num_tokens or trajectory.input_ids[start - 1] != span.input_ids[-1] or not len(span.token_ids):
+        return False  # most spans of other sessions end here
+    if not np.array_equal(trajectory.input_ids[:start], span.input_ids):
+        return False
+    stop = min(num_tokens, start + len(span.token_ids))
+    size = stop - start
+    is_same = trajectory.input_ids[start:stop] == span.token_ids[:size]
+    num_same = size if is_same.all() else int(np.argmin(is_same))
+    stop = start + num_same
+    proven = trajectory.rollout_logprobs[start:stop] == span.logprobs[:num_same]  # never of NaN
+    proven &= trajectory.policy_versions[start:stop] == span.policy_versions[:num_same]
+    unproven[start:stop] &= ~proven
+    return True
+
+
+def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, position: int) -> str:
+    """What is wrong with the first token that nothing proves."""
+    where = f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) is trained"
+    advice = "Mask tokens that the policy did not sample, never tokenize a response again, and keep what was sampled."
+    if not spans:
+        return f"{where}, but the engine was asked for nothing. {advice}"
+    agreements = [(_agreement(trajectory, span), len(span.input_ids)) for span in spans]
+    if any(num_input <= position < num_agreeing for num_agreeing, num_input in agreements):
+        return f"{where}, but the engine sampled it with another logprob or policy version. {advice}"
+    if any(position < num_agreeing for num_agreeing, _ in agreements):
+        return f"{where}, but it was part of the input of the request, not sampled. {advice}"
+    num_agreeing, num_input = max(agreements)
+    return (
+        f"{where}, but no request led to it: the nearest, with {num_input} input tokens, agrees with the trajectory up "
+        f"to token {num_agreeing}. {advice}"
     )
-    trained = _stack(trajectory.input_ids, trajectory.rollout_logprobs, trajectory.policy_versions)
-    start = 0
-    for first, last in _runs(mask):
-        start = _find(
-            sampled, trained[first:last], start=start, where=f"{_name(trajectory)}: tokens {first}..{last - 1}"
-        )
 
 
-def _stack(*columns: NDArray[np.generic]) -> NDArray[np.float64]:
-    """[N, 3] ids, logprobs and versions; float64 holds int32 and float32 exactly."""
-    return np.stack([column.astype(np.float64) for column in columns], axis=1)
-
-
-def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
-
-
-def _find(sampled: NDArray[np.float64], run: NDArray[np.float64], *, start: int, where: str) -> int:
-    """End of the first place at or after `start` where the run was sampled."""
-    starts = np.flatnonzero((sampled == run[0]).all(axis=1))
-    for place in starts[starts >= start]:
-        if np.array_equal(sampled[place : place + len(run)], run):
-            return int(place) + len(run)
-    raise DataError(
-        f"{where} are trained, but the engine sampled no such run with these logprobs and versions. "
-        "Mask tokens that the policy did not sample, and never tokenize a response again."
-    )
+def _agreement(trajectory: Trajectory, span: SampledSpan) -> int:
+    """How many first tokens of the trajectory are the request's and its response's."""
+    asked = np.concatenate([span.input_ids, span.token_ids])
+    size = min(len(asked), len(trajectory.input_ids))
+    is_same = trajectory.input_ids[:size] == asked[:size]
+    return size if is_same.all() else int(np.argmin(is_same))
 
 
 def _name(trajectory: Trajectory) -> str:

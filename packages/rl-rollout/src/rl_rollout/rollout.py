@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
-from rl_core.errors import RolloutError, SettingsError
+from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_core.records import Group, IntArray, Prompt, Trajectory
+from rl_rollout.audit import AuditOptions, RecordingEngine, audit_trajectory
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.loops.protocol import AgentLoop, LoopContext, SessionResult, describe_error, stable_seed
+from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, SessionResult, describe_error, stable_seed
+from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.scorer import RewardScorer
 
 log = structlog.get_logger(__name__)
@@ -24,11 +26,15 @@ class GroupResult:
         prompt: The prompt.
         sessions: One result a session, in order.
         error: What the loop raised, when the whole group failed at once.
+        num_audited: Sessions that were audited.
+        num_audit_failures: Sessions that failed for what the audit found.
     """
 
     prompt: Prompt
     sessions: tuple[SessionResult, ...]
     error: Exception | None = None
+    num_audited: int = 0
+    num_audit_failures: int = 0
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -50,8 +56,33 @@ OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 """Called with each group as its last session settles, in the order of settling."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """How groups are run.
+
+    Attributes:
+        max_concurrent_groups: Groups under way at once; None starts all.
+        audit: How many sessions are audited.
+    """
+
+    max_concurrent_groups: int | None = None
+    audit: AuditOptions = field(default_factory=AuditOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            SettingsError: max_concurrent_groups is not positive.
+        """
+        if self.max_concurrent_groups is not None and self.max_concurrent_groups < 1:
+            raise SettingsError(f"max_concurrent_groups must be at least 1; found {self.max_concurrent_groups}.")
+
+
 class Rollout:
-    """Prompts in, settled groups out; one group's failure never touches another."""
+    """Prompts in, settled groups out; one group's failure never touches another.
+
+    A session is audited before it counts: one whose tokens are not those that the engine sampled is failed.
+    """
 
     def __init__(
         self,
@@ -60,24 +91,46 @@ class Rollout:
         *,
         scorer: RewardScorer,
         decode: Callable[[Sequence[IntArray]], list[str]],
-        max_concurrent_groups: int | None = None,
+        tokenizer: PromptTokenizer | None = None,
+        options: RolloutOptions | None = None,
     ) -> None:
         """Join the parts; nothing runs yet.
 
         Args:
             engine: Started by the caller, and closed by it.
-            loop: What a session does.
+            loop: What a session does; started and closed with this.
             scorer: Gives rewards.
             decode: Text of token sequences, such as `PromptTokenizer.decode`.
-            max_concurrent_groups: Groups under way at once; None starts all.
+            tokenizer: For loops that have more than one turn; the others need none.
+            options: How groups are run.
         """
-        if max_concurrent_groups is not None and max_concurrent_groups < 1:
-            raise SettingsError(f"max_concurrent_groups must be at least 1; found {max_concurrent_groups}.")
         self._engine = engine
         self._loop = loop
         self._scorer = scorer
         self._decode = decode
-        self._slots = None if max_concurrent_groups is None else asyncio.Semaphore(max_concurrent_groups)
+        self._tokenizer = tokenizer
+        self._options = options or RolloutOptions()
+        limit = self._options.max_concurrent_groups
+        self._slots = None if limit is None else asyncio.Semaphore(limit)
+        self._is_started = False
+
+    async def start(self) -> None:
+        """Start the loop, if it has anything to start: its tools, servers and checks; `run` does so otherwise.
+
+        Raises:
+            SettingsError: The loop cannot work with these settings, or this tokenizer.
+        """
+        start = getattr(self._loop, "start", None)
+        if start is not None and not self._is_started:
+            await start(self._tokenizer)
+        self._is_started = True
+
+    def close(self) -> None:
+        """Close the loop: no server of a tool stays behind. Can be called twice."""
+        close = getattr(self._loop, "close", None)
+        if close is not None:
+            close()
+        self._is_started = False
 
     async def run(
         self,
@@ -105,6 +158,7 @@ class Rollout:
         """
         if num_sessions < 1:
             raise SettingsError(f"num_sessions must be at least 1; found {num_sessions}.")
+        await self.start()
         on_group_error: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -125,9 +179,16 @@ class Rollout:
     async def _run_prompt(
         self, prompt: Prompt, num_sessions: int, sampling: SamplingParams, on_group: OnGroup | None
     ) -> GroupResult:
-        context = LoopContext(engine=self._engine, sampling=sampling, scorer=self._scorer, decode=self._decode)
+        recording = RecordingEngine(self._engine)
+        context = LoopContext(
+            engine=recording.as_engine,
+            sampling=sampling,
+            scorer=self._scorer,
+            decode=self._decode,
+            tokenizer=self._tokenizer,
+        )
         async with self._slots or nullcontext():
-            result = await self._run_loop(prompt, num_sessions, context)
+            result = self._audited(await self._run_loop(prompt, num_sessions, context), recording)
         if result.failures:
             log.info("sessions_failed", prompt=prompt.uid, num_failed=len(result.failures), first=result.failures[0])
         if on_group is not None:
@@ -146,6 +207,37 @@ class Rollout:
             failed = SessionResult(failure=f"the agent loop gave {len(sessions)} results for {num_sessions} sessions")
             return GroupResult(prompt=prompt, sessions=(failed,) * num_sessions)
         return GroupResult(prompt=prompt, sessions=tuple(sessions))
+
+    def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
+        """The result, with the sessions failed whose tokens are not those that were sampled."""
+        sessions = list(result.sessions)
+        num_audited = num_failures = 0
+        for index, session in enumerate(sessions):
+            if session.failure is not None or not self._is_chosen(result.prompt, index):
+                continue
+            num_audited += 1
+            try:
+                for output_index, trajectory in enumerate(session.trajectories):
+                    _check_keys(trajectory, prompt=result.prompt, session_index=index, output_index=output_index)
+                    audit_trajectory(trajectory, recording.spans)
+            except DataError as error:
+                num_failures += 1
+                log.error("audit_failed", prompt=result.prompt.uid, session=index, reason=str(error))
+                unscored = tuple(replace(trajectory, reward=None) for trajectory in session.trajectories)
+                sessions[index] = SessionResult(trajectories=unscored, failure=f"audit: {error}")
+        return replace(result, sessions=tuple(sessions), num_audited=num_audited, num_audit_failures=num_failures)
+
+    def _is_chosen(self, prompt: Prompt, session_index: int) -> bool:
+        audit = self._options.audit
+        draw = stable_seed(audit.seed, f"audit {prompt.uid} {session_index}")
+        return draw < audit.share * (1 << SEED_BITS)
+
+
+def _check_keys(trajectory: Trajectory, *, prompt: Prompt, session_index: int, output_index: int) -> None:
+    found = (trajectory.prompt_uid, trajectory.session_index, trajectory.output_index)
+    expected = (prompt.uid, session_index, output_index)
+    if found != expected:
+        raise DataError(f"the loop must name this trajectory {expected} (prompt, session, output); found {found}.")
 
 
 def _seeded(sampling: SamplingParams, seed: int | None, prompt: Prompt) -> SamplingParams:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rl_core.records import IntArray, Prompt, Trajectory
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.scorer import RewardScorer
 
 SEED_BITS = 52
@@ -36,13 +37,15 @@ class LoopContext:
         engine: Generates.
         sampling: How tokens are drawn; its seed, if any, is this prompt's own.
         scorer: Gives rewards.
-        decode: Text of each token sequence, for rewards and tools.
+        decode: Text of each token sequence, for rewards and people.
+        tokenizer: For loops that have more than one turn; None where the caller gave none.
     """
 
     engine: RolloutEngine
     sampling: SamplingParams
     scorer: RewardScorer
     decode: Callable[[Sequence[IntArray]], list[str]]
+    tokenizer: PromptTokenizer | None = None
 
     def session_sampling(self, session_index: int, *, turn: int = 0) -> SamplingParams:
         """How one session draws its turn, independent of the other sessions and turns.
@@ -57,7 +60,11 @@ class LoopContext:
 
 
 class AgentLoop(Protocol):
-    """Runs the sessions of one prompt."""
+    """Runs the sessions of one prompt.
+
+    A loop may also have `async def start(self, tokenizer: PromptTokenizer | None) -> None`, which is awaited once
+    before the first group and refuses what cannot work, and `def close(self) -> None`.
+    """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
         """One result a session, in order; raises only when no session can have a result."""

@@ -1,0 +1,22 @@
+"""Tools: what a model may call, how its calls are read, and how they are run."""
+
+from rl_rollout.tools.function import FunctionTool, tool
+from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, tool_schema
+from rl_rollout.tools.runner import CallOptions, ToolRunner
+from rl_rollout.tools.toolbox import TOOLS, ToolBox, resolve_tool, resolve_tools
+
+__all__ = [
+    "TOOLS",
+    "CallOptions",
+    "CallOutcome",
+    "FunctionTool",
+    "Tool",
+    "ToolBox",
+    "ToolCall",
+    "ToolResult",
+    "ToolRunner",
+    "resolve_tool",
+    "resolve_tools",
+    "tool",
+    "tool_schema",
+]

@@ -1,0 +1,148 @@
+"""Tools that are Python functions."""
+
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any, overload
+
+from rl_core.errors import EngineError, SettingsError
+from rl_core.records import Json
+from rl_rollout.rewards.threaded import CallThreads
+from rl_rollout.tools.signatures import Signature
+
+MAX_RUNNING = 256
+"""Threads of one tool at once, the ones that were left behind included."""
+
+FOREVER_S = 1e9
+
+
+class FunctionTool:
+    """A function that a model may call; see `tool`.
+
+    Calling the object calls the function, as if it were not decorated.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
+    ) -> None:
+        """Read the function's signature and docstring.
+
+        Raises:
+            SettingsError: Its parameters cannot be given as JSON.
+            MissingExtraError: pydantic is not installed.
+        """
+        if not callable(function):
+            raise SettingsError(f"a tool must be a function; found {type(function).__name__}.")
+        self._function = function
+        self._signature = Signature(function)
+        self._name = name or str(getattr(function, "__name__", type(function).__name__))
+        self._description = description or self._signature.description
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._threads: CallThreads[Mapping[str, Any], _Returned] = CallThreads(self._call_blocking)
+        self._num_running = 0
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """See `Tool.name`."""
+        return self._name
+
+    @property
+    def description(self) -> str:
+        """See `Tool.description`."""
+        return self._description
+
+    @property
+    def parameters(self) -> Mapping[str, Json]:
+        """See `Tool.parameters`."""
+        return self._signature.schema
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself."""
+        return self._function(*args, **kwargs)
+
+    async def call(self, arguments: Mapping[str, Json]) -> str:
+        """See `Tool.call`; a plain `def` runs in a thread, which is left behind when the call is cancelled.
+
+        Raises:
+            DataError: The arguments do not fit the signature.
+            EngineError: MAX_RUNNING earlier calls still hang.
+        """
+        bound = self._signature.bind(arguments)
+        if self._is_async:
+            return result_text(await self._function(**bound))
+        with self._lock:
+            if self._num_running >= MAX_RUNNING:
+                raise EngineError(f"{self._num_running} calls of tool {self._name!r} are running or hang; no more fit.")
+            self._num_running += 1
+        (returned,) = await self._threads.run([bound], timeout_s=FOREVER_S)
+        if returned.error is not None:
+            raise returned.error
+        return result_text(returned.value)
+
+    def close(self) -> None:
+        """End the idle threads."""
+        self._threads.close()
+
+    def _call_blocking(self, bound: Mapping[str, Any]) -> "_Returned":
+        try:
+            return _Returned(value=self._function(**bound))
+        except (Exception, SystemExit) as error:
+            return _Returned(error=error)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+
+
+class _Returned:
+    """A function's value, or what it raised."""
+
+    def __init__(self, *, value: Any = None, error: BaseException | None = None) -> None:
+        self.value = value
+        self.error = error
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> FunctionTool: ...
+
+
+@overload
+def tool(
+    *, name: str | None = None, description: str | None = None
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+
+
+def tool(
+    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+) -> Any:
+    """Make a tool of a `def` or an `async def`; used as `@tool` or `@tool(name="...")`.
+
+    The schema comes from the signature: str, int, float, bool, list, dict, Literal, dataclasses, unions, defaults.
+    The description is what the docstring says before its first section; `Args:` describes each parameter. A text is
+    given to the model as it stands, anything else as JSON.
+
+    Args:
+        function: The function; it may block when it is a `def`, which runs in a thread.
+        name: What the model calls it; the function's own name by default.
+        description: Replaces the docstring's.
+
+    Raises:
+        SettingsError: A parameter has no type, or one that JSON cannot hold.
+        MissingExtraError: pydantic is not installed.
+    """
+    if function is not None:
+        return FunctionTool(function, name=name, description=description)
+    return lambda given: FunctionTool(given, name=name, description=description)
+
+
+def result_text(value: Any) -> str:
+    """What a tool returned, as the model reads it."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -1,0 +1,117 @@
+"""Runs the calls of a turn: at once, with deadlines, and never with an exception."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.registry import unknown_name
+from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
+from rl_rollout.tools.toolbox import ToolBox
+
+MAX_ERROR_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How calls are run.
+
+    Attributes:
+        timeout_s: Longest time of one call.
+        max_result_chars: Longest result, in characters.
+        on_large_result: What becomes of a longer one: its beginning with a note, or an error.
+        max_concurrency: Calls at once, over all sessions.
+    """
+
+    timeout_s: float = 30.0
+    max_result_chars: int = 8192
+    on_large_result: Literal["truncate", "error"] = "truncate"
+    max_concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            SettingsError: Names the option.
+        """
+        if not self.timeout_s > 0 or self.max_result_chars < 1 or self.max_concurrency < 1:
+            raise SettingsError(
+                "tool calls need timeout_s > 0, max_result_chars >= 1 and max_concurrency >= 1; found "
+                f"{self.timeout_s}, {self.max_result_chars} and {self.max_concurrency}."
+            )
+        if self.on_large_result not in ("truncate", "error"):
+            raise SettingsError(f'on_large_result must be "truncate" or "error"; found {self.on_large_result!r}.')
+
+
+class ToolRunner:
+    """Calls tools; what a tool does wrong is text for the model, and an outcome for the counts."""
+
+    def __init__(self, toolbox: ToolBox, options: CallOptions | None = None) -> None:
+        """Take the tools; nothing is called yet."""
+        self._toolbox = toolbox
+        self._options = options or CallOptions()
+        self._slots = asyncio.Semaphore(self._options.max_concurrency)
+        self._left: set[asyncio.Future[str]] = set()
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Run all calls at once; the results are in the order of the calls."""
+        return list(await asyncio.gather(*map(self._run_one, calls)))
+
+    async def _run_one(self, call: ToolCall) -> ToolResult:
+        if call.fault is not None:
+            return _failed(call, "malformed_call", call.fault)
+        tool = self._toolbox.get(call.name)
+        if tool is None:
+            return _failed(call, "unknown_tool", unknown_name("tool", call.name, self._toolbox.names()))
+        async with self._slots:
+            return await self._call(tool, call)
+
+    async def _call(self, tool: Tool, call: ToolCall) -> ToolResult:
+        task = asyncio.ensure_future(tool.call(call.arguments))
+        try:
+            await asyncio.wait({task}, timeout=self._options.timeout_s)
+        finally:
+            if not task.done():  # one that will not be cancelled is left behind
+                self._leave(task)
+        if not task.done():
+            return _failed(call, "timed_out", f"{call.name} gave nothing for {self._options.timeout_s:g} s.")
+        return self._settled(call, task)
+
+    def _settled(self, call: ToolCall, task: asyncio.Future[str]) -> ToolResult:
+        if task.cancelled():
+            return _failed(call, "raised", f"{call.name} was cancelled.")
+        error = task.exception()
+        if isinstance(error, DataError):
+            return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {error}")
+        if error is not None:
+            return _failed(call, "raised", f"{call.name} raised {type(error).__name__}: {error}")
+        text: object = task.result()
+        if not isinstance(text, str):
+            return _failed(call, "raised", f"{call.name} gave no text ({type(text).__name__}).")
+        return self._sized(call, text.encode(errors="replace").decode())  # no tokenizer takes lone surrogates
+
+    def _leave(self, task: asyncio.Future[str]) -> None:
+        task.cancel()
+        self._left.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Future[str]) -> None:
+        self._left.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, so that asyncio does not warn
+
+    def _sized(self, call: ToolCall, text: str) -> ToolResult:
+        limit = self._options.max_result_chars
+        if len(text) <= limit:
+            return ToolResult(call=call, text=text)
+        if self._options.on_large_result == "error":
+            message = f"the result of {call.name} has {len(text)} characters, more than {limit}. Ask for less."
+            return _failed(call, "too_large", message)
+        note = f"\n[cut: the first {limit} of {len(text)} characters]"
+        return ToolResult(call=call, text=text[:limit] + note, outcome="truncated")
+
+
+def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
+    shown = message if len(message) <= MAX_ERROR_CHARS else message[: MAX_ERROR_CHARS - 3] + "..."
+    return ToolResult(call=call, text=f"Error: {shown}", outcome=outcome)
