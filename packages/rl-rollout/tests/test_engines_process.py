@@ -12,14 +12,14 @@ from rl_core.errors import EngineError, NotReadyError
 from rl_core.transports import SharedFileTransport
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.process import ProcessEngine
+from rl_rollout.engines.process import EngineHost, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import PROMPT, EngineConformance, generate, refuses
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
-    return ProcessEngine(name, model_dir, options, environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
+    return ProcessEngine(name, model_dir, options, host=EngineHost(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300))
 
 
 def run(coroutine: Any) -> Any:

@@ -1,20 +1,32 @@
 """Rewards: functions that judge responses, and what runs them."""
 
+from rl_rollout.rewards.build import build_scorer
 from rl_rollout.rewards.custom import load_function
+from rl_rollout.rewards.length import LengthTarget, Overlong
 from rl_rollout.rewards.math_verify import MathVerify
+from rl_rollout.rewards.options import FailurePolicy, RewardOptions, RewardPart
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardOutput, RewardResult, quick
 from rl_rollout.rewards.registry import resolve_reward
 from rl_rollout.rewards.rules import exact_match, last_boxed, last_number, number_match
 from rl_rollout.rewards.scorer import RewardScorer, Scored
+from rl_rollout.rewards.weighted import ScoredPart, WeightedReward
 
 __all__ = [
+    "FailurePolicy",
+    "LengthTarget",
     "MathVerify",
+    "Overlong",
     "RewardFunction",
     "RewardInput",
+    "RewardOptions",
     "RewardOutput",
+    "RewardPart",
     "RewardResult",
     "RewardScorer",
     "Scored",
+    "ScoredPart",
+    "WeightedReward",
+    "build_scorer",
     "exact_match",
     "last_boxed",
     "last_number",

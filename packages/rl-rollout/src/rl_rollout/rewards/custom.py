@@ -25,6 +25,15 @@ def load_function(reference: str) -> RewardFunction:
     Raises:
         SettingsError: The file is missing, raises when imported, or has no such function.
     """
+    return check_callable(load_object(reference), name=reference)
+
+
+def load_object(reference: str) -> Any:
+    """Import a file and take something from it: a function, a class, or an object that can be called.
+
+    Raises:
+        SettingsError: The file is missing, raises when imported, or has nothing of this name.
+    """
     path_text, separator, name = reference.rpartition(":")
     if not separator or not path_text or not name:
         raise SettingsError(f"reward function {reference!r} must be given as path.py:function.")
@@ -39,17 +48,20 @@ def load_function(reference: str) -> RewardFunction:
             f"reward function {reference!r}: {path} has no {name!r}; it has {', '.join(sorted(own)) or 'no functions'}."
             f"{nearest_name(name, own)}"
         )
-    return check_callable(function, name=reference)
+    return function
 
 
 def check_callable(function: Any, *, name: str) -> RewardFunction:
     """Refuse what cannot be called with one RewardInput.
 
     Raises:
-        SettingsError: It is not callable, or takes other arguments.
+        SettingsError: It is not callable, takes other arguments, or yields.
     """
     if not callable(function):
         raise SettingsError(f"reward function {name!r} must be callable; found {type(function).__name__}.")
+    for called in (function, type(function).__call__):
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise SettingsError(f"reward function {name!r} uses `yield`; it must return a number.")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some compiled callables have none

@@ -1,10 +1,14 @@
 """Reward functions by name, or from a file."""
 
+import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from rl_core.registry import Registry
-from rl_rollout.rewards.custom import check_callable, load_function
+from rl_core.errors import SettingsError
+from rl_core.records import Json
+from rl_core.registry import Registry, nearest_name
+from rl_rollout.rewards.custom import check_callable, load_object
 from rl_rollout.rewards.protocol import RewardFunction
 
 REWARDS: Registry[Any] = Registry(
@@ -13,19 +17,82 @@ REWARDS: Registry[Any] = Registry(
         "exact_match": "rl_rollout.rewards.rules:exact_match",
         "number_match": "rl_rollout.rewards.rules:number_match",
         "math_verify": "rl_rollout.rewards.math_verify:MathVerify",
+        "length_target": "rl_rollout.rewards.length:LengthTarget",
+        "overlong": "rl_rollout.rewards.length:Overlong",
     },
     group="rl_rollout.rewards",
 )
 
 
-def resolve_reward(reference: str) -> RewardFunction:
-    """The reward function of a name, or of `path.py:function`; a class is made without arguments.
+def resolve_reward(
+    reference: str, options: Mapping[str, Json] | None = None, *, parts: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """The reward function of a name, or of `path.py:function`, with its options.
+
+    A class is made with the options; a function gets them as keyword arguments in each call.
+
+    Args:
+        reference: A name of the registry, or `path.py:function`.
+        options: Options by name.
+        parts: What no setting can give, by the option that takes it, such as {"model": JudgeModel(...)}; it is
+            left out where the function has no such option.
 
     Raises:
-        SettingsError: There is no such name, file or function.
+        SettingsError: There is no such name, file, function or option, or an option is missing or impossible.
         MissingExtraError: It needs a library that is not installed.
     """
-    if ":" in reference or reference.endswith(".py"):
-        return load_function(reference)
-    found = REWARDS.get(reference)
-    return check_callable(found() if inspect.isclass(found) else found, name=reference)
+    is_path = ":" in reference or reference.endswith(".py")
+    found = load_object(reference) if is_path else REWARDS.get(reference)
+    return bind_options(found, {} if options is None else options, name=reference, parts=parts or {})
+
+
+def bind_options(
+    function: Any, options: Mapping[str, Json], *, name: str, parts: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """A function or a class with options bound.
+
+    Raises:
+        SettingsError: An option is unknown, missing or impossible, or the result is no reward function.
+    """
+    is_class = inspect.isclass(function)
+    known = _option_names(function, num_taken=0 if is_class else 1)
+    if known is None:
+        bound = dict(options)
+    else:
+        for option in sorted(set(options) - set(known)):
+            raise SettingsError(
+                f"reward function {name!r} has no option {option!r}.{nearest_name(option, known)} "
+                f"Known: {', '.join(sorted(set(known) - set(parts or {}))) or 'none'}."
+            )
+        bound = {**options, **{key: part for key, part in (parts or {}).items() if key in known}}
+        required = {key for key, parameter in known.items() if parameter.default is parameter.empty}
+        for option in sorted(required - set(bound)):
+            raise SettingsError(f"reward function {name!r} needs the option {option!r}.")
+    if is_class:
+        return check_callable(_made(function, bound, name=name), name=name)
+    if bound:
+        is_quick = bool(getattr(function, "is_quick", False))
+        function = functools.partial(function, **bound)
+        function.is_quick = is_quick
+    return check_callable(function, name=name)
+
+
+def _made(cls: Any, options: Mapping[str, Any], *, name: str) -> Any:
+    try:
+        return cls(**options)
+    except SettingsError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"reward function {name!r} refuses its options: {error}") from error
+
+
+def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Parameter] | None:
+    """Parameters that can be given by name, after the first num_taken; None when any name goes."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not callable, or compiled without a signature
+        return {}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name: parameter for parameter in parameters[num_taken:] if parameter.kind in by_name}

@@ -1,23 +1,32 @@
 """Runs a reward function on the responses of a group, with deadlines, and checks what it gives."""
 
 import asyncio
-import contextlib
+import dis
+import functools
 import inspect
+import math
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.records import Prompt
+from rl_rollout.rewards.options import FailurePolicy
+from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
+from rl_rollout.rewards.rate_limit import RateLimit
 from rl_rollout.rewards.threaded import CallThreads
 
-FLOAT32_MAX = 3.4e38
+NO_LIMIT_S = 1e9
+FAILED_COMPONENT = "reward_failed"
+FAILURE_EXTRA = "reward_failure"
+NOT_WORTH_A_RETRY = (DataError, SettingsError, MissingExtraError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,41 +36,63 @@ class Scored:
     Attributes:
         result: The reward.
         failure: Why there is none.
-        reward_s: Seconds that the call took.
+        reward_s: Seconds that its calls took, all attempts and the pauses between them; waiting for a free
+            slot, or for the turn under a rate limit, does not count.
+        num_attempts: Calls that were made.
+        failure_names: What the failure goes by in `retry_on`: "raised", "timed_out" or "bad_value", and the
+            names of the exception's classes.
     """
 
     result: RewardResult | None = None
     failure: str | None = None
     reward_s: float = 0.0
+    num_attempts: int = 1
+    failure_names: tuple[str, ...] = ()
 
 
 class RewardScorer:
-    """Scores responses; a call that raises, hangs or gives no number is a failure, never a zero.
+    """Scores responses; a call that raises, hangs or gives no number is a failure, never a silent zero.
 
     A quick function (see `quick`) is called in place. Another `def` runs in a thread for each group,
     its responses one after another, so that it can be left behind when it hangs. An `async def` runs
     for all responses at once.
     """
 
-    def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0, max_concurrency: int = 32) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        timeout_s: float | None = 30.0,
+        max_concurrency: int = 32,
+        max_calls_per_s: float | None = None,
+        failures: FailurePolicy | None = None,
+    ) -> None:
         """Choose how to call the function.
 
         Args:
             function: The reward function.
-            timeout_s: Longest time of one call; quick functions have no limit.
+            timeout_s: Longest time of one call, None for no limit; quick functions have none.
             max_concurrency: Threads, or async calls, at once.
+            max_calls_per_s: Calls that start in a second; None for no limit.
+            failures: What to do about failures; None fails the session.
 
         Raises:
-            SettingsError: timeout_s or max_concurrency is not positive.
+            SettingsError: An option is impossible.
         """
-        if timeout_s <= 0 or max_concurrency < 1:
+        timeout_s = NO_LIMIT_S if timeout_s is None else timeout_s
+        if not timeout_s > 0 or max_concurrency < 1:
             raise SettingsError(
                 f"a reward needs timeout_s > 0 and max_concurrency >= 1; found {timeout_s} and {max_concurrency}."
             )
+        if max_calls_per_s is not None and not 0 < max_calls_per_s < math.inf:
+            raise SettingsError(f"max_calls_per_s must be above 0, or None; found {max_calls_per_s}.")
+        self._policy = failures or FailurePolicy()
+        self._policy.check()
         self.name = function_name(function)
         self._function: Any = function
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrency)
+        self._rate = None if max_calls_per_s is None else RateLimit(max_calls_per_s)
         self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
         self._is_quick = bool(getattr(function, "is_quick", False))
         self._is_async = is_async(function)
@@ -69,19 +100,27 @@ class RewardScorer:
     async def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         """Score the responses of one group, in order; never raises for a single response."""
         if self._is_async:
-            return list(await asyncio.gather(*map(self._call_async, inputs)))
-        if self._is_quick:
-            return [self._call(given) for given in inputs]
-        async with self._slots:
-            return await self._score_in_threads(inputs)
+            batches = await asyncio.gather(*(self._attempts([given]) for given in inputs))
+            scored = [one for batch in batches for one in batch]
+        else:
+            scored = await self._attempts(inputs)
+        if self._policy.on_failure == "zero":
+            return [marked(one) for one in scored]
+        return scored
 
     async def rehearse(self, prompt: Prompt) -> None:
         """Score an empty response to a prompt, to find a broken function before anything heavy starts.
 
+        A function with a `rehearse(prompt)` of its own, such as one that needs an engine, is asked for that.
+
         Raises:
             SettingsError: The function fails on it.
         """
-        (scored,) = await self.score([reward_input(prompt, text="", ids=np.empty(0, dtype=np.int32))])
+        rehearse = getattr(self._function, "rehearse", None)
+        if callable(rehearse):
+            await rehearse(prompt)
+            return
+        (scored,) = await self._attempts([reward_input(prompt, text="", ids=np.empty(0, dtype=np.int32))])
         if scored.failure is not None:
             raise SettingsError(f"the reward fails on an empty response to the first prompt: {scored.failure}")
 
@@ -92,31 +131,75 @@ class RewardScorer:
         if callable(close):
             close()
 
+    async def _attempts(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+        """Call on all inputs, then again on those whose failure is worth it."""
+        scored = await self._round(inputs)
+        for retry in range(self._policy.max_retries):
+            again = [
+                index for index, one in enumerate(scored) if not {*one.failure_names}.isdisjoint(self._policy.retry_on)
+            ]
+            if not again:
+                break
+            pause_s = self._policy.pause_s(retry)
+            await asyncio.sleep(pause_s)
+            for index, one in zip(again, await self._round([inputs[index] for index in again]), strict=True):
+                scored[index] = _after(scored[index], one, pause_s=pause_s)
+        return scored
+
+    async def _round(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+        if self._is_async:
+            return [await self._call_async(given) for given in inputs]
+        if self._rate is None:
+            return await self._call_blocking(inputs)
+        scored: list[Scored] = []
+        for given in inputs:
+            await self._rate.wait()
+            scored += await self._call_blocking([given])
+        return scored
+
     async def _call_async(self, given: RewardInput) -> Scored:
         async with self._slots:
-            started_at = time.perf_counter()
+            if self._rate is not None:
+                await self._rate.wait()
+            call = asyncio.create_task(self._await_call(given))
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    value = await self._function(given)
-            except Exception as error:
-                if isinstance(error, TimeoutError) and deadline.expired():
-                    return self._timed_out(given)
-                return self._raised(given, error, started_at=started_at)
-            return self._checked(given, value, started_at=started_at)
+                done, _ = await asyncio.wait({call}, timeout=self._timeout_s)
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            if done:
+                return call.result()
+            call.cancel()  # and left behind: a function can refuse to be cancelled
+            return self._timed_out(given)
 
-    async def _score_in_threads(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+    async def _await_call(self, given: RewardInput) -> Scored:
+        started_at = time.perf_counter()
+        try:
+            value = await self._function(given)
+        except BaseException as error:
+            if _is_meant_for_us(error):
+                raise
+            return self._raised(given, error, started_at=started_at)
+        return self._checked(given, value, started_at=started_at)
+
+    async def _call_blocking(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+        if self._is_quick:
+            return [self._call(given) for given in inputs]
         scored: list[Scored] = []
-        while len(scored) < len(inputs):
-            scored += await self._threads.run(inputs[len(scored) :], timeout_s=self._timeout_s)
-            if len(scored) < len(inputs):
-                scored.append(self._timed_out(inputs[len(scored)]))
+        async with self._slots:
+            while len(scored) < len(inputs):
+                scored += await self._threads.run(inputs[len(scored) :], timeout_s=self._timeout_s)
+                if len(scored) < len(inputs):
+                    scored.append(self._timed_out(inputs[len(scored)]))
         return scored
 
     def _call(self, given: RewardInput) -> Scored:
         started_at = time.perf_counter()
         try:
             value = self._function(given)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if _is_meant_for_us(error):
+                raise
             return self._raised(given, error, started_at=started_at)
         return self._checked(given, value, started_at=started_at)
 
@@ -125,19 +208,25 @@ class RewardScorer:
         try:
             return Scored(result=read_output(value), reward_s=reward_s)
         except DataError as error:
-            return Scored(failure=f"{self._about(given)} gave {error}", reward_s=reward_s)
+            failure = f"{self._about(given)} gave {error}"
+        except Exception as error:  # a mapping or a number of the user's own can raise anything when it is read
+            failure = f"{self._about(given)} gave a {type(value).__name__} that cannot be read ({shown_error(error)})"
+        return Scored(failure=failure, reward_s=reward_s, failure_names=("bad_value",))
 
     def _raised(self, given: RewardInput, error: BaseException, *, started_at: float) -> Scored:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         failure = (
-            f"{self._about(given)} raised {type(error).__name__}: {error} "
+            f"{self._about(given)} raised {shown_error(error)} "
             f"({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
         )
-        return Scored(failure=failure, reward_s=time.perf_counter() - started_at)
+        names = [cls.__name__ for cls in type(error).__mro__]
+        if not isinstance(error, NOT_WORTH_A_RETRY):
+            names.append("raised")
+        return Scored(failure=failure, reward_s=time.perf_counter() - started_at, failure_names=tuple(names))
 
     def _timed_out(self, given: RewardInput) -> Scored:
         failure = f"{self._about(given)} gave nothing for {self._timeout_s} s, and was left behind"
-        return Scored(failure=failure, reward_s=self._timeout_s)
+        return Scored(failure=failure, reward_s=self._timeout_s, failure_names=("timed_out",))
 
     def _about(self, given: RewardInput) -> str:
         return f"reward function {self.name!r} on prompt {given.prompt_uid}"
@@ -157,23 +246,6 @@ def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "s
     )
 
 
-def read_output(value: Any) -> RewardResult:
-    """A reward function's value as a RewardResult.
-
-    Raises:
-        DataError: It is not a finite number, a mapping with "reward", or a RewardResult of finite numbers.
-    """
-    if isinstance(value, Mapping):
-        if "reward" not in value:
-            raise DataError(f"a mapping without 'reward'; it has {sorted(map(str, value))}.")
-        components = {name: part for name, part in value.items() if name != "reward"}
-        value = RewardResult(reward=value["reward"], components=components)
-    elif not isinstance(value, RewardResult):
-        return RewardResult(reward=_finite(value, name="reward"))
-    components = {str(name): _finite(part, name=str(name)) for name, part in value.components.items()}
-    return RewardResult(reward=_finite(value.reward, name="reward"), components=components, extras=value.extras)
-
-
 def is_async(function: Any) -> bool:
     """True for an `async def`, and for an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -181,22 +253,63 @@ def is_async(function: Any) -> bool:
 
 def function_name(function: Any) -> str:
     """Name of a function for messages: `file.py:name` when it is the user's, else module and name."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    code = getattr(function, "__code__", None)
-    module = getattr(function, "__module__", "")
-    if code is not None and module.startswith("rl_reward_"):
-        return f"{Path(code.co_filename).name}:{name}"
+    named = function
+    while isinstance(named, functools.partial):
+        named = named.func
+    if not hasattr(named, "__qualname__"):
+        named = type(named)
+    name, module = named.__qualname__, getattr(named, "__module__", "") or ""
+    if module.startswith("rl_reward_"):
+        code = getattr(named, "__code__", None)
+        return f"{Path(code.co_filename).name if code else module}:{name}"
     return name if module.startswith("rl_rollout.") else f"{module}.{name}"
 
 
-def _finite(value: Any, *, name: str) -> float:
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        with contextlib.suppress(OverflowError):
-            number = float(value)
-            if abs(number) <= FLOAT32_MAX:  # False for NaN too
-                return number
-    shown = repr(value)
-    raise DataError(
-        f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'} ({type(value).__name__}); "
-        "expected a finite number."
+def _after(first: Scored, then: Scored, *, pause_s: float) -> Scored:
+    """An attempt with what came before it."""
+    num_attempts = first.num_attempts + 1
+    return replace(
+        then,
+        failure=then.failure and f"{then.failure} (the last of {num_attempts} attempts)",
+        reward_s=first.reward_s + pause_s + then.reward_s,
+        num_attempts=num_attempts,
     )
+
+
+def marked(scored: Scored) -> Scored:
+    """A failure as a reward of 0 that says so; a success as one that did not fail."""
+    if scored.result is None:
+        mark = RewardResult(
+            reward=0.0, components={FAILED_COMPONENT: 1.0}, extras={FAILURE_EXTRA: scored.failure or "unknown"}
+        )
+        return replace(scored, result=mark, failure=None)
+    components = {**scored.result.components, FAILED_COMPONENT: 0.0}
+    return replace(scored, result=replace(scored.result, components=components))
+
+
+def _is_meant_for_us(error: BaseException) -> bool:
+    """True for a cancellation or Ctrl-C from outside, False for what a reward function raised itself."""
+    if isinstance(error, asyncio.CancelledError):
+        task = _current_task()
+        return task is not None and task.cancelling() > 0
+    if isinstance(error, KeyboardInterrupt):
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and not _was_raised_by_a_statement(error)
+    return False
+
+
+def _current_task() -> "asyncio.Task[Any] | None":
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # a thread without a loop
+        return None
+
+
+def _was_raised_by_a_statement(error: BaseException) -> bool:
+    """True when the innermost frame has a `raise`; a signal interrupts other instructions, or comes from asyncio."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or Path(innermost.tb_frame.f_code.co_filename).parent.name == "asyncio":
+        return False
+    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]

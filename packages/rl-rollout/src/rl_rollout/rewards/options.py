@@ -1,0 +1,195 @@
+"""Options of rewards; settings can nest them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError
+from rl_core.records import Json
+
+ON_FAILURE = ("drop", "retry", "zero")
+FAILURE_KINDS = ("raised", "timed_out", "bad_value")
+DEFAULT_RETRIES = 2
+MAX_BACKOFF_S = 60.0
+
+OnFailure = Literal["drop", "retry", "zero"]
+FailureKind = Literal["raised", "timed_out", "bad_value"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePolicy:
+    """What is done about a reward call that raises, hangs, or gives no number.
+
+    Attributes:
+        on_failure: "drop": the session fails with the reason. "retry": the same, after retries. "zero": the
+            reward is 0, after retries if there are any, with the component `reward_failed` = 1 and the reason
+            in the extras; every other session then has `reward_failed` = 0.
+        retries: Calls after the first; None is 2 for "retry", and 0 otherwise.
+        backoff_s: Pause before the first retry; it doubles with each, up to a minute.
+        retry_on: Which failures are tried again: "raised", "timed_out", "bad_value", or names of exceptions,
+            such as "ConnectionError", which mean their subclasses too. What a row or a setting is to blame for
+            (DataError, SettingsError, MissingExtraError) counts as raised only when it is named.
+    """
+
+    on_failure: OnFailure = "drop"
+    retries: int | None = None
+    backoff_s: float = 0.5
+    retry_on: tuple[str, ...] = ("raised", "timed_out")
+
+    @property
+    def max_retries(self) -> int:
+        """Calls after the first."""
+        if self.retries is None:
+            return DEFAULT_RETRIES if self.on_failure == "retry" else 0
+        return self.retries
+
+    def pause_s(self, retry: int) -> float:
+        """Seconds before a retry, the first being number 0."""
+        return min(self.backoff_s * 2.0 ** min(retry, 32), MAX_BACKOFF_S)
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be: each names the option, what it must be, and what it is."""
+        if self.on_failure not in ON_FAILURE:
+            yield f"on_failure must be one of {', '.join(map(repr, ON_FAILURE))}; found {self.on_failure!r}."
+        if self.retries is not None and not _is_whole(self.retries, at_least=0):
+            yield f"retries must be a whole number of at least 0, or none; found {self.retries!r}."
+        elif self.on_failure == "drop" and self.retries:
+            yield f'retries = {self.retries} needs on_failure = "retry" (or "zero"); found "drop".'
+        elif self.on_failure == "retry" and self.retries == 0:
+            yield 'on_failure = "retry" needs retries of at least 1; found 0. Use "drop" for none.'
+        if not _is_number(self.backoff_s) or self.backoff_s < 0:
+            yield f"backoff_s must be a number of at least 0; found {self.backoff_s!r}."
+        for name in self.retry_on:
+            if name not in FAILURE_KINDS and not (isinstance(name, str) and name.isidentifier() and name[0].isupper()):
+                yield (
+                    f"retry_on must name {', '.join(map(repr, FAILURE_KINDS))}, or exceptions such as "
+                    f"'ConnectionError'; found {name!r}."
+                )
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: Has all of `problems`.
+        """
+        if found := list(self.problems()):
+            raise SettingsError("\n".join(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """One of several rewards that are added.
+
+    Attributes:
+        function: Name of a built-in reward, or `path.py:function`.
+        weight: Its factor in the sum; 0 only reports it.
+        options: Its options.
+        name: What its components start with; empty takes the function's name.
+        on_failure: "fail": the whole reward fails, with this part's name. "zero": this part counts as 0, with
+            the component `NAME/reward_failed` = 1 (0 where it did not fail).
+    """
+
+    function: str
+    weight: float = 1.0
+    options: Mapping[str, Json] = field(default_factory=dict)
+    name: str = ""
+    on_failure: Literal["fail", "zero"] = "fail"
+
+    @property
+    def label(self) -> str:
+        """What its components start with."""
+        return self.name or self.function.rpartition(":")[2]
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be."""
+        if not self.function:
+            yield "function must name a reward; found ''."
+        if not _is_number(self.weight):
+            yield f"weight must be a finite number; found {self.weight!r}."
+        if self.on_failure not in ("fail", "zero"):
+            yield f"on_failure must be 'fail' or 'zero'; found {self.on_failure!r}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOptions:
+    """How responses are scored: by one function, or by the weighted sum of several.
+
+    Attributes:
+        function: Name of a built-in reward, or `path.py:function`; empty when there are parts.
+        options: Options of the function.
+        parts: Several rewards with weights, in place of one function.
+        timeout_s: Longest time of one call; None means no limit.
+        max_concurrency: Calls that run at once.
+        max_calls_per_s: Calls that start in a second; None means no limit. Retries count.
+        on_failure: As in FailurePolicy.
+        retries: As in FailurePolicy.
+        backoff_s: As in FailurePolicy.
+        retry_on: As in FailurePolicy.
+    """
+
+    function: str = ""
+    options: Mapping[str, Json] = field(default_factory=dict)
+    parts: tuple[RewardPart, ...] = ()
+    timeout_s: float | None = 30.0
+    max_concurrency: int = 32
+    max_calls_per_s: float | None = None
+    on_failure: OnFailure = "drop"
+    retries: int | None = None
+    backoff_s: float = 0.5
+    retry_on: tuple[str, ...] = ("raised", "timed_out")
+
+    @property
+    def failures(self) -> FailurePolicy:
+        """The part of the options that speaks of failures."""
+        return FailurePolicy(
+            on_failure=self.on_failure, retries=self.retries, backoff_s=self.backoff_s, retry_on=self.retry_on
+        )
+
+    @property
+    def label(self) -> str:
+        """The reward in one line, for people."""
+        return " + ".join(f"{part.weight:g} * {part.label}" for part in self.parts) or self.function
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be: each names the option, what it must be, and what it is."""
+        if bool(self.function) == bool(self.parts):
+            found = "both" if self.parts else "neither"
+            yield f"a reward is either function or parts; found {found}."
+        if self.parts and self.options:
+            yield "options belong to function; with parts, give each part its own options."
+        if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
+            yield f"timeout_s must be above 0, or none; found {self.timeout_s!r}."
+        if not _is_whole(self.max_concurrency, at_least=1):
+            yield f"max_concurrency must be a whole number of at least 1; found {self.max_concurrency!r}."
+        if self.max_calls_per_s is not None and not (_is_number(self.max_calls_per_s) and self.max_calls_per_s > 0):
+            yield f"max_calls_per_s must be above 0, or none; found {self.max_calls_per_s!r}."
+        yield from self.failures.problems()
+        for number, part in enumerate(self.parts):
+            yield from (f"parts[{number}].{problem}" for problem in part.problems())
+        labels = [part.label for part in self.parts]
+        for label in sorted({label for label in labels if labels.count(label) > 1}):
+            yield f"parts must have different names; found {label!r} {labels.count(label)} times. Give each a name."
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: Has all of `problems`.
+        """
+        if found := list(self.problems()):
+            raise SettingsError("\n".join(found))
+
+    def of_part(self, part: RewardPart) -> "RewardOptions":
+        """The options of one part alone: its function and options, its calls limited and retried as all are."""
+        on_failure: OnFailure = "retry" if self.failures.max_retries else "drop"
+        return replace(self, function=part.function, options=part.options, parts=(), on_failure=on_failure)
+
+
+def _is_whole(value: Any, *, at_least: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= at_least
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

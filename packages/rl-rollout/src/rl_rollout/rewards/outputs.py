@@ -1,0 +1,106 @@
+"""Reads what reward functions give, and says clearly what they should not have given."""
+
+import contextlib
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+from rl_rollout.rewards.protocol import RewardResult
+
+FLOAT32_MAX = 3.4e38
+MAX_EXTRAS_BYTES = 1 << 16
+MAX_COMPONENTS = 256
+MAX_TEXT = 2000
+"""Longest text of a failure that is kept, in characters."""
+
+
+def read_output(value: Any) -> RewardResult:
+    """A reward function's value as a RewardResult.
+
+    Raises:
+        DataError: It is not a finite number, a mapping with "reward", or a RewardResult of finite numbers
+            whose extras are JSON of at most MAX_EXTRAS_BYTES.
+    """
+    if isinstance(value, Mapping):
+        if "reward" not in value:
+            raise DataError(f"a mapping without 'reward'; it has {shown(sorted(map(str, value)))}.")
+        components = {name: part for name, part in value.items() if name != "reward"}
+        value = RewardResult(reward=value["reward"], components=components)
+    elif not isinstance(value, RewardResult):
+        return RewardResult(reward=_finite(value, name="reward"))
+    if len(value.components) > MAX_COMPONENTS:
+        raise DataError(f"{len(value.components)} components; expected at most {MAX_COMPONENTS}.")
+    components = {str(name): _finite(part, name=str(name)) for name, part in value.components.items()}
+    extras = _read_extras(value.extras) if value.extras else {}
+    return RewardResult(reward=_finite(value.reward, name="reward"), components=components, extras=extras)
+
+
+def shown(value: Any, *, max_characters: int = 80) -> str:
+    """repr of a value, cut to a length, whatever its own repr does."""
+    if isinstance(value, int) and value.bit_length() > 4000:  # Python refuses to print so many digits
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return cut(repr(value), max_characters=max_characters)
+    except Exception as error:
+        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+
+
+def shown_error(error: BaseException) -> str:
+    """Type and text of an error, cut to a length, whatever its own str does."""
+    try:
+        text = cut(str(error), max_characters=MAX_TEXT)
+    except Exception:
+        text = "(its text cannot be shown)"
+    return f"{type(error).__name__}: {text}"
+
+
+def cut(text: str, *, max_characters: int) -> str:
+    """A text, its end replaced by "..." where it is longer."""
+    return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
+
+
+def _read_extras(extras: Any) -> dict[str, Json]:
+    if not isinstance(extras, Mapping):
+        raise DataError(f"extras = {shown(extras)} ({type(extras).__name__}); expected a mapping.")
+    try:
+        text = json.dumps(dict(extras), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"extras that are not JSON ({shown_error(error)}).") from error
+    if len(text) > MAX_EXTRAS_BYTES:
+        raise DataError(f"extras of {len(text)} bytes as JSON; expected at most {MAX_EXTRAS_BYTES}.")
+    read: dict[str, Json] = json.loads(text)
+    return read
+
+
+def _finite(value: Any, *, name: str) -> float:
+    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+            if abs(number) <= FLOAT32_MAX:  # False for NaN too
+                return number
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise DataError(f"{_article(value)}: it uses `yield`; expected a function that returns a number.")
+    if inspect.isawaitable(value):
+        _discard(value)
+        raise DataError(f"{_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
+    raise DataError(
+        f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number."
+    )
+
+
+def _article(value: Any) -> str:
+    kind = type(value).__name__.replace("_", " ")
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def _discard(awaitable: Any) -> None:
+    """Close what will never be awaited, so that it warns nobody."""
+    close = getattr(awaitable, "close" if inspect.iscoroutine(awaitable) else "cancel", None)
+    if callable(close):
+        with contextlib.suppress(Exception):
+            close()
