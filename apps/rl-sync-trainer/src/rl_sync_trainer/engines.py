@@ -15,9 +15,9 @@ def make_engine(settings: Settings, policy: Path) -> RolloutEngine:
     name = settings.rollout.engine
     options = engine_options(settings)
     if settings.rollout.placement == "process":
-        from rl_rollout.engines.process import ProcessEngine
+        from rl_rollout.engines.process import EngineHost, ProcessEngine
 
-        return ProcessEngine(name, policy, options, deadline_s=settings.rollout.start_deadline_s)
+        return ProcessEngine(name, policy, options, host=EngineHost(deadline_s=settings.rollout.start_deadline_s))
     engine: RolloutEngine = engine_class(name)(policy, options)
     return engine
 

@@ -93,6 +93,10 @@ class EngineError(RLError, RuntimeError):
     """An engine cannot serve a request."""
 
 
+class EngineDiedError(EngineError):
+    """An engine serves no more: it failed, or its process ended. Another one may serve the request."""
+
+
 class RolloutError(RLError, RuntimeError):
     """Rollouts gave nothing to go on with."""
 

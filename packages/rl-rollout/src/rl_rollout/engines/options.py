@@ -22,6 +22,7 @@ class VLLMOptions:
         enable_prefix_caching: Compute a prompt once for all samples that have it: whole blocks of it on GPUs, all of
             it on CPUs.
         enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
+        can_sleep: Let `sleep` give the GPU's memory to a learner on it; costs vLLM's own memory pool. Nothing on CPUs.
         num_threads: CPU threads of the engine; None takes torch's count at the start.
         seed: Of the draws of requests that have none.
     """
@@ -35,6 +36,7 @@ class VLLMOptions:
     block_size: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = True
+    can_sleep: bool = False
     num_threads: int | None = None
     seed: int = 0
 

@@ -1,34 +1,116 @@
-"""Any engine in a process of its own, behind the same protocol."""
+"""Any engine in a process of its own, on this machine or on Ray, behind the same protocol."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rl_core.cluster import ClusterOptions, Role, RoleSpec, open_cluster
-from rl_core.errors import DeadlineError, EngineError, NotReadyError, RoleError
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
+from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
 from rl_rollout.engines.registry import engine_class
 
+T = TypeVar("T")
 
-class ProcessEngine:
-    """A `RolloutEngine` whose model lives in a child process, which ends with this one.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHost:
+    """Where an engine's process lives.
+
+    Attributes:
+        cluster: "process" for this machine, or "ray".
+        pool: What it may use; None shares what there is.
+        environment: Variables of its process alone.
+        max_restarts: How often a process that died is started again; the model's own failure counts as a death.
+        deadline_s: Longest wait for the process, and again for its engine.
+    """
+
+    cluster: ClusterOptions = ClusterOptions()  # noqa: RUF009 - frozen
+    pool: ResourcePool | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    deadline_s: float = 600.0
+
+
+class EngineCalls:
+    """The protocol's methods over any way to call an engine by method name."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        """Say how to call: `call(method, *args)`."""
+        self._call = call
+        self._sees_files: bool | None = None
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        generations: list[Generation] = await self._call("generate", request)
+        return generations
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """See `RolloutEngine.score`."""
+        scores: list[FloatArray] = await self._call("score", list(sequences))
+        return scores
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `RolloutEngine.update_weights`; the file's content travels where the engine cannot see the file."""
+        if update.file is None:
+            raise EngineError(
+                "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
+                "update with rl_core.transports.SharedFileTransport."
+            )
+        if self._sees_files is None:
+            self._sees_files = await self._call("sees", update.file)
+        content = None if self._sees_files else np.memmap(update.file, dtype=np.uint8, mode="r")
+        receipt: WeightReceipt = await self._call("update_weights", replace(update, tensors=None), content)
+        return receipt
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        await self._call("abort", list(request_ids))
+
+    async def abort_all(self) -> None:
+        """See `RolloutEngine.abort_all`."""
+        await self._call("abort_all")
+
+    async def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self._call("resume")
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`."""
+        await self._call("reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await self._call("wake")
+
+
+class ProcessEngine(EngineCalls):
+    """A `RolloutEngine` whose model lives in a process of its own, which ends with this one.
 
     Weights come as a file (`rl_core.transports.SharedFileTransport`). A caller that is cancelled leaves its
-    request running in the child until it is done or aborted.
+    request running in that process until it is done or aborted. After a death its calls raise EngineDiedError; where
+    the host allows restarts, later ones wait for the next process.
+
+    Attributes:
+        on_restart: Called with the engine of a restarted process before anybody else can ask it: gives it its weights.
     """
 
     def __init__(
-        self,
-        name: str,
-        model_dir: Path,
-        options: object = None,
-        *,
-        environment: Mapping[str, str] | None = None,
-        deadline_s: float = 600.0,
+        self, name: str, model_dir: Path, options: object = None, *, host: EngineHost | None = None, index: int = 0
     ) -> None:
         """Choose an engine; `start` starts its process.
 
@@ -36,19 +118,23 @@ class ProcessEngine:
             name: As in `rl_rollout.engines.registry`, such as "vllm".
             model_dir: A Hugging Face folder.
             options: The engine's own.
-            environment: Variables of its process alone, such as {"CUDA_VISIBLE_DEVICES": "1"}.
-            deadline_s: Longest wait for the process, and again for its engine.
+            host: Where it lives; a process of this machine by default.
+            index: Which of several equal engines this is, for messages and logs.
         """
+        super().__init__(self._ask)
+        self._host = host or EngineHost()
         self._spec = RoleSpec(
             name=f"{name} engine",
+            rank=index,
             factory="rl_rollout.engines.process:HostedEngine",
             kwargs={"name": name, "model_dir": Path(model_dir), "options": options},
-            environment=environment or {},
+            environment=self._host.environment,
+            restart=RestartPolicy(max_restarts=self._host.max_restarts, hook=self._revive),
         )
-        self._deadline_s = deadline_s
         self._role: Role | None = None
         self._traits: EngineTraits | None = None
         self._is_closed = False
+        self.on_restart: Callable[[EngineCalls], Awaitable[None]] | None = None
 
     @property
     def traits(self) -> EngineTraits:
@@ -57,48 +143,34 @@ class ProcessEngine:
             raise NotReadyError(f"the engine {'is closed' if self._is_closed else 'has not been started'}.")
         return self._traits
 
+    @property
+    def state(self) -> str:
+        """What its process does: starting, serving, restarting, dead (for good) or closed."""
+        return "closed" if self._role is None else self._role.state
+
+    @property
+    def pid(self) -> int:
+        """Of its process, on its own host."""
+        if self._role is None:
+            raise NotReadyError("the engine has no process.")
+        return self._role.pid
+
     async def start(self) -> None:
         """See `RolloutEngine.start`."""
         if self._is_closed:
             raise NotReadyError("the engine is closed; make a new one.")
         if self._traits is not None:
             return
+        host = self._host
         try:
-            self._role = await open_cluster(ClusterOptions()).start(self._spec, deadline_s=self._deadline_s)
+            role = await open_cluster(host.cluster).start(self._spec, pool=host.pool, deadline_s=host.deadline_s)
+            self._role = role
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
         try:
-            self._traits = await asyncio.wait_for(self._call("start"), self._deadline_s)
+            self._traits = await asyncio.wait_for(self._call_role("start"), host.deadline_s)
         except TimeoutError:
-            raise DeadlineError(f"{self._spec} had not loaded its model after {self._deadline_s:g} s.") from None
-
-    async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """See `RolloutEngine.generate`."""
-        self.traits  # noqa: B018 - raises unless started
-        generations: list[Generation] = await self._call("generate", request)
-        return generations
-
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """See `RolloutEngine.score`."""
-        self.traits  # noqa: B018
-        scores: list[FloatArray] = await self._call("score", list(sequences))
-        return scores
-
-    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """See `RolloutEngine.update_weights`."""
-        self.traits  # noqa: B018
-        if update.file is None:
-            raise EngineError(
-                "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
-                "update with rl_core.transports.SharedFileTransport."
-            )
-        receipt: WeightReceipt = await self._call("update_weights", replace(update, tensors=None))
-        return receipt
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        self.traits  # noqa: B018
-        await self._call("abort_all")
+            raise DeadlineError(f"{self._spec} had not loaded its model after {host.deadline_s:g} s.") from None
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -107,17 +179,30 @@ class ProcessEngine:
         if role is not None:
             await role.close()
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _ask(self, method: str, *args: Any) -> Any:
+        self.traits  # noqa: B018 - raises unless started
+        return await self._call_role(method, *args)
+
+    async def _call_role(self, method: str, *args: Any) -> Any:
         if self._role is None:
             raise NotReadyError("the engine is closed.")
         try:
             return await self._role.call(method, *args)
         except RoleError as error:
-            raise EngineError(f"the engine failed and serves no more: {error}") from error
+            raise EngineDiedError(f"the engine failed and serves no more: {error}") from error
+
+    async def _revive(self, roles: Sequence[RestartedRole]) -> None:
+        """Bring a restarted process to where the others are."""
+        (role,) = roles
+        if self._traits is None:
+            return  # it died before its engine was there: `start` starts it
+        self._traits = await role.call("start")
+        if self.on_restart is not None:
+            await self.on_restart(EngineCalls(role.call))
 
 
 class HostedEngine:
-    """The child's side: an engine whose traits come with `start`."""
+    """The other side: an engine whose traits come with `start`; one that fails ends its process."""
 
     def __init__(self, name: str, model_dir: Path, options: object) -> None:
         """Make the engine, not started."""
@@ -130,20 +215,65 @@ class HostedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        return await self._engine.generate(request)
+        return await _or_end(self._engine.generate(request))
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
-        return await self._engine.score(sequences)
+        return await _or_end(self._engine.score(sequences))
 
-    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """See `RolloutEngine.update_weights`."""
-        return await self._engine.update_weights(update)
+    def sees(self, file: Path) -> bool:
+        """True where a file of the learner's host is here too."""
+        return file.is_file()
+
+    async def update_weights(self, update: WeightUpdate, content: NDArray[np.uint8] | None) -> WeightReceipt:
+        """See `RolloutEngine.update_weights`.
+
+        Args:
+            update: With its file.
+            content: The file's bytes, where it is not here.
+        """
+        if content is not None:
+            from safetensors.torch import load
+
+            update = replace(update, file=None, tensors=load(content.tobytes()))
+        return await _or_end(self._engine.update_weights(update))
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        await _or_end(self._engine.abort(request_ids))
 
     async def abort_all(self) -> None:
         """See `RolloutEngine.abort_all`."""
-        await self._engine.abort_all()
+        await _or_end(self._engine.abort_all())
+
+    async def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        await _or_end(self._engine.pause())
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await _or_end(self._engine.resume())
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`."""
+        await _or_end(self._engine.reset_prefix_cache())
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await _or_end(self._engine.sleep())
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await _or_end(self._engine.wake())
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         await self._engine.close()
+
+
+async def _or_end(answer: Awaitable[T]) -> T:
+    """Wait for an answer; an engine that has failed takes its process with it, so that it can be started anew."""
+    try:
+        return await answer
+    except EngineDiedError as error:
+        raise SystemExit(str(error)) from error

@@ -1,7 +1,7 @@
 """What every engine does: generate, score, take weights."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rl_core.records import FinishReason, FloatArray, IntArray
@@ -17,7 +17,7 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_p: Nucleus; 1 keeps every token.
         top_k: Keeps the k likeliest tokens; None keeps all.
-        seed: Makes the draw repeatable; sample i of a request uses seed + i.
+        seed: Makes the draw repeatable; sample i of a request uses seed + i, unless each has its own parameters.
         stop_token_ids: Tokens that end a response, beside the model's own end token; the token stays in it.
     """
 
@@ -35,13 +35,25 @@ class GenerateRequest:
 
     Attributes:
         input_ids: [P] int32.
-        sampling: How to draw.
+        sampling: How to draw; several, one a sample, where the samples differ.
         num_samples: Independent responses to give.
+        request_id: What `abort` knows the request by; several may share one, such as all turns of a session.
     """
 
     input_ids: IntArray
-    sampling: SamplingParams
+    sampling: SamplingParams | tuple[SamplingParams, ...]
     num_samples: int = 1
+    request_id: str | None = None
+
+    @property
+    def samplings(self) -> tuple[SamplingParams, ...]:
+        """How each sample is drawn, with its own seed where there is one."""
+        if isinstance(self.sampling, tuple):
+            return self.sampling
+        seed = self.sampling.seed
+        if seed is None:
+            return (self.sampling,) * self.num_samples
+        return tuple(replace(self.sampling, seed=seed + index) for index in range(self.num_samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +83,13 @@ class EngineTraits:
         name: Such as "vllm 0.32.0 (cpu, float32)".
         max_model_len: Most tokens of prompt and response together.
         vocab_size: Token ids are below this.
+        can_sleep: Whether `sleep` frees memory here.
     """
 
     name: str
     max_model_len: int
     vocab_size: int
+    can_sleep: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -106,8 +120,39 @@ class RolloutEngine(Protocol):
         """Replace all weights between two decoding steps, and drop what was cached from the old ones."""
         ...
 
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests, paused or not; their `generate` calls return what there is, with reason "abort"."""
+        ...
+
     async def abort_all(self) -> None:
-        """End every running request; their `generate` calls return partial responses."""
+        """End every request, as `abort`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two decoding steps: nothing is drawn or scored until `resume`, and requests wait.
+
+        The weights may be replaced meanwhile; the same sequences then go on under the new ones.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what was computed of earlier prompts; running requests go on."""
+        ...
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache until `wake`; requests made meanwhile are refused.
+
+        Raises:
+            EngineError: The platform cannot (see `EngineTraits.can_sleep`), or requests are running.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again, with the weights of before. Does nothing when awake."""
         ...
 
     async def close(self) -> None:

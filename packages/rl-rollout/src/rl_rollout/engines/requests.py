@@ -14,16 +14,23 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
     Raises:
         EngineError: Says what was expected, what was found, and what to do.
     """
-    _check_sampling(request.sampling, traits)
     if request.num_samples < 1:
         raise EngineError(f"num_samples must be at least 1; found {request.num_samples}.")
+    samplings = request.samplings
+    if len(samplings) != request.num_samples:
+        raise EngineError(
+            f"sampling must be one SamplingParams, or one for each of the {request.num_samples} samples; found "
+            f"{len(samplings)}."
+        )
+    for sampling in set(samplings):
+        _check_sampling(sampling, traits)
     check_token_ids(request.input_ids, traits, what="input_ids")
-    length = len(request.input_ids) + request.sampling.max_tokens
-    if length > traits.max_model_len:
+    longest = max(sampling.max_tokens for sampling in samplings)
+    if len(request.input_ids) + longest > traits.max_model_len:
         raise EngineError(
             f"prompt and response together must be at most max_model_len = {traits.max_model_len} tokens; found a "
-            f"prompt of {len(request.input_ids)} and max_tokens = {request.sampling.max_tokens}. Drop long prompts, "
-            "lower max_tokens, or start the engine with a larger max_model_len."
+            f"prompt of {len(request.input_ids)} and max_tokens = {longest}. Drop long prompts, lower max_tokens, or "
+            "start the engine with a larger max_model_len."
         )
 
 

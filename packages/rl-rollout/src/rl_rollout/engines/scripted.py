@@ -1,7 +1,7 @@
 """An engine without a model, for tests: it says what it is told to, when it is told to."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -58,7 +58,9 @@ class ScriptedEngine:
         self._score = score or _flat_scores
         self._receive = receive or honest_receipt
         self._version = 0
-        self._waiting: set[asyncio.Future[Sequence[int]]] = set()
+        self._waiting: dict[asyncio.Future[Sequence[int]], str | None] = {}
+        self._resumed: asyncio.Event | None = None
+        self._is_asleep = False
         self._is_started = False
         self._is_closed = False
 
@@ -76,6 +78,7 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
         check_request(request, self.traits)
+        self._require_awake()
         self.requests.append(request)
         return list(await asyncio.gather(*(self._respond(request, index) for index in range(request.num_samples))))
 
@@ -83,6 +86,9 @@ class ScriptedEngine:
         """See `RolloutEngine.score`."""
         for sequence in sequences:
             check_sequence(sequence, self.traits)
+        self._require_awake()
+        if self._resumed is not None:
+            await self._resumed.wait()
         return [self._score(sequence) for sequence in sequences]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -93,34 +99,74 @@ class ScriptedEngine:
         self._version = update.version
         return receipt
 
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`; a script that waits is cut off before it said anything."""
+        for future, request_id in list(self._waiting.items()):
+            if request_id in request_ids:
+                future.cancel()
+
     async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`; a script that waits is cut off before it said anything."""
+        """See `RolloutEngine.abort_all`."""
         for future in list(self._waiting):
             future.cancel()
+
+    async def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        self.traits  # noqa: B018 - raises unless started
+        self._resumed = self._resumed or asyncio.Event()
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`; a script keeps none."""
+        self.traits  # noqa: B018
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        if not self.traits.can_sleep or self._waiting:
+            raise EngineError(f"{self.traits.name} cannot sleep, or has {len(self._waiting)} samples running.")
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        self._is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._is_closed = True
-        for future in list(self._waiting):
-            future.cancel()
+        await self.abort_all()
+
+    def _require_awake(self) -> None:
+        if self._is_asleep:
+            raise EngineError("the engine sleeps; wake it before it is asked.")
 
     async def _respond(self, request: GenerateRequest, index: int) -> Generation:
         said = self._said(request, index)
-        if not isinstance(said, Awaitable):
-            return self._generation(request, said)
-        future = asyncio.ensure_future(said)
-        self._waiting.add(future)
+        if not isinstance(said, Awaitable) and self._resumed is None:
+            return self._generation(request, said, index)
+        future = asyncio.ensure_future(self._say(said, self._resumed))
+        self._waiting[future] = request.request_id
         try:
-            return self._generation(request, await asyncio.shield(future))
+            return self._generation(request, await asyncio.shield(future), index)
         except asyncio.CancelledError:
             if not future.cancelled():  # the caller was cancelled, not the script
                 future.cancel()
                 raise
             if self._is_closed:
                 raise EngineError("the engine was closed.") from None
-            return self._generation(request, (), finish_reason="abort")
+            return self._generation(request, (), index, finish_reason="abort")
         finally:
-            self._waiting.discard(future)
+            del self._waiting[future]
+
+    @staticmethod
+    async def _say(said: Sequence[int] | Awaitable[Sequence[int]], resumed: asyncio.Event | None) -> Sequence[int]:
+        if resumed is not None:
+            await resumed.wait()
+        return await said if isinstance(said, Awaitable) else said
 
     def _said(self, request: GenerateRequest, index: int) -> Sequence[int] | Awaitable[Sequence[int]]:
         if not isinstance(self._script, Mapping):
@@ -132,14 +178,15 @@ class ScriptedEngine:
         return responses[index % len(responses)]
 
     def _generation(
-        self, request: GenerateRequest, said: Sequence[int], *, finish_reason: FinishReason | None = None
+        self, request: GenerateRequest, said: Sequence[int], index: int, *, finish_reason: FinishReason | None = None
     ) -> Generation:
-        tokens = np.array(said[: request.sampling.max_tokens], dtype=np.int32)
-        stops = self._end_token_ids | set(request.sampling.stop_token_ids)
+        sampling = request.samplings[index]
+        tokens = np.array(said[: sampling.max_tokens], dtype=np.int32)
+        stops = self._end_token_ids | set(sampling.stop_token_ids)
         ends = len(tokens) > 0 and int(tokens[-1]) in stops
         return Generation(
             token_ids=tokens,
-            logprobs=np.full(len(tokens), -1.0 if request.sampling.temperature else 0.0, dtype=np.float32),
+            logprobs=np.full(len(tokens), -1.0 if sampling.temperature else 0.0, dtype=np.float32),
             policy_versions=np.full(len(tokens), self._version, dtype=np.int32),
             finish_reason=finish_reason or ("stop" if ends else "length"),
         )

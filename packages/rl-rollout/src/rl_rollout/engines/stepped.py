@@ -10,7 +10,7 @@ call raises it, and so does every later one.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import structlog
 
-from rl_core.errors import EngineError, NotReadyError, RLError
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
@@ -40,6 +40,7 @@ class Sample:
         input_ids: Prompt, or the sequence to score.
         sampling: None to score.
         seed: Of this sample.
+        request_id: Of its request, where that has one.
         token_ids: Sampled so far.
         logprobs: Of token_ids; empty when greedy.
         policy_versions: Of token_ids.
@@ -51,6 +52,7 @@ class Sample:
     input_ids: list[int]
     sampling: SamplingParams | None
     seed: int | None = None
+    request_id: str | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -88,6 +90,18 @@ class Stepper(Protocol):
 
     def remove(self, samples: Sequence[Sample]) -> None:
         """Forget samples; those that are not here are ignored."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed of earlier prompts."""
+        ...
+
+    def sleep(self) -> None:
+        """Free memory, while there are no samples; called only where traits.can_sleep."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -131,6 +145,8 @@ class SteppedEngine:
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._is_closed = False
+        self._is_paused = False
+        self._is_asleep = False
 
     @property
     def traits(self) -> EngineTraits:
@@ -158,19 +174,18 @@ class SteppedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        check_request(request, self._working().traits)
+        check_request(request, self._awake().traits)
         input_ids: list[int] = request.input_ids.tolist()
-        seed = request.sampling.seed
         samples = [
-            Sample(input_ids=input_ids, sampling=request.sampling, seed=None if seed is None else seed + index)
-            for index in range(request.num_samples)
+            Sample(input_ids=input_ids, sampling=sampling, seed=sampling.seed, request_id=request.request_id)
+            for sampling in request.samplings
         ]
         await self._run(samples)
         return [sample.generation() for sample in samples]
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
-        traits = self._working().traits
+        traits = self._awake().traits
         for sequence in sequences:
             check_sequence(sequence, traits)
         samples = [Sample(input_ids=sequence.tolist(), sampling=None) for sequence in sequences]
@@ -182,24 +197,57 @@ class SteppedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
-        stepper = self._working()
+        stepper = self._awake()
         try:
             return await self._call(stepper.update_weights, update)
         except EngineError:
             raise
         except Exception as error:
             self._fail(error)
-            raise EngineError(f"version {update.version} could not be loaded: {error}") from error
+            raise EngineDiedError(f"version {update.version} could not be loaded: {error}") from error
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        wanted = set(request_ids)
+        await self._abort([sample for sample in self._jobs if sample.request_id in wanted])
 
     async def abort_all(self) -> None:
         """See `RolloutEngine.abort_all`."""
+        await self._abort(list(self._jobs))
+
+    async def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
         stepper = self._working()
-        samples = list(self._jobs)
-        self._incoming.clear()
-        await self._call(stepper.remove, samples)
-        for sample in samples:
-            sample.finish_reason = sample.finish_reason or "abort"
-        self._settle(samples)
+        self._is_paused = True
+        await self._call(stepper.remove, [])  # behind the step that is under way
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._working()
+        self._is_paused = False
+        self._start_pump()
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`."""
+        await self._call(self._working().reset_prefix_cache)
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        stepper = self._working()
+        if not stepper.traits.can_sleep:
+            raise EngineError(f"{stepper.traits.name} has no memory that it could free; ask traits.can_sleep first.")
+        if self._jobs:
+            raise EngineError(f"{len(self._jobs)} samples are running; wait for them or abort them before sleep.")
+        if not self._is_asleep:
+            self._is_asleep = True
+            await self._call(stepper.sleep)
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        stepper = self._working()
+        if self._is_asleep:
+            await self._call(stepper.wake)
+            self._is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -226,6 +274,12 @@ class SteppedEngine:
             raise _failed(self._failure) from self._failure
         return stepper
 
+    def _awake(self) -> Stepper:
+        stepper = self._working()
+        if self._is_asleep:
+            raise EngineError("the engine sleeps; wake it before it is asked.")
+        return stepper
+
     async def _run(self, samples: list[Sample]) -> None:
         if not samples:
             return
@@ -233,18 +287,32 @@ class SteppedEngine:
         job = _Job(samples, loop.create_future(), len(samples))
         self._jobs.update(dict.fromkeys(samples, job))
         self._incoming.extend(samples)
-        if self._pump is None or self._pump.done():
-            self._pump = loop.create_task(self._pump_steps(), name="engine steps")
-            self._pump.add_done_callback(self._on_pump_done)
+        self._start_pump()
         try:
             await job.done
         except asyncio.CancelledError:
             self._forget(samples)
             raise
 
+    def _start_pump(self) -> None:
+        if self._is_paused or not self._jobs or (self._pump is not None and not self._pump.done()):
+            return
+        self._pump = asyncio.get_running_loop().create_task(self._pump_steps(), name="engine steps")
+        self._pump.add_done_callback(self._on_pump_done)
+
+    async def _abort(self, samples: Sequence[Sample]) -> None:
+        """End samples with what they have."""
+        stepper = self._working()
+        leaving = set(samples)
+        self._incoming = [sample for sample in self._incoming if sample not in leaving]
+        await self._call(stepper.remove, samples)
+        for sample in samples:
+            sample.finish_reason = sample.finish_reason or "abort"
+        self._settle(samples)
+
     async def _pump_steps(self) -> None:
         stepper = self._loaded
-        while self._jobs and self._failure is None:
+        while self._jobs and self._failure is None and not self._is_paused:
             incoming, self._incoming = self._incoming, []
             removed = list(self._removed)
             finished = await self._call(_advance, stepper, incoming, removed)
@@ -306,4 +374,4 @@ def _advance(stepper: Stepper, incoming: Sequence[Sample], removed: Sequence[Sam
 def _failed(error: Exception) -> EngineError:
     if isinstance(error, NotReadyError):
         return EngineError(str(error))
-    return EngineError(f"the engine failed and serves no more: {type(error).__name__}: {error}. Start a new one.")
+    return EngineDiedError(f"the engine failed and serves no more: {type(error).__name__}: {error}. Start a new one.")

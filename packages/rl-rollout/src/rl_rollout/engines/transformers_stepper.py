@@ -41,6 +41,7 @@ class TransformersStepper:
             name=f"transformers {transformers_version} ({options.device}, {options.dtype})",
             max_model_len=options.max_model_len or max_positions(model_dir),
             vocab_size=self._model.get_input_embeddings().weight.shape[0],
+            can_sleep=torch.device(options.device).type == "cuda",
         )
 
     @property
@@ -89,6 +90,18 @@ class TransformersStepper:
         self._version = update.version
         served = {name: probe_tensor(tensor) for name, tensor in self._model.state_dict().items()}
         return WeightReceipt(version=update.version, arrived=arrived, live=served)
+
+    def reset_prefix_cache(self) -> None:
+        """See `Stepper.reset_prefix_cache`; nothing is kept from one batch to the next."""
+
+    def sleep(self) -> None:
+        """See `Stepper.sleep`: the weights go to the host."""
+        self._model.to("cpu")
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """See `Stepper.wake`."""
+        self._model.to(self._options.device)
 
     def close(self) -> None:
         """See `Stepper.close`."""

@@ -76,6 +76,7 @@ class VLLMStepper:
             name=f"vllm {vllm_version} ({device}, {options.dtype})",
             max_model_len=model_config.max_model_len - 1,
             vocab_size=model_config.get_vocab_size(),
+            can_sleep=options.can_sleep and not self._is_cpu,
         )
 
     @property
@@ -131,10 +132,23 @@ class VLLMStepper:
         arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
         own = {name: tensor for name, tensor in tensors.items() if name not in update.tied}
         self._core.collective_rpc("replace_all_weights", args=(own,))
-        self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.reset_prefix_cache()
         self._version = update.version
         (live,) = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
         return WeightReceipt(version=update.version, arrived=arrived, live=live)
+
+    def reset_prefix_cache(self) -> None:
+        """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""
+        self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def sleep(self) -> None:
+        """See `Stepper.sleep`: weights go to the host, the KV cache goes."""
+        self.reset_prefix_cache()
+        self._core.model_executor.sleep(1)
+
+    def wake(self) -> None:
+        """See `Stepper.wake`."""
+        self._core.model_executor.wake_up()
 
     def close(self) -> None:
         """See `Stepper.close`."""
@@ -239,6 +253,7 @@ def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
         enable_prefix_caching=options.enable_prefix_caching,
         enforce_eager=options.enforce_eager,
         seed=options.seed,
+        enable_sleep_mode=options.can_sleep and not is_cpu,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,
         disable_log_stats=True,

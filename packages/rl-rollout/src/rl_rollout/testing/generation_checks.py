@@ -2,6 +2,7 @@
 """What every engine does with requests."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,95 @@ class GenerationChecks:
 
         sample = asyncio.run(abort_midway())
         assert sample.finish_reason == "abort"
-        assert 0 < len(sample.token_ids) < request.sampling.max_tokens
+        assert 0 < len(sample.token_ids) < request.samplings[0].max_tokens
         assert len(sample.logprobs) == len(sample.policy_versions) == len(sample.token_ids)
         assert len(generate(engine)[0].token_ids) > 0
+
+    def test_abort_ends_the_requests_that_are_named(self, engine: RolloutEngine) -> None:
+        request = long_request(engine)
+
+        async def abort_one() -> tuple[list[Generation], list[Generation]]:
+            named, other = (
+                asyncio.ensure_future(engine.generate(replace(request, num_samples=2, request_id=name)))
+                for name in ("a", "b")
+            )
+            await begin(engine, request)
+            await engine.abort(["a", "unknown"])
+            return await named, await other
+
+        aborted, finished = asyncio.run(abort_one())
+        assert [sample.finish_reason for sample in aborted] == ["abort", "abort"]
+        assert "abort" not in [sample.finish_reason for sample in finished]
+
+    def test_each_sample_can_have_its_own_parameters(self, engine: RolloutEngine) -> None:
+        each = (
+            SamplingParams(max_tokens=2, seed=3),
+            SamplingParams(max_tokens=8, temperature=0.0),
+            SamplingParams(max_tokens=8, temperature=0.5, top_k=4, seed=9),
+        )
+        request = GenerateRequest(input_ids=PROMPT, sampling=each, num_samples=3)
+        together = asyncio.run(engine.generate(request))
+        for sampling, sample in zip(each, together, strict=True):
+            (alone,) = asyncio.run(engine.generate(GenerateRequest(input_ids=PROMPT, sampling=sampling)))
+            assert sample.token_ids.tolist() == alone.token_ids.tolist()
+            np.testing.assert_allclose(sample.logprobs, alone.logprobs, atol=TOLERANCE)
+        with refuses("one for each of the 2 samples; found 3"):
+            asyncio.run(engine.generate(replace(request, num_samples=2)))
+
+    def test_a_pause_holds_requests_and_resume_lets_them_go_on(self, engine: RolloutEngine) -> None:
+        request = long_request(engine)
+        alone = asyncio.run(engine.generate(request))[0].token_ids.tolist()
+
+        async def pause_midway() -> tuple[list[int], list[int], bool]:
+            running = await begin(engine, request)
+            await engine.pause()
+            late = asyncio.ensure_future(engine.generate(short_request(seed=6)))
+            waited = await asyncio.wait([late, running], timeout=0.2)
+            await engine.resume()
+            tokens, late_tokens = [(await one)[0].token_ids.tolist() for one in (running, late)]
+            return tokens, late_tokens, not waited[0]
+
+        tokens, late_tokens, are_held = asyncio.run(pause_midway())
+        assert are_held
+        assert tokens == alone
+        assert late_tokens == generate(engine, seed=6)[0].token_ids.tolist()
+
+    def test_what_is_paused_can_be_aborted(self, engine: RolloutEngine) -> None:
+        request = long_request(engine)
+
+        async def abort_paused() -> list[Generation]:
+            running = await begin(engine, request)
+            await engine.pause()
+            await engine.abort_all()
+            samples = await running
+            await engine.resume()
+            return samples
+
+        (sample,) = asyncio.run(abort_paused())
+        assert sample.finish_reason == "abort"
+        assert len(sample.token_ids) > 0
+        assert len(generate(engine)[0].token_ids) > 0
+
+    def test_an_engine_that_cannot_sleep_says_so(self, engine: RolloutEngine) -> None:
+        if engine.traits.can_sleep:
+            before = generate(engine, seed=4)[0]
+            asyncio.run(engine.sleep())
+            with refuses("sleeps"):
+                generate(engine)
+            asyncio.run(engine.wake())
+            assert generate(engine, seed=4)[0].token_ids.tolist() == before.token_ids.tolist()
+        else:
+            with refuses("no memory that it could free"):
+                asyncio.run(engine.sleep())
+            asyncio.run(engine.wake())
+            assert len(generate(engine)[0].token_ids) > 0
+
+    def test_a_prefix_cache_that_was_reset_changes_nothing(self, engine: RolloutEngine) -> None:
+        before = generate(engine, seed=4)[0]
+        asyncio.run(engine.reset_prefix_cache())
+        after = generate(engine, seed=4)[0]
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        np.testing.assert_allclose(after.logprobs, before.logprobs, atol=TOLERANCE)
 
     def test_a_cancelled_caller_does_not_disturb_the_others(self, engine: RolloutEngine) -> None:
         alone = generate(engine, seed=6)[0].token_ids.tolist()

@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,38 @@ class UpdateChecks:
             expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
             here = sample.policy_versions == version
             np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
+
+    def test_weights_swapped_in_a_pause_make_the_tokens_after_it(self, engine: RolloutEngine, model_dir: Path) -> None:
+        """64 sequences under way: tokens of before are the old weights', those of after the new ones'."""
+        old = load_file(model_dir / "model.safetensors")
+        new = perturbed(old, scale=0.05)
+        request = replace(long_request(engine), num_samples=64)
+
+        async def swap() -> list[Generation]:
+            running = await begin(engine, request)
+            await engine.pause()
+            await self.publish(engine, new, version=44)
+            await engine.resume()
+            return await running
+
+        self.restore(engine, model_dir)
+        try:
+            samples = asyncio.run(swap())
+        finally:
+            self.restore(engine, model_dir)
+        num_mixed = 0
+        for sample in samples:
+            versions = sample.policy_versions
+            assert versions.tolist() == sorted(versions.tolist())
+            num_mixed += len(set(versions.tolist())) == 2
+            sequence = joined(PROMPT, sample)
+            for version, tensors in ((0, old), (44, new)):
+                rows = reference_logprobs(model_dir, sequence, tensors=tensors)
+                expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
+                np.testing.assert_allclose(
+                    sample.logprobs[versions == version], expected[versions == version], atol=TOLERANCE
+                )
+        assert num_mixed > 32
 
     def test_a_refused_update_changes_nothing(self, engine: RolloutEngine, model_dir: Path) -> None:
         tensors = load_file(model_dir / "model.safetensors")

@@ -1,0 +1,303 @@
+"""Several equal engines as one: requests are spread, and what a dead engine owed goes to the others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from rl_core.errors import EngineDiedError, NotReadyError, WeightProofError
+from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport, check_receipt, publish_weights
+from rl_core.records import FloatArray, IntArray
+from rl_core.weights import Canary, WeightReceipt, WeightReceiver, WeightUpdate
+from rl_rollout.engines.process import EngineCalls, ProcessEngine
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
+from rl_rollout.engines.routing import Router
+
+log = structlog.get_logger(__name__)
+
+MAX_ATTEMPTS = 3
+"""Engines that may die under one request before it is given up as the cause."""
+
+
+class PublishingEngine(Protocol):
+    """An engine that brings weights to all that serve for it, and proves each."""
+
+    async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
+        """See `publish_to`."""
+        ...
+
+
+async def publish_to(
+    engine: RolloutEngine, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances
+) -> PublishReport:
+    """Give an update to an engine, or to all replicas of one, and prove that each serves it.
+
+    Raises:
+        WeightProofError: An engine serves something else; the message names the first tensor that differs.
+        EngineDiedError: None is left to take it.
+    """
+    publish = getattr(engine, "publish", None)
+    if publish is not None:
+        report: PublishReport = await publish(update, canary=canary, tolerances=tolerances)
+        return report
+    return await publish_weights(update, [engine], canary=canary, tolerances=tolerances)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """What every replica must serve."""
+
+    update: WeightUpdate
+    canary: Canary | None = None
+    tolerances: ProofTolerances = BFLOAT16_TOLERANCES
+
+
+class ReplicatedEngine:
+    """A `RolloutEngine` over equal engines.
+
+    A request goes to one of them (see `Router`), and to another when that one dies. A replica that is started again
+    (`EngineHost.max_restarts`) gets the present weights with their proof before it serves; one that missed an update
+    does not serve.
+    """
+
+    def __init__(self, replicas: Sequence[RolloutEngine]) -> None:
+        """Join engines that are not started yet."""
+        if not replicas:
+            raise NotReadyError("a replicated engine needs at least one engine; found none.")
+        self._replicas = list(replicas)
+        self._router = Router(len(replicas))
+        self._published: _Published | None = None
+        self._served: list[_Published | None] = [None] * len(replicas)
+        self._catching_up = [asyncio.Lock() for _ in replicas]
+        self._failed: dict[int, EngineDiedError] = {}
+        self._is_paused = False
+        for index, replica in enumerate(replicas):
+            if isinstance(replica, ProcessEngine):
+                replica.on_restart = self._reviver(index)
+
+    @property
+    def traits(self) -> EngineTraits:
+        """Of one of them; the least of their lengths."""
+        traits = [replica.traits for replica in self._replicas]
+        return replace(
+            traits[0],
+            name=f"{len(traits)} x {traits[0].name}",
+            max_model_len=min(found.max_model_len for found in traits),
+            can_sleep=all(found.can_sleep for found in traits),
+        )
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that take requests now."""
+        return len(self._serving())
+
+    async def start(self) -> None:
+        """Start all of them at once; where one cannot, none is left."""
+        started = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
+        errors = [error for error in started if isinstance(error, BaseException)]
+        if errors:
+            await self.close()
+            raise errors[0]
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        generations: list[Generation] = await self._anywhere(
+            lambda replica: replica.generate(request), request.input_ids, num_samples=request.num_samples
+        )
+        return generations
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """See `RolloutEngine.score`."""
+        if not sequences:
+            return []
+        scores: list[FloatArray] = await self._anywhere(
+            lambda replica: replica.score(sequences), np.concatenate(list(sequences)), num_samples=len(sequences)
+        )
+        return scores
+
+    async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
+        """See `publish_to`; a replica that dies on the way gets the update when it is there again."""
+        self._published = _Published(update=update, canary=canary, tolerances=tolerances)
+        reports = await self._publish_to_all()
+        if not reports:
+            raise self._nobody_left()
+        return replace(
+            reports[0],
+            probe_max_diff=max(report.probe_max_diff for report in reports),
+            canary_max_diff=max(report.canary_max_diff for report in reports),
+            update_s=max(report.update_s for report in reports),
+            proof_s=max(report.proof_s for report in reports),
+        )
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""
+        self._published = _Published(update=update)
+        receipts: dict[int, WeightReceipt] = await self._on_all(lambda replica: replica.update_weights(update))
+        if not receipts:
+            raise self._nobody_left()
+        for index in receipts:
+            self._served[index] = self._published
+        return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        await self._on_all(lambda replica: replica.abort(request_ids))
+
+    async def abort_all(self) -> None:
+        """See `RolloutEngine.abort_all`."""
+        await self._on_all(lambda replica: replica.abort_all())
+
+    async def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        self._is_paused = True
+        await self._on_all(lambda replica: replica.pause())
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._is_paused = False
+        await self._on_all(lambda replica: replica.resume())
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`."""
+        for index in range(len(self._replicas)):
+            self._router.forget(index)
+        await self._on_all(lambda replica: replica.reset_prefix_cache())
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._on_all(lambda replica: replica.sleep())
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await self._on_all(lambda replica: replica.wake())
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`; the first error is raised when all are closed."""
+        closed = await asyncio.gather(*(replica.close() for replica in self._replicas), return_exceptions=True)
+        errors = [error for error in closed if isinstance(error, BaseException)]
+        if errors:
+            raise errors[0]
+
+    # -- inside
+
+    async def _anywhere(
+        self, ask: Callable[[RolloutEngine], Awaitable[Any]], input_ids: IntArray, *, num_samples: int
+    ) -> Any:
+        """Ask a replica, and another one when it dies."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            index = self._router.choose(input_ids, among=self._serving() or self._coming_back())
+            with self._router.carrying(index, num_samples):
+                try:
+                    await self._catch_up(index)
+                    return await ask(self._replicas[index])
+                except EngineDiedError as error:
+                    self._note_death(index, error)
+                    if attempt == MAX_ATTEMPTS:
+                        raise EngineDiedError(
+                            f"{attempt} engines died under this request, which may be what ends them. The last: {error}"
+                        ) from error
+        raise self._nobody_left()
+
+    def _serving(self) -> list[int]:
+        """Replicas that answer now; those that are being started again do not."""
+        return [index for index in range(len(self._replicas)) if self._state(index) == "serving"]
+
+    def _coming_back(self) -> list[int]:
+        """Replicas that will answer once they are there again.
+
+        Raises:
+            EngineDiedError: There is none.
+        """
+        found = [index for index in range(len(self._replicas)) if self._state(index) in ("starting", "restarting")]
+        if not found:
+            raise self._nobody_left()
+        return found
+
+    def _state(self, index: int) -> str:
+        replica = self._replicas[index]
+        if isinstance(replica, ProcessEngine):
+            return replica.state
+        return "dead" if index in self._failed else "serving"
+
+    def _note_death(self, index: int, error: EngineDiedError) -> None:
+        self._failed[index] = error
+        self._served[index] = None
+        self._router.forget(index)
+        log.warning("engine_died", replica=index, state=self._state(index), error=str(error))
+
+    def _nobody_left(self) -> EngineDiedError:
+        said = "; ".join(f"replica {index}: {error}" for index, error in sorted(self._failed.items()))
+        return EngineDiedError(f"none of {len(self._replicas)} engines serves any more. {said}")
+
+    async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[Any]]) -> dict[int, Any]:
+        """Ask every replica that serves; those that die on the way have no answer."""
+
+        async def one(index: int) -> Any:
+            try:
+                return index, await ask(self._replicas[index])
+            except EngineDiedError as error:
+                self._note_death(index, error)
+                return None
+
+        answers = await asyncio.gather(*(one(index) for index in self._serving()))
+        return dict(answer for answer in answers if answer is not None)
+
+    async def _publish_to_all(self) -> list[PublishReport]:
+        async def one(index: int) -> PublishReport | None:
+            try:
+                async with self._catching_up[index]:
+                    return await self._publish_to(index, self._replicas[index])
+            except EngineDiedError as error:
+                self._note_death(index, error)
+                return None
+
+        reports = await asyncio.gather(*(one(index) for index in self._serving()))
+        return [report for report in reports if report is not None]
+
+    async def _catch_up(self, index: int) -> None:
+        """Bring a replica to the present weights, where it has missed them."""
+        async with self._catching_up[index]:
+            if self._served[index] is not self._published:
+                await self._publish_to(index, self._replicas[index])
+
+    async def _publish_to(self, index: int, replica: WeightReceiver) -> PublishReport | None:
+        """Give the present weights to a replica, with their proof."""
+        published = self._published
+        if published is None:
+            return None
+        report = None
+        try:
+            if published.canary is None:
+                receipt = await replica.update_weights(published.update)
+                check_receipt(published.update, receipt, tolerances=published.tolerances)
+            else:
+                report = await publish_weights(
+                    published.update, [replica], canary=published.canary, tolerances=published.tolerances
+                )
+        except WeightProofError as error:
+            raise WeightProofError(f"replica {index}: {error}", tensor=error.tensor) from None
+        self._served[index] = published
+        return report
+
+    def _reviver(self, index: int) -> Callable[[EngineCalls], Awaitable[None]]:
+        async def revive(calls: EngineCalls) -> None:
+            self._served[index] = None
+            while self._served[index] is not self._published:
+                await self._publish_to(index, calls)
+            if self._is_paused:
+                await calls.pause()
+            self._failed.pop(index, None)
+            log.info("engine_restarted", replica=index)
+
+        return revive
+
+
+def _is_right(update: WeightUpdate, receipt: WeightReceipt) -> bool:
+    try:
+        check_receipt(update, receipt, tolerances=BFLOAT16_TOLERANCES)
+    except WeightProofError:
+        return False
+    return True
