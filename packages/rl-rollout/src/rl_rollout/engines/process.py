@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
-from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RoleError
+from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RoleDiedError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
@@ -134,6 +134,7 @@ class ProcessEngine(EngineCalls):
         self._role: Role | None = None
         self._traits: EngineTraits | None = None
         self._is_closed = False
+        self._died_in = 0
         self.on_restart: Callable[[EngineCalls], Awaitable[None]] | None = None
 
     @property
@@ -146,7 +147,10 @@ class ProcessEngine(EngineCalls):
     @property
     def state(self) -> str:
         """What its process does: starting, serving, restarting, dead (for good) or closed."""
-        return "closed" if self._role is None else self._role.state
+        if self._role is None:
+            return "closed"
+        is_gone = self._role.state == "serving" and self._role.incarnation == self._died_in
+        return "restarting" if is_gone else self._role.state
 
     @property
     def pid(self) -> int:
@@ -186,9 +190,12 @@ class ProcessEngine(EngineCalls):
     async def _call_role(self, method: str, *args: Any) -> Any:
         if self._role is None:
             raise NotReadyError("the engine is closed.")
+        role, incarnation = self._role, self._role.incarnation
         try:
-            return await self._role.call(method, *args)
+            return await role.call(method, *args)
         except RoleError as error:
+            if incarnation == role.incarnation and isinstance(error, RoleDiedError):
+                self._died_in = incarnation  # a call hears of it before its role does
             raise EngineDiedError(f"the engine failed and serves no more: {error}") from error
 
     async def _revive(self, roles: Sequence[RestartedRole]) -> None:

@@ -1,9 +1,10 @@
 """Several equal engines as one: requests are spread, and what a dead engine owed goes to the others."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import structlog
@@ -20,14 +21,8 @@ log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
 """Engines that may die under one request before it is given up as the cause."""
-
-
-class PublishingEngine(Protocol):
-    """An engine that brings weights to all that serve for it, and proves each."""
-
-    async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
-        """See `publish_to`."""
-        ...
+NEWS_DEADLINE_S = 600.0
+"""Longest wait of a restarted engine, whose weights have just been replaced, for the next publication."""
 
 
 async def publish_to(
@@ -73,6 +68,7 @@ class ReplicatedEngine:
         self._served: list[_Published | None] = [None] * len(replicas)
         self._catching_up = [asyncio.Lock() for _ in replicas]
         self._failed: dict[int, EngineDiedError] = {}
+        self._news = asyncio.Event()
         self._is_paused = False
         for index, replica in enumerate(replicas):
             if isinstance(replica, ProcessEngine):
@@ -120,10 +116,10 @@ class ReplicatedEngine:
 
     async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
         """See `publish_to`; a replica that dies on the way gets the update when it is there again."""
-        self._published = _Published(update=update, canary=canary, tolerances=tolerances)
-        reports = await self._publish_to_all()
-        if not reports:
-            raise self._nobody_left()
+        with self._publishing(_Published(update=update, canary=canary, tolerances=tolerances)):
+            reports = await self._publish_to_all()
+            if not reports:
+                raise self._nobody_left()
         return replace(
             reports[0],
             probe_max_diff=max(report.probe_max_diff for report in reports),
@@ -134,12 +130,12 @@ class ReplicatedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""
-        self._published = _Published(update=update)
-        receipts: dict[int, WeightReceipt] = await self._on_all(lambda replica: replica.update_weights(update))
-        if not receipts:
-            raise self._nobody_left()
-        for index in receipts:
-            self._served[index] = self._published
+        with self._publishing(_Published(update=update)):
+            receipts: dict[int, WeightReceipt] = await self._on_all(lambda replica: replica.update_weights(update))
+            if not receipts:
+                raise self._nobody_left()
+            for index in receipts:
+                self._served[index] = self._published
         return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -182,6 +178,19 @@ class ReplicatedEngine:
             raise errors[0]
 
     # -- inside
+
+    @contextmanager
+    def _publishing(self, published: _Published) -> Iterator[None]:
+        """From now on replicas must serve this; what an engine refuses, or does not prove, is not published."""
+        before, self._published = self._published, published
+        try:
+            yield
+        except BaseException:
+            self._published = before
+            raise
+        finally:
+            news, self._news = self._news, asyncio.Event()
+            news.set()
 
     async def _anywhere(
         self, ask: Callable[[RolloutEngine], Awaitable[Any]], input_ids: IntArray, *, num_samples: int
@@ -286,7 +295,12 @@ class ReplicatedEngine:
         async def revive(calls: EngineCalls) -> None:
             self._served[index] = None
             while self._served[index] is not self._published:
-                await self._publish_to(index, calls)
+                news = self._news
+                try:
+                    await self._publish_to(index, calls)
+                except WeightProofError as error:  # the file may be the next version's already
+                    log.warning("restarted_engine_waits_for_weights", replica=index, error=str(error))
+                    await asyncio.wait_for(news.wait(), NEWS_DEADLINE_S)
             if self._is_paused:
                 await calls.pause()
             self._failed.pop(index, None)

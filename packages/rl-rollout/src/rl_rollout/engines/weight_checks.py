@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rl_core.errors import EngineError
@@ -18,13 +18,19 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
     """The tensors of an update, from this process or from its file.
 
     Raises:
-        EngineError: It has neither.
+        EngineError: It has neither, or the file is gone or torn.
     """
     if update.tensors is not None:
         return update.tensors
     if update.file is None:
         raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
-    tensors: Mapping[str, torch.Tensor] = load_file(update.file)
+    try:
+        tensors: Mapping[str, torch.Tensor] = load_file(update.file)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
+            "engine has taken it."
+        ) from error
     return tensors
 
 

@@ -1,0 +1,235 @@
+"""Several engines as one: nothing is lost when one dies, and none serves weights that it missed."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_core.cluster import ClusterOptions
+from rl_core.errors import EngineDiedError, EngineError, WeightProofError
+from rl_core.publish import ProofTolerances
+from rl_core.transports import SharedFileTransport, TensorTransport
+from rl_core.weights import Canary, WeightReceipt, WeightUpdate
+from rl_rollout.engines.options import TransformersOptions
+from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
+from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
+from rl_rollout.testing import PROMPT, EngineConformance, generate
+from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, reference_logprobs, token_logprobs
+
+SEQUENCE = np.arange(2, 12, dtype=np.int32)
+EXACT = ProofTolerances()
+
+
+def request(*, num_samples: int = 1, seed: int = 0, max_tokens: int = 4) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return GenerateRequest(input_ids=PROMPT, sampling=sampling, num_samples=num_samples)
+
+
+def an_update(version: int) -> tuple[WeightUpdate, Canary]:
+    update = TensorTransport().pack({"a.weight": torch.full((2, 2), float(version))}, version=version, tied={})
+    scores = np.full(3, -1.0, np.float32)
+    scores[0] = 0.0
+    return update, Canary(sequences=[np.array([1, 2, 3], np.int32)], logprobs=[scores])
+
+
+def dying(_: GenerateRequest, __: int) -> Sequence[int]:
+    raise EngineDiedError("the GPU fell off the bus.")
+
+
+def says(token: int) -> Callable[[GenerateRequest, int], Sequence[int]]:
+    return lambda request, index: [token]
+
+
+def run_with(replicas: Sequence[ScriptedEngine], work: Callable[[ReplicatedEngine], Any]) -> Any:
+    async def go() -> Any:
+        engine = ReplicatedEngine(replicas)
+        await engine.start()
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(go())
+
+
+def test_a_request_of_an_engine_that_dies_goes_to_another() -> None:
+    first, second = ScriptedEngine(dying), ScriptedEngine(says(7))
+
+    async def work(engine: ReplicatedEngine) -> list[list[Generation]]:
+        return list(await asyncio.gather(*(engine.generate(request(seed=seed)) for seed in range(20))))
+
+    answers = run_with([first, second], work)
+    assert [samples[0].token_ids.tolist() for samples in answers] == [[7]] * 20
+    assert len(second.requests) == 20
+
+
+def test_a_request_that_ends_every_engine_is_given_up() -> None:
+    replicas = [ScriptedEngine(dying) for _ in range(5)]
+    with pytest.raises(EngineDiedError, match="3 engines died under this request, which may be what ends them"):
+        run_with(replicas, lambda engine: engine.generate(request()))
+    assert [len(replica.requests) for replica in replicas].count(1) == 3
+
+
+def test_when_all_are_dead_the_error_says_how_each_died() -> None:
+    replicas = [ScriptedEngine(dying), ScriptedEngine(dying)]
+    with pytest.raises(EngineDiedError, match=r"none of 2 engines serves.*replica 0: the GPU.*replica 1: the GPU"):
+        run_with(replicas, lambda engine: engine.generate(request()))
+
+
+def test_a_request_that_is_refused_is_not_tried_elsewhere() -> None:
+    replicas = [ScriptedEngine(says(1)), ScriptedEngine(says(1))]
+    with pytest.raises(EngineError, match="max_tokens must be at least 1"):
+        run_with(replicas, lambda engine: engine.generate(request(max_tokens=0)))
+
+
+def test_every_replica_gets_and_proves_an_update() -> None:
+    replicas = [ScriptedEngine(says(1)) for _ in range(3)]
+
+    async def work(engine: ReplicatedEngine) -> Any:
+        update, canary = an_update(4)
+        return await publish_to(engine, update, canary=canary, tolerances=EXACT)
+
+    report = run_with(replicas, work)
+    assert report.version == 4
+    assert [[one.version for one in replica.updates] for replica in replicas] == [[4]] * 3
+
+
+def test_a_replica_that_serves_something_else_is_named() -> None:
+    def stale(update: WeightUpdate) -> WeightReceipt:
+        receipt = honest_receipt(update)
+        return replace(receipt, live={name: probe + 1 for name, probe in receipt.live.items()})
+
+    async def work(engine: ReplicatedEngine) -> Any:
+        update, canary = an_update(4)
+        return await publish_to(engine, update, canary=canary, tolerances=EXACT)
+
+    replicas = [ScriptedEngine(says(1)), ScriptedEngine(says(1), receive=stale)]
+    with pytest.raises(WeightProofError, match=r"replica 1: tensor 'a\.weight' arrived") as raised:
+        run_with(replicas, work)
+    assert raised.value.tensor == "a.weight"
+
+
+def test_a_replica_that_dies_in_an_update_does_not_hold_up_the_others() -> None:
+    def die(_: WeightUpdate) -> WeightReceipt:
+        raise EngineDiedError("out of memory.")
+
+    async def work(engine: ReplicatedEngine) -> tuple[Any, list[list[Generation]]]:
+        update, canary = an_update(4)
+        report = await publish_to(engine, update, canary=canary, tolerances=EXACT)
+        return report, [await engine.generate(request(seed=seed)) for seed in range(4)]
+
+    good = ScriptedEngine(says(7))
+    report, answers = run_with([ScriptedEngine(says(1), receive=die), good], work)
+    assert report.version == 4
+    assert {samples[0].token_ids.tolist()[0] for samples in answers} == {7}
+
+
+# -- real engines in processes of their own
+
+
+def hosted(model_dir: Path, *, index: int, kind: Any = "process", max_restarts: int = 3) -> ProcessEngine:
+    host = EngineHost(
+        cluster=ClusterOptions(kind=kind), environment={"OMP_NUM_THREADS": "1"}, max_restarts=max_restarts
+    )
+    return ProcessEngine("transformers", model_dir, TransformersOptions(max_model_len=128), host=host, index=index)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tied_model_dir: Path) -> Iterator[ReplicatedEngine]:
+    engine = ReplicatedEngine([hosted(tied_model_dir, index=index) for index in range(2)])
+    asyncio.run(engine.start())
+    yield engine
+    asyncio.run(engine.close())
+
+
+class TestReplicatedEngine(EngineConformance):
+    transport = SharedFileTransport
+
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+    @pytest.fixture
+    def engine(self, two_processes: ReplicatedEngine) -> ReplicatedEngine:
+        return two_processes
+
+
+def canary_of(model_dir: Path, tensors: Any) -> Canary:
+    rows = reference_logprobs(model_dir, SEQUENCE, tensors=tensors)
+    logprobs = np.concatenate([[0.0], token_logprobs(rows, SEQUENCE)]).astype(np.float32)
+    return Canary(sequences=[SEQUENCE], logprobs=[logprobs])
+
+
+def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_present_weights(
+    tied_model_dir: Path,
+) -> None:
+    """kill -9 of one of two replicas while 32 requests run; the restarted one serves version 9 only."""
+    tensors = perturbed(load_file(tied_model_dir / "model.safetensors"), scale=0.05)
+    long = [request(num_samples=2, seed=seed, max_tokens=100) for seed in range(32)]
+
+    async def go() -> tuple[list[list[Generation]], list[list[Generation]], int, int]:
+        replicas = [hosted(tied_model_dir, index=index) for index in range(2)]
+        engine = ReplicatedEngine(replicas)
+        transport = SharedFileTransport()
+        try:
+            await engine.start()
+            update = transport.pack(tensors, version=9, tied=TIED_HEAD)
+            await engine.publish(update, canary=canary_of(tied_model_dir, tensors), tolerances=EXACT)
+            alone = [await engine.generate(one) for one in long[:2]]
+            running = [asyncio.ensure_future(engine.generate(one)) for one in long]
+            await asyncio.sleep(0)
+            first_pid = replicas[0].pid
+            os.kill(first_pid, signal.SIGKILL)
+            answers = list(await asyncio.gather(*running))
+            async with asyncio.timeout(120):
+                while engine.num_serving < 2:
+                    await asyncio.sleep(0.05)
+            again = await replicas[0].generate(long[0])
+            return answers, [*alone, again], first_pid, replicas[0].pid
+        finally:
+            await engine.close()
+            transport.close()
+
+    answers, checked, before, after = asyncio.run(go())
+    assert [len(samples) for samples in answers] == [2] * 32
+    assert {version for samples in answers for one in samples for version in one.policy_versions.tolist()} == {9}
+    assert before != after
+    *alone, again = checked
+    assert again[0].policy_versions.tolist() == [9] * len(again[0].token_ids)
+    assert again[0].token_ids.tolist() == alone[0][0].token_ids.tolist() == answers[0][0].token_ids.tolist()
+
+
+def test_an_engine_that_dies_too_often_stays_dead_and_the_other_serves(tied_model_dir: Path) -> None:
+    async def go() -> tuple[list[Generation], str]:
+        replicas = [hosted(tied_model_dir, index=index, max_restarts=0) for index in range(2)]
+        engine = ReplicatedEngine(replicas)
+        try:
+            await engine.start()
+            os.kill(replicas[1].pid, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while replicas[1].state == "serving":
+                    await asyncio.sleep(0.02)
+            samples = await engine.generate(request(num_samples=3))
+            return samples, replicas[1].state
+        finally:
+            await engine.close()
+
+    samples, state = asyncio.run(go())
+    assert len(samples) == 3
+    assert state == "dead"
+
+
+def test_what_an_engine_says_is_the_same_through_replicas(two_processes: ReplicatedEngine) -> None:
+    assert two_processes.traits.name.startswith("2 x transformers")
+    first, second = (generate(two_processes, num_samples=4, seed=3) for _ in range(2))
+    assert [one.token_ids.tolist() for one in first] == [one.token_ids.tolist() for one in second]
