@@ -97,6 +97,10 @@ class EngineDiedError(EngineError):
     """An engine serves no more: it failed, or its process ended. Another one may serve the request."""
 
 
+class ToolError(RLError, RuntimeError):
+    """A tool, or the server that has it, cannot do what the model asked; the message is for the model."""
+
+
 class RolloutError(RLError, RuntimeError):
     """Rollouts gave nothing to go on with."""
 

@@ -1,24 +1,47 @@
 """Agent loops by name."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
+from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import AgentLoop
 
 LOOPS: Registry[type[AgentLoop]] = Registry(
     "agent loop",
-    {"single_turn": "rl_rollout.loops.single_turn:SingleTurnLoop"},
+    {
+        "single_turn": "rl_rollout.loops.single_turn:SingleTurnLoop",
+        "tools": "rl_rollout.loops.tools:ToolsLoop",
+        "environment": "rl_rollout.loops.environment:EnvironmentLoop",
+    },
     group="rl_rollout.loops",
 )
 
 
-def resolve_loop(name: str) -> AgentLoop:
+def resolve_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLoop:
     """Make the agent loop of this name.
 
+    Args:
+        name: A built-in loop, or one that a package offers.
+        options: A table, read into the loop's `Options`, a dataclass that it is then made with; a loop without
+            `Options` takes none.
+
     Raises:
-        SettingsError: There is no such loop, or it is not a class with `run_group`.
+        SettingsError: There is no such loop, it is not a class with `run_group`, or it refuses the options.
     """
-    loop_class = LOOPS.get(name)
+    loop_class: Any = LOOPS.get(name)
     if not isinstance(loop_class, type) or not callable(getattr(loop_class, "run_group", None)):
         raise SettingsError(f"agent loop {name!r} must be a class with an async `run_group`; found {loop_class!r}.")
-    loop: AgentLoop = loop_class()
+    options_class = getattr(loop_class, "Options", None)
+    if options_class is None:
+        if options:
+            raise SettingsError(f"agent loop {name!r} has no options; found {', '.join(map(str, options))}.")
+        bare: AgentLoop = loop_class()
+        return bare
+    if not (isinstance(options_class, type) and dataclasses.is_dataclass(options_class)):
+        raise SettingsError(f"agent loop {name!r}: its Options must be a dataclass; found {options_class!r}.")
+    table = read_options(options_class, options or {}, where=f"agent loop {name!r}")
+    loop: AgentLoop = loop_class(table)
     return loop

@@ -78,8 +78,32 @@ class PromptTokenizer:
         found = self._tokenizer.eos_token_id
         return None if found is None else int(found)
 
-    def render(self, messages: Sequence[Mapping[str, Json]], *, where: str = "messages") -> str:
-        """Messages as the template writes them, ready for the model to answer.
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that become control tokens when they are encoded."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return tuple(sorted({str(token.content) for token in added if token.special}))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of one token by its text, such as "<|im_end|>"; None when the vocabulary has no such token."""
+        found = self._tokenizer.get_vocab().get(text)
+        return None if found is None else int(found)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        *,
+        where: str = "messages",
+        tools: Sequence[Mapping[str, Json]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Messages as the template writes them.
+
+        Args:
+            messages: `role`, `content`, and what else the template reads.
+            where: What they are, for messages.
+            tools: Schemas that the template shows to the model; see `rl_rollout.tools.tool_schema`.
+            add_generation_prompt: Whether to end where the model is to answer.
 
         Raises:
             DataError: There is no template, or it refuses these messages.
@@ -93,7 +117,8 @@ class PromptTokenizer:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self._chat_template,
-                add_generation_prompt=True,
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self._template_options,
             )
@@ -117,12 +142,12 @@ class PromptTokenizer:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    def decode(self, sequences: Sequence[IntArray]) -> list[str]:
-        """Text of each sequence without special tokens; for rewards and people, never for training."""
+    def decode(self, sequences: Sequence[IntArray], *, skip_special_tokens: bool = True) -> list[str]:
+        """Text of each sequence; for rewards, tools and people, never for training."""
         if not sequences:
             return []
         ids = [sequence.tolist() for sequence in sequences]
         texts: list[str] = self._tokenizer.batch_decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return texts

@@ -2,20 +2,14 @@
 
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any, overload
 
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import SettingsError
 from rl_core.records import Json
-from rl_rollout.rewards.threaded import CallThreads
+from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.signatures import Signature
-
-MAX_RUNNING = 256
-"""Threads of one tool at once, the ones that were left behind included."""
-
-FOREVER_S = 1e9
 
 
 class FunctionTool:
@@ -40,9 +34,7 @@ class FunctionTool:
         self._name = name or str(getattr(function, "__name__", type(function).__name__))
         self._description = description or self._signature.description
         self._is_async = inspect.iscoroutinefunction(function)
-        self._threads: CallThreads[Mapping[str, Any], _Returned] = CallThreads(self._call_blocking)
-        self._num_running = 0
-        self._lock = threading.Lock()
+        self._blocking = BlockingCalls()
 
     @property
     def name(self) -> str:
@@ -68,40 +60,16 @@ class FunctionTool:
 
         Raises:
             DataError: The arguments do not fit the signature.
-            EngineError: MAX_RUNNING earlier calls still hang.
+            ToolError: Too many earlier calls still hang.
         """
         bound = self._signature.bind(arguments)
         if self._is_async:
             return result_text(await self._function(**bound))
-        with self._lock:
-            if self._num_running >= MAX_RUNNING:
-                raise EngineError(f"{self._num_running} calls of tool {self._name!r} are running or hang; no more fit.")
-            self._num_running += 1
-        (returned,) = await self._threads.run([bound], timeout_s=FOREVER_S)
-        if returned.error is not None:
-            raise returned.error
-        return result_text(returned.value)
+        return result_text(await self._blocking.run(lambda: self._function(**bound)))
 
     def close(self) -> None:
         """End the idle threads."""
-        self._threads.close()
-
-    def _call_blocking(self, bound: Mapping[str, Any]) -> "_Returned":
-        try:
-            return _Returned(value=self._function(**bound))
-        except (Exception, SystemExit) as error:
-            return _Returned(error=error)
-        finally:
-            with self._lock:
-                self._num_running -= 1
-
-
-class _Returned:
-    """A function's value, or what it raised."""
-
-    def __init__(self, *, value: Any = None, error: BaseException | None = None) -> None:
-        self.value = value
-        self.error = error
+        self._blocking.close()
 
 
 @overload

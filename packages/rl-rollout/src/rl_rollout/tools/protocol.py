@@ -33,7 +33,8 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Json]) -> str:
         """Run once.
 
-        Whatever it raises goes back to the model as text; a DataError says that the arguments were wrong.
+        Whatever it raises goes back to the model as text: a DataError as wrong arguments, a ToolError in its own
+        words, anything else with its type.
         A cancelled call is a call that took too long.
         """
         ...

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
 from rl_rollout.tools.toolbox import ToolBox
@@ -84,6 +84,8 @@ class ToolRunner:
         error = task.exception()
         if isinstance(error, DataError):
             return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {error}")
+        if isinstance(error, ToolError):
+            return _failed(call, "raised", str(error))
         if error is not None:
             return _failed(call, "raised", f"{call.name} raised {type(error).__name__}: {error}")
         text: object = task.result()

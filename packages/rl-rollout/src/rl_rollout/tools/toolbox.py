@@ -40,6 +40,10 @@ class ToolBox:
         """Names of all tools, sorted."""
         return sorted(self._tools)
 
+    def tools(self) -> list[Tool]:
+        """All tools, in the order they were given."""
+        return list(self._tools.values())
+
     def get(self, name: str) -> Tool | None:
         """The tool of this name, or None."""
         return self._tools.get(name)

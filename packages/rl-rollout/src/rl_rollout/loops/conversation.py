@@ -1,0 +1,249 @@
+"""A session of several turns, as token ids; it may go on in a new trajectory when the context is full."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from rl_core.errors import EngineError, SettingsError
+from rl_core.records import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timings, Trajectory
+from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.loops.protocol import LoopContext, SessionResult
+from rl_rollout.loops.single_turn import with_reward
+from rl_rollout.rewards.scorer import Scored, reward_input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnLimits:
+    """How far a session goes.
+
+    The sampling parameters' max_tokens bounds everything after the prompt of a trajectory, replies included.
+
+    Attributes:
+        max_turns: Turns of the model in a session.
+        max_turn_tokens: Tokens of one turn; None leaves only the other limits.
+        on_context_full: What happens when a reply no longer fits: the session stops, or goes on in a new trajectory,
+            which begins with the prompt and the latest turns.
+        max_trajectories: Trajectories of a session, where it goes on.
+    """
+
+    max_turns: int = 8
+    max_turn_tokens: int | None = None
+    on_context_full: Literal["stop", "new_trajectory"] = "stop"
+    max_trajectories: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            SettingsError: A limit is not positive.
+        """
+        for name in ("max_turns", "max_turn_tokens", "max_trajectories"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name} must be at least 1; found {value}.")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """The trajectory that is being made.
+
+    Attributes:
+        parts: Token ids of the prompt, then in turn of what was sampled and what was replied.
+        sampled: Of each part, what the engine gave; None where it was not sampled.
+        first_own: Parts before this one are the prompt, or turns that an earlier trajectory trains.
+    """
+
+    parts: list[IntArray]
+    sampled: list[Generation | None]
+    first_own: int
+    generate_s: float = 0.0
+    tools_s: float = 0.0
+    num_preempted: int = 0
+    finish_reason: FinishReason = "stop"
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.parts))
+
+    def add(self, ids: IntArray, generation: Generation | None = None) -> None:
+        self.parts.append(ids)
+        self.sampled.append(generation)
+
+    def close(self, prompt: Prompt, *, session_index: int, output_index: int) -> Trajectory:
+        ids = np.concatenate(self.parts).astype(np.int32, copy=False)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        logprobs = np.zeros(len(ids), dtype=np.float32)
+        versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
+        start = 0
+        for index, (part, generation) in enumerate(zip(self.parts, self.sampled, strict=True)):
+            stop = start + len(part)
+            if generation is not None and index >= self.first_own:
+                mask[start:stop] = True
+                logprobs[start:stop] = generation.logprobs
+                versions[start:stop] = generation.policy_versions
+            start = stop
+        return Trajectory(
+            prompt_uid=prompt.uid,
+            session_index=session_index,
+            output_index=output_index,
+            input_ids=ids,
+            loss_mask=mask,
+            rollout_logprobs=logprobs,
+            policy_versions=versions,
+            finish_reason=self.finish_reason,
+            timings=Timings(generate_s=self.generate_s, tools_s=self.tools_s, num_preempted=self.num_preempted),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """A session under way.
+
+    Attributes:
+        prompt: Its prompt.
+        prompt_ids: [P] int32 what the first turn continues.
+        session_index: Which session of the prompt.
+        context: What the loop works with.
+        limits: How far it goes.
+        stop_token_ids: Tokens that end a turn, beside those of the sampling parameters.
+        num_turns: Turns that were sampled.
+    """
+
+    prompt: Prompt
+    prompt_ids: IntArray
+    session_index: int
+    context: LoopContext
+    limits: TurnLimits
+    stop_token_ids: tuple[int, ...] = ()
+    num_turns: int = 0
+    _open: _Open = field(init=False)
+    _closed: list[Trajectory] = field(init=False, default_factory=list)
+    _turns: list[Generation] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        self._open = _Open(parts=[self.prompt_ids], sampled=[None], first_own=1)
+
+    @property
+    def is_last_turn(self) -> bool:
+        """True when no further turn may be sampled."""
+        return self.num_turns >= self.limits.max_turns
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Everything so far, unscored."""
+        last = self._open.close(self.prompt, session_index=self.session_index, output_index=len(self._closed))
+        return (*self._closed, last)
+
+    async def sample(self) -> Generation:
+        """The model's next turn.
+
+        Raises:
+            EngineError: The engine cannot serve the request, aborted it, or gave nothing.
+        """
+        request = self._request()
+        started_at = time.perf_counter()
+        (generation,) = await self.context.engine.generate(request)
+        current = self._open
+        current.generate_s += time.perf_counter() - started_at
+        current.num_preempted += generation.num_preempted
+        current.finish_reason = generation.finish_reason
+        current.add(generation.token_ids, generation)
+        self.num_turns += 1
+        if generation.finish_reason == "abort":
+            raise EngineError(f"the engine aborted turn {self.num_turns} after {len(generation.token_ids)} tokens.")
+        if not len(generation.token_ids):
+            raise EngineError(f"the engine gave no token in turn {self.num_turns}.")
+        self._turns.append(generation)
+        return generation
+
+    def append(self, reply_ids: IntArray) -> bool:
+        """Add what was replied; False when there is no room for it and a further turn, and nothing was added."""
+        if self._open.num_tokens + len(reply_ids) < self._max_tokens:
+            self._open.add(reply_ids)
+            return True
+        if self.limits.on_context_full == "stop" or len(self._closed) + 1 >= self.limits.max_trajectories:
+            return False
+        fresh = self._compacted(reply_ids)
+        if fresh is None:
+            return False
+        self.mark_cut()
+        self._closed.append(self.trajectories[-1])
+        self._open = fresh
+        return True
+
+    def add_tools_time(self, seconds: float) -> None:
+        """Count time that tools took."""
+        self._open.tools_s += seconds
+
+    def mark_cut(self) -> None:
+        """Say that a limit ended the trajectory."""
+        self._open.finish_reason = "length"
+
+    def failed(self, reason: str) -> SessionResult:
+        """What there was, as a failed session."""
+        return SessionResult(trajectories=self.trajectories, failure=reason)
+
+    async def scored(self, *, text: str | None = None, extras: Mapping[str, Json]) -> SessionResult:
+        """The session with its reward from the scorer.
+
+        Args:
+            text: What the reward judges; the last turn's text by default.
+            extras: Kept with the last trajectory.
+        """
+        if text is None:
+            (text,) = self.context.decode([self._turns[-1].token_ids])
+        given = reward_input(
+            self.prompt,
+            text=text,
+            ids=np.concatenate([turn.token_ids for turn in self._turns]),
+            finish_reason=self._open.finish_reason,
+        )
+        (scored,) = await self.context.scorer.score([given])
+        return self.settled(scored, extras=extras)
+
+    def settled(self, scored: Scored, *, extras: Mapping[str, Json]) -> SessionResult:
+        """The session with a reward; every trajectory gets it, the last one the time that it took."""
+        *others, last = self.trajectories
+        return with_reward([*others, replace(last, extras={**last.extras, **extras})], scored)
+
+    @property
+    def _max_tokens(self) -> int:
+        longest = len(self.prompt_ids) + self.context.sampling.max_tokens
+        return min(longest, self.context.engine.traits.max_model_len)
+
+    def _request(self) -> GenerateRequest:
+        sampling = self.context.session_sampling(self.session_index, turn=self.num_turns)
+        room = self._max_tokens - self._open.num_tokens
+        if self.limits.max_turn_tokens is not None:
+            room = min(room, self.limits.max_turn_tokens)
+        return GenerateRequest(
+            input_ids=np.concatenate(self._open.parts).astype(np.int32, copy=False),
+            sampling=replace(
+                sampling,
+                max_tokens=max(room, 1),  # a prompt that leaves no room is for the engine to refuse
+                stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self.stop_token_ids))),
+            ),
+            request_id=f"{self.prompt.uid}/{self.session_index}",
+        )
+
+    def _compacted(self, reply_ids: IntArray) -> _Open | None:
+        """A new trajectory of the prompt and the latest turns in half of the room; None where not even one fits."""
+        parts, sampled = [*self._open.parts[1:], reply_ids], [*self._open.sampled[1:], None]
+        starts = [index for index, generation in enumerate(sampled) if generation is not None]
+        half = len(self.prompt_ids) + (self._max_tokens - len(self.prompt_ids)) // 2
+        kept = starts[-1]
+        if len(self.prompt_ids) + sum(map(len, parts[kept:])) >= self._max_tokens:
+            return None
+        for start in starts[-2::-1]:
+            if len(self.prompt_ids) + sum(map(len, parts[start:])) > half:
+                break
+            kept = start
+        return _Open(
+            parts=[self.prompt_ids, *parts[kept:]],
+            sampled=[None, *sampled[kept:]],
+            first_own=1 + len(parts) - kept,
+        )

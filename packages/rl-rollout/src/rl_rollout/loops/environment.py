@@ -1,0 +1,158 @@
+"""Several turns with an environment, which observes each and may reward it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.errors import SettingsError
+from rl_core.records import Json, Prompt
+from rl_core.registry import Registry
+from rl_rollout.loops.conversation import Conversation, TurnLimits
+from rl_rollout.loops.episode import Episode
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_error
+from rl_rollout.loops.turns import Joined, Reply, TurnFormat, join_turns
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.protocol import RewardResult
+from rl_rollout.rewards.scorer import Scored
+from rl_rollout.tools.blocking import BlockingCalls
+from rl_rollout.tools.files import load_attribute
+
+ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentOptions:
+    """Options of the `environment` loop.
+
+    Attributes:
+        environment: Name, or `path.py:Class`.
+        arguments: Keyword arguments that each environment is made with.
+        timeout_s: Longest time of one `reset` or `step`; then the session fails.
+        limits: How far a session goes.
+        turns: How turns are joined.
+    """
+
+    environment: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 60.0
+    limits: TurnLimits = field(default_factory=TurnLimits)
+    turns: TurnFormat = field(default_factory=TurnFormat)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            SettingsError: timeout_s is not positive.
+        """
+        if not self.timeout_s > 0:
+            raise SettingsError(f"an environment needs timeout_s > 0; found {self.timeout_s}.")
+
+
+class EnvironmentLoop(SessionLoop):
+    """Generates, lets the environment step, appends what it observed as masked tokens, and again.
+
+    A session's reward is the sum of what its steps gave; where none gave any, the scorer judges the last turn. The time
+    of steps that gave a reward is `reward_s`, that of the others and of `reset` is `tools_s`. A turn that was cut for
+    length is the last one, and is stepped too.
+    """
+
+    Options = EnvironmentOptions
+
+    def __init__(self, options: EnvironmentOptions) -> None:
+        """Find the environment.
+
+        Raises:
+            SettingsError: It does not exist, or has no `reset` or `step`.
+        """
+        self._options = options
+        self._make = _factory(options)
+        self._blocking = BlockingCalls()
+        self._joined: Joined | None = None
+
+    async def start(self, tokenizer: PromptTokenizer | None) -> None:
+        """Try tokenizer and chat template.
+
+        Raises:
+            SettingsError: There is no tokenizer, a stop token is unknown, or the chat template cannot join turns.
+        """
+        if tokenizer is None:
+            raise SettingsError("the agent loop 'environment' needs a tokenizer. Give Rollout one: tokenizer=...")
+        self._joined = join_turns(tokenizer, self._options.turns, role="user")
+
+    def close(self) -> None:
+        """End the idle threads."""
+        self._blocking.close()
+
+    async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
+        """See `AgentLoop.run_group`; starts what was not started."""
+        if self._joined is None:
+            await self.start(context.tokenizer)
+        return await super().run_group(prompt, num_sessions=num_sessions, context=context)
+
+    async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
+        """See `SessionLoop.run_session`."""
+        joined = self._ready
+        episode = Episode(self._make, self._blocking, timeout_s=self._options.timeout_s)
+        try:
+            observation = await episode.reset(prompt)
+            conversation = Conversation(
+                prompt=prompt,
+                prompt_ids=joined.turns.prompt_ids(prompt, observation=observation),
+                session_index=session_index,
+                context=context,
+                limits=self._options.limits,
+                stop_token_ids=joined.stop_token_ids,
+            )
+            conversation.add_tools_time(episode.other_s)
+            try:
+                return await self._converse(conversation, episode)
+            except Exception as error:
+                return conversation.failed(describe_error(error))
+        finally:
+            await episode.close()
+
+    async def _converse(self, conversation: Conversation, episode: Episode) -> SessionResult:
+        while True:
+            generation = await conversation.sample()
+            (text,) = conversation.context.decode([generation.token_ids])
+            before_s = episode.other_s
+            observation, is_done = await episode.step(text)
+            conversation.add_tools_time(episode.other_s - before_s)
+            if is_done:
+                return await self._settled(conversation, episode, ended_by="done")
+            if generation.finish_reason == "length":
+                return await self._settled(conversation, episode, ended_by="length")
+            ended_by = "max_turns"
+            if not conversation.is_last_turn:
+                last_token = int(generation.token_ids[-1])
+                if conversation.append(self._ready.turns.reply_ids([Reply(text=observation)], last_token=last_token)):
+                    continue
+                ended_by = "context"
+            conversation.mark_cut()
+            return await self._settled(conversation, episode, ended_by=ended_by)
+
+    async def _settled(self, conversation: Conversation, episode: Episode, *, ended_by: str) -> SessionResult:
+        extras: dict[str, Json] = {"ended_by": ended_by, "num_turns": conversation.num_turns}
+        if episode.reward is None:
+            return await conversation.scored(extras=extras)
+        scored = Scored(result=RewardResult(reward=episode.reward), reward_s=episode.reward_s)
+        return conversation.settled(scored, extras=extras)
+
+    @property
+    def _ready(self) -> Joined:
+        if self._joined is None:
+            raise SettingsError("the agent loop 'environment' was not started.")
+        return self._joined
+
+
+def _factory(options: EnvironmentOptions) -> Callable[[], Any]:
+    reference = options.environment
+    if ":" in reference or reference.endswith(".py"):
+        found = load_attribute(reference, kind="environment")
+    else:
+        found = ENVIRONMENTS.get(reference)
+    if not callable(found) or (
+        isinstance(found, type) and not all(callable(getattr(found, name, None)) for name in ("reset", "step"))
+    ):
+        raise SettingsError(f"environment {reference!r} must be a class with `reset` and `step`; found {found!r}.")
+    return lambda: found(**options.arguments)

@@ -1,0 +1,87 @@
+"""Options of loops from tables of a settings file: unknown names and wrong types are refused."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_core.errors import SettingsError
+from rl_core.registry import unknown_name
+
+OptionsT = TypeVar("OptionsT")
+
+
+def read_options(kind: type[OptionsT], table: Mapping[str, Any], *, where: str) -> OptionsT:
+    """A dataclass from a table.
+
+    Args:
+        kind: A dataclass, whose fields may be dataclasses, tuples of one type, or mappings from text to one type.
+        table: As a TOML file has it.
+        where: What the options are of, for messages, such as "agent loop 'tools'".
+
+    Raises:
+        SettingsError: A name is unknown or missing, or a value has another type.
+    """
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in table:
+        if name not in fields:
+            raise SettingsError(unknown_name(f"option of {where}", str(name), fields))
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in table and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise SettingsError(f"{where} needs the option {missing[0]!r}.")
+    return kind(**{name: _value(hints[name], value, where=f"{where}: {name}") for name, value in table.items()})
+
+
+def _value(kind: Any, value: Any, *, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(arguments, value, where=where)
+    if origin is typing.Literal:
+        if value in arguments:
+            return value
+        raise SettingsError(f"{where} must be one of {', '.join(map(repr, arguments))}; found {value!r}.")
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return read_options(typing.cast(type[Any], kind), value, where=where)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_value(arguments[0], item, where=f"{where}[{index}]") for index, item in enumerate(value))
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
+        return {str(key): _value(arguments[1], item, where=f"{where}.{key}") for key, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+        return value
+    raise SettingsError(f"{where} must be {_words(kind)}; found {value!r} ({type(value).__name__}).")
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
+    for kind in kinds:
+        if kind is type(None):
+            if value is None:
+                return None
+            continue
+        try:
+            return _value(kind, value, where=where)
+        except SettingsError:
+            if len([other for other in kinds if other is not type(None)]) == 1:
+                raise
+    raise SettingsError(f"{where} must be {' or '.join(map(_words, kinds))}; found {value!r} ({type(value).__name__}).")
+
+
+def _words(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return "a list"
+    if typing.get_origin(kind) in (dict, Mapping) or dataclasses.is_dataclass(kind):
+        return "a table"
+    names = {str: "text", int: "an integer", float: "a number", bool: "true or false", type(None): "nothing"}
+    return names.get(kind) or str(getattr(kind, "__name__", kind))

@@ -1,0 +1,183 @@
+"""Several turns with tools in between."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_core.errors import SettingsError
+from rl_core.records import IntArray, Json, Prompt
+from rl_rollout.loops.conversation import Conversation, TurnLimits
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_error
+from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
+from rl_rollout.tools.parsers import ToolParser, resolve_parser
+from rl_rollout.tools.protocol import ToolCall, ToolResult
+from rl_rollout.tools.servers import McpServerOptions, ToolServer, connect_server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsOptions:
+    """Options of the `tools` loop.
+
+    Attributes:
+        tools: Names, or `path.py:function`.
+        mcp_servers: Servers by name; all their tools are the model's.
+        parser: Format of the calls: hermes, qwen3_coder, gpt_oss, another package's, or `path.py:Class`.
+        calls: How calls are run.
+        max_calls_per_turn: Calls beyond this are answered with an error.
+        limits: How far a session goes.
+        turns: How turns are joined.
+    """
+
+    tools: tuple[str, ...] = ()
+    mcp_servers: Mapping[str, McpServerOptions] = field(default_factory=dict)
+    parser: str = "hermes"
+    calls: CallOptions = field(default_factory=CallOptions)
+    max_calls_per_turn: int = 16
+    limits: TurnLimits = field(default_factory=TurnLimits)
+    turns: TurnFormat = field(default_factory=TurnFormat)
+
+
+class ToolsLoop(SessionLoop):
+    """Generates, runs the calls in what came, appends their results as masked tokens, and again.
+
+    A session ends with a turn without calls, or with finish_reason "length" at a limit. The reward judges the last
+    turn. A trajectory's extras say how its session ended (`ended_by`), its `num_turns`, and `tool_calls` by outcome.
+    """
+
+    Options = ToolsOptions
+
+    def __init__(self, options: ToolsOptions | None = None, *, toolbox: ToolBox | None = None) -> None:
+        """Find parser and tools; servers are started by `start`.
+
+        Args:
+            options: Of the loop.
+            toolbox: Tools beside those that the options name.
+
+        Raises:
+            SettingsError: A tool or the parser does not exist, or two tools have one name.
+        """
+        self._options = options or ToolsOptions()
+        self._parser: ToolParser = resolve_parser(self._options.parser)
+        self._given = [] if toolbox is None else toolbox.tools()
+        self._own = resolve_tools(self._options.tools)
+        self._toolbox = ToolBox([*self._given, *self._own])
+        self._servers: list[ToolServer] = []
+        self._runner = ToolRunner(self._toolbox, self._options.calls)
+        self._starting = asyncio.Lock()
+        self._joined: Joined | None = None
+
+    async def start(self, tokenizer: PromptTokenizer | None) -> None:
+        """Start the servers, and try tokenizer and chat template.
+
+        Raises:
+            SettingsError: There is no tokenizer, no tool, a stop token is unknown, the chat template cannot join turns,
+                or a server does not start.
+            MissingExtraError: Servers need the extra `mcp`.
+        """
+        if tokenizer is None:
+            raise SettingsError("the agent loop 'tools' needs a tokenizer. Give Rollout one: tokenizer=...")
+        self.close()
+        try:
+            for name, server_options in self._options.mcp_servers.items():
+                self._servers.append(connect_server(name, server_options))
+            listed = await asyncio.gather(*(server.start() for server in self._servers))
+            self._toolbox = ToolBox([*self._given, *self._own, *(tool for tools in listed for tool in tools)])
+            if not self._toolbox.names():
+                raise SettingsError("the agent loop 'tools' has no tools. Name some in tools or mcp_servers.")
+            self._runner = ToolRunner(self._toolbox, self._options.calls)
+            self._joined = join_turns(
+                tokenizer,
+                self._options.turns,
+                role="tool",
+                tools=self._toolbox.schemas(),
+                known_stops=self._parser.stop_tokens,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the servers, and the threads of the tools."""
+        while self._servers:
+            self._servers.pop().close()
+        self._toolbox.close()
+        self._joined = None
+
+    async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
+        """See `AgentLoop.run_group`; starts what was not started."""
+        async with self._starting:
+            if self._joined is None:
+                await self.start(context.tokenizer)
+        return await super().run_group(prompt, num_sessions=num_sessions, context=context)
+
+    async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
+        """See `SessionLoop.run_session`."""
+        joined = self._ready
+        conversation = Conversation(
+            prompt=prompt,
+            prompt_ids=joined.turns.prompt_ids(prompt),
+            session_index=session_index,
+            context=context,
+            limits=self._options.limits,
+            stop_token_ids=joined.stop_token_ids,
+        )
+        try:
+            return await self._converse(conversation, joined.turns)
+        except Exception as error:
+            return conversation.failed(describe_error(error))
+
+    async def _converse(self, conversation: Conversation, turns: Turns) -> SessionResult:
+        outcomes: Counter[str] = Counter()
+        while True:
+            generation = await conversation.sample()
+            if generation.finish_reason == "length":
+                return await self._scored(conversation, outcomes, ended_by="length")
+            turn = self._parser.parse(
+                self._text(conversation, generation.token_ids), parameters=self._toolbox.parameters()
+            )
+            if not turn.calls:
+                return await self._scored(conversation, outcomes, ended_by="answer", text=turn.answer)
+            if conversation.is_last_turn:
+                conversation.mark_cut()
+                return await self._scored(conversation, outcomes, ended_by="max_turns")
+            started_at = time.perf_counter()
+            results = await self._run(turn.calls)
+            conversation.add_tools_time(time.perf_counter() - started_at)
+            outcomes.update(result.outcome for result in results)
+            replies = [Reply(text=result.text, name=result.call.name) for result in results]
+            if not conversation.append(turns.reply_ids(replies, last_token=int(generation.token_ids[-1]))):
+                conversation.mark_cut()
+                return await self._scored(conversation, outcomes, ended_by="context")
+
+    async def _run(self, calls: tuple[ToolCall, ...]) -> list[ToolResult]:
+        limit = self._options.max_calls_per_turn
+        fault = f"more than {limit} calls in one turn. Call it again in the next."
+        kept = [call if index < limit else ToolCall(name=call.name, fault=fault) for index, call in enumerate(calls)]
+        return await self._runner.run(kept)
+
+    async def _scored(
+        self, conversation: Conversation, outcomes: Counter[str], *, ended_by: str, text: str | None = None
+    ) -> SessionResult:
+        extras: dict[str, Json] = {
+            "ended_by": ended_by,
+            "num_turns": conversation.num_turns,
+            "tool_calls": dict(sorted(outcomes.items())),
+        }
+        return await conversation.scored(text=text, extras=extras)
+
+    @property
+    def _ready(self) -> Joined:
+        if self._joined is None:
+            raise SettingsError("the agent loop 'tools' was closed while it ran.")
+        return self._joined
+
+    def _text(self, conversation: Conversation, ids: IntArray) -> str:
+        tokenizer = conversation.context.tokenizer
+        if tokenizer is None:
+            raise SettingsError("the agent loop 'tools' needs LoopContext.tokenizer.")
+        (text,) = tokenizer.decode([ids], skip_special_tokens=False)
+        return text

@@ -1,0 +1,302 @@
+"""Joins the turns of a session as token ids: what was sampled is never encoded again."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import IntArray, Json, Prompt
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+
+Role = Literal["tool", "user"]
+"""Who answers the model: its tools, or an environment in the place of the user."""
+
+Message = dict[str, Json]
+
+QUESTION: Message = {"role": "user", "content": "Hello."}
+MARK = "turnmark"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a model gets after its turn, from one tool or from the environment.
+
+    Attributes:
+        text: What it reads.
+        name: Of the tool; empty where there is none.
+    """
+
+    text: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFormat:
+    """How turns are joined.
+
+    Attributes:
+        kind: "chat": by the tokenizer's chat template; "plain": a reply is text between the two below.
+        prefix: Before a reply, in plain turns.
+        suffix: After it.
+        stop_tokens: Tokens that end a turn, beside the tokenizer's own end token.
+    """
+
+    kind: Literal["chat", "plain"] = "chat"
+    prefix: str = "\n"
+    suffix: str = "\n"
+    stop_tokens: tuple[str, ...] = ()
+
+
+class Turns(Protocol):
+    """Token ids of everything in a session that is not sampled."""
+
+    def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
+        """[P] int32 what the first turn continues; an observation comes after the prompt's own messages."""
+        ...
+
+    def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
+        """[N] int32 what follows a turn that ended with last_token, up to where the next one begins."""
+        ...
+
+
+class ChatTurns:
+    """Turns as the chat template writes them.
+
+    What follows a turn is cut out of the rendering of a short fixed conversation, whose assistant's turn holds a
+    mark: all that the template writes after the mark and the turn's end token. Neither what was sampled nor the
+    history is ever rendered, so a template that writes them otherwise cannot change them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        *,
+        role: Role,
+        tools: Sequence[Mapping[str, Json]] = (),
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Try the template.
+
+        Args:
+            tokenizer: With a chat template.
+            role: Who replies.
+            tools: Schemas, given to the template.
+            end_token_ids: What can end a turn, beside the tokenizer's own end token.
+
+        Raises:
+            SettingsError: The template cannot be used for several turns; the message says what it does.
+        """
+        self._tokenizer = tokenizer
+        self._role = role
+        self._tools = list(tools)
+        own = tokenizer.eos_token_id
+        self._end_token_ids = frozenset({*end_token_ids, *(() if own is None else (own,))})
+        self._controls = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
+        if not tokenizer.has_chat_template:
+            raise SettingsError(
+                'the tokenizer has no chat template, which several turns need. Give one, or set turns.kind = "plain".'
+            )
+        self._shape = self._find_shape()
+
+    def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
+        """See `Turns.prompt_ids`; a prompt of plain text stays as it is, and shows no tools.
+
+        Raises:
+            DataError: The template refuses the messages, or an observation follows a prompt of plain text.
+        """
+        if observation is None and (not self._tools or not prompt.messages):
+            return prompt.input_ids
+        messages = [dict(message) for message in prompt.messages]
+        if observation is not None:
+            messages.append({"role": "user", "content": self._harmless(observation)})
+        return self._encode(self._tokenizer.render(messages, where=f"prompt {prompt.uid}", tools=self._tools))
+
+    def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
+        """See `Turns.reply_ids`; what a reply says never becomes a control token.
+
+        Raises:
+            DataError: The template refuses the reply.
+        """
+        harmless = [Reply(text=self._harmless(reply.text), name=reply.name) for reply in replies]
+        tail = self._encode(self._tail(harmless, self._shape))
+        ends = np.flatnonzero(tail == last_token)
+        if len(ends):
+            return tail[ends[0] + 1 :]
+        ends = np.flatnonzero(np.isin(tail, list(self._end_token_ids)))
+        return tail[ends[0] :]  # ended by a token that the template does not write, which then follows
+
+    def _find_shape(self) -> "_Shape":
+        """The first way to write an assistant's turn that the template keeps whole.
+
+        Raises:
+            SettingsError: None is.
+        """
+        shapes = (_calls_as_objects, _calls_as_text, _content) if self._role == "tool" else (_content,)
+        faults = []
+        for shape in shapes:
+            try:
+                fault = self._fault(shape)
+            except DataError as error:
+                fault = str(error)
+            if fault is None:
+                return shape
+            faults.append(fault)
+        raise SettingsError(
+            f"the chat template cannot join turns: {faults[-1]} Give another chat template, or set "
+            'turns.kind = "plain".'
+        )
+
+    def _fault(self, shape: "_Shape") -> str | None:
+        """Why turns of this shape cannot be joined, in words."""
+        replies = [Reply(text="replymark", name=self._any_name())]
+        turn = [*shape(replies, MARK), *self._messages(replies)]
+        text = self._render([QUESTION, *turn])
+        if not text.startswith(self._render([QUESTION], add_generation_prompt=False)):
+            return "it writes earlier messages otherwise once later ones follow, so a session has no fixed beginning."
+        _, mark, tail = text.rpartition(MARK)
+        before, reply, _ = tail.partition("replymark")
+        if not mark or not reply:
+            return f"it leaves out {'the reply' if mark else 'what the assistant said'}."
+        if not np.isin(self._encode(before), list(self._end_token_ids)).any():
+            return (
+                f"after the assistant's turn it writes {before!r}, which has none of the end tokens "
+                f"{sorted(self._end_token_ids)}. Name the right one in turns.stop_tokens."
+            )
+        later = self._render([QUESTION, *turn, *shape(replies, MARK), *self._messages(replies)])
+        if later.rpartition(MARK)[2] != tail:
+            return "it writes a reply otherwise after two turns than after one."
+        return None
+
+    def _tail(self, replies: Sequence[Reply], shape: "_Shape") -> str:
+        """All that the template writes after what the assistant said."""
+        mark = MARK
+        while any(mark in reply.text or mark in reply.name for reply in replies):
+            mark += "x"
+        named = [Reply(text=reply.text, name=reply.name or self._any_name()) for reply in replies]
+        _, found, tail = self._render([QUESTION, *shape(named, mark), *self._messages(named)]).rpartition(mark)
+        if not found:
+            raise DataError("the chat template leaves out what the assistant said before this reply.")
+        return tail
+
+    def _messages(self, replies: Sequence[Reply]) -> list[Message]:
+        if self._role == "user":
+            return [{"role": "user", "content": reply.text} for reply in replies]
+        return [
+            {"role": "tool", "tool_call_id": _call_id(index), "name": reply.name, "content": reply.text}
+            for index, reply in enumerate(replies)
+        ]
+
+    def _any_name(self) -> str:
+        return str(self._tools[0]["function"]["name"]) if self._tools else "tool"
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        return self._tokenizer.render(
+            messages, where="a reply", tools=self._tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def _encode(self, text: str) -> IntArray:
+        return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
+
+    def _harmless(self, text: str) -> str:
+        """The text, with control tokens broken up: a tool cannot end a turn or speak for the user."""
+        return self._controls.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+
+class PlainTurns:
+    """Turns as plain text, for models without a chat template: each reply between a prefix and a suffix."""
+
+    def __init__(self, tokenizer: PromptTokenizer, *, prefix: str, suffix: str) -> None:
+        """Take the two texts; several replies of one turn are separated by a line break."""
+        self._tokenizer = tokenizer
+        self._prefix = prefix
+        self._suffix = suffix
+
+    def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
+        """See `Turns.prompt_ids`."""
+        if observation is None:
+            return prompt.input_ids
+        return np.concatenate([prompt.input_ids, self.reply_ids([Reply(text=observation)], last_token=-1)])
+
+    def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:  # noqa: ARG002
+        """See `Turns.reply_ids`."""
+        text = self._prefix + "\n".join(reply.text for reply in replies) + self._suffix
+        return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Turns that were tried on a tokenizer.
+
+    Attributes:
+        turns: Makes what is not sampled.
+        stop_token_ids: What ends a turn, beside the model's own end token.
+    """
+
+    turns: Turns
+    stop_token_ids: tuple[int, ...]
+
+
+def join_turns(
+    tokenizer: PromptTokenizer,
+    turn_format: TurnFormat,
+    *,
+    role: Role,
+    tools: Sequence[Mapping[str, Json]] = (),
+    known_stops: Sequence[str] = (),
+) -> Joined:
+    """Try how turns are joined.
+
+    Args:
+        tokenizer: The policy's.
+        turn_format: How.
+        role: Who replies.
+        tools: Schemas for the chat template.
+        known_stops: Tokens that end a turn where the tokenizer has them.
+
+    Raises:
+        SettingsError: A stop token is unknown, or the chat template cannot join turns.
+    """
+    found = [tokenizer.token_id(token) for token in known_stops]
+    stop_token_ids = [token_id for token_id in found if token_id is not None]
+    for token in turn_format.stop_tokens:
+        token_id = tokenizer.token_id(token)
+        if token_id is None:
+            raise SettingsError(f"turns.stop_tokens: the tokenizer has no token {token!r}.")
+        stop_token_ids.append(token_id)
+    turns: Turns = (
+        PlainTurns(tokenizer, prefix=turn_format.prefix, suffix=turn_format.suffix)
+        if turn_format.kind == "plain"
+        else ChatTurns(tokenizer, role=role, tools=tools, end_token_ids=stop_token_ids)
+    )
+    return Joined(turns=turns, stop_token_ids=tuple(stop_token_ids))
+
+
+_Shape = Callable[[Sequence[Reply], str], list[Message]]
+"""Writes the assistant's turn before some replies, with the mark as near to its end as the shape allows."""
+
+
+def _calls_as_objects(replies: Sequence[Reply], mark: str) -> list[Message]:
+    return _calls(replies, {"mark": mark})
+
+
+def _calls_as_text(replies: Sequence[Reply], mark: str) -> list[Message]:
+    return _calls(replies, f'{{"mark": "{mark}"}}')
+
+
+def _content(_replies: Sequence[Reply], mark: str) -> list[Message]:
+    return [{"role": "assistant", "content": mark}]
+
+
+def _calls(replies: Sequence[Reply], arguments: Any) -> list[Message]:
+    calls = [
+        {"id": _call_id(index), "type": "function", "function": {"name": reply.name, "arguments": arguments}}
+        for index, reply in enumerate(replies)
+    ]
+    return [{"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+def _call_id(index: int) -> str:
+    return f"call{index:05d}"  # nine letters and digits: what Mistral's templates ask for

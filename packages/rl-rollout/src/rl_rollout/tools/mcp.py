@@ -1,0 +1,335 @@
+"""MCP servers over stdin and stdout, or streamable HTTP, by the official client library."""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import structlog
+
+from rl_core.errors import MissingExtraError, SettingsError, ToolError
+from rl_core.records import Json
+from rl_core.registry import unknown_name
+from rl_rollout.tools.protocol import Tool
+from rl_rollout.tools.servers import McpServerOptions
+
+try:
+    from mcp import Client, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+except ImportError as error:
+    raise MissingExtraError("MCP servers need the library mcp. Run: pip install 'rl-rollout[mcp]'") from error
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+STDERR_CHARS = 400
+CLOSE_S = 15.0
+"""Longest wait for a server to end; the library closes its input, after 2 s sends SIGTERM, after 2 more kills it."""
+
+
+class McpTool:
+    """A tool of a server; see `Tool`."""
+
+    def __init__(self, server: "McpServer", description: Any) -> None:
+        """Take what the server says of it."""
+        self._server = server
+        self._name = str(description.name)
+        self._description = str(description.description or description.title or "")
+        self._parameters: dict[str, Json] = dict(description.input_schema)
+
+    @property
+    def name(self) -> str:
+        """See `Tool.name`."""
+        return self._name
+
+    @property
+    def description(self) -> str:
+        """See `Tool.description`."""
+        return self._description
+
+    @property
+    def parameters(self) -> Mapping[str, Json]:
+        """See `Tool.parameters`; the server checks them."""
+        return self._parameters
+
+    async def call(self, arguments: Mapping[str, Json]) -> str:
+        """See `Tool.call`.
+
+        Raises:
+            ToolError: The tool failed, or its server died or does not start again.
+        """
+        return await self._server.call(self._name, arguments)
+
+
+class McpServer:
+    """One server, spoken to on an event loop in a thread of its own: whatever else blocks, it is answered and ended.
+
+    A server that dies fails the calls under way. The next call starts it again, later each time that it dies without
+    having answered a call in between.
+    """
+
+    def __init__(self, name: str, options: McpServerOptions) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: For messages.
+            options: How to start or reach it.
+        """
+        self._name = name
+        self._options = options
+        self._thread: _LoopThread | None = None
+        self._connection: _Connection | None = None
+        self._starting: asyncio.Lock | None = None
+        self._probes: set[asyncio.Task[None]] = set()
+        self._failures = 0
+        self._not_before = 0.0
+        self._reason = ""
+
+    async def start(self) -> list[Tool]:
+        """See `ToolServer.start`.
+
+        Raises:
+            SettingsError: It does not start, has no tools, or not those that the options name.
+        """
+        if self._thread is None:
+            self._thread = _LoopThread(f"mcp-{self._name}")
+            self._starting = asyncio.Lock()
+            atexit.register(self.close)
+        try:
+            connection = await self._thread.run(self._connected())
+        except ToolError as error:
+            raise SettingsError(str(error)) from error
+        tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
+        for wanted in self._options.tools:
+            if wanted not in tools:
+                raise SettingsError(f"MCP server {self._name!r}: {unknown_name('tool', wanted, tools)}")
+        return [tool for name, tool in tools.items() if not self._options.tools or name in self._options.tools]
+
+    async def call(self, tool: str, arguments: Mapping[str, Json]) -> str:
+        """Call a tool; without a deadline of its own, cancel it.
+
+        Raises:
+            ToolError: The tool failed, the server died, or is not started.
+        """
+        if self._thread is None:
+            raise ToolError(f"the server {self._name!r} of this tool is closed.")
+        return await self._thread.run(self._call(tool, arguments))
+
+    def close(self) -> None:
+        """See `ToolServer.close`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(self.close)
+            thread.close(self._disconnect())
+
+    async def _call(self, tool: str, arguments: Mapping[str, Json]) -> str:
+        connection = await self._connected()
+        try:
+            result = await connection.client.call_tool(tool, dict(arguments))
+        except asyncio.CancelledError:
+            self._probe(connection)
+            raise
+        except Exception as error:  # the transports raise many kinds
+            if await self._is_alive(connection):
+                self._failures = 0
+                raise ToolError(f"{tool}: {_leaf(error)}") from error
+            await self._drop(connection, f"died during a call of {tool} ({_leaf(error)}){connection.last_words()}")
+            raise ToolError(f"the server of {tool} died; the next call starts it again.") from error
+        self._failures = 0
+        text = "\n".join(map(_block_text, result.content))
+        if result.is_error:
+            raise ToolError(text or f"{tool} failed and did not say why.")
+        return text
+
+    async def _connected(self) -> "_Connection":
+        if self._starting is None:
+            raise ToolError(f"the server {self._name!r} is not started.")
+        async with self._starting:
+            if self._connection is not None:
+                return self._connection
+            remaining_s = self._not_before - time.monotonic()
+            if remaining_s > 0:
+                raise ToolError(
+                    f"the server {self._name!r} is down ({self._reason}); it is tried again in {remaining_s:.0f} s."
+                )
+            connection = _Connection(self._options)
+            try:
+                await connection.open()
+            except Exception as error:
+                self._failed(f"did not start: {_leaf(error)}{connection.last_words()}")
+                raise ToolError(f"MCP server {self._name!r} {self._reason}") from error
+            self._connection = connection
+            return connection
+
+    def _probe(self, connection: "_Connection") -> None:
+        """Find out in the background whether a server that took too long is alive."""
+        if self._probes or connection is not self._connection:
+            return
+
+        async def look() -> None:
+            if not await self._is_alive(connection):
+                await self._drop(connection, f"hangs{connection.last_words()}")
+
+        task = asyncio.create_task(look())
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _is_alive(self, connection: "_Connection") -> bool:
+        try:
+            async with asyncio.timeout(self._options.probe_timeout_s):
+                await connection.client.list_tools(cache_mode="bypass")
+        except Exception:
+            return False
+        return True
+
+    async def _drop(self, connection: "_Connection", reason: str) -> None:
+        if self._connection is not connection:
+            return
+        self._connection = None
+        self._failed(reason)
+        await connection.close()
+
+    def _failed(self, reason: str) -> None:
+        pause_s = min(float(1 << min(self._failures - 1, 16)), self._options.max_pause_s) if self._failures else 0.0
+        self._failures += 1
+        self._not_before = time.monotonic() + pause_s
+        self._reason = reason
+        log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
+
+    async def _disconnect(self) -> None:
+        for probe in list(self._probes):
+            probe.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+
+class _Connection:
+    """A client that is entered and left in one task, as the library asks."""
+
+    def __init__(self, options: McpServerOptions) -> None:
+        self.client: Any = None
+        self.tools: list[Any] = []
+        self._options = options
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._stderr: Any = None
+        self._words = ""
+
+    async def open(self) -> None:
+        """Start the server, and list its tools; whatever goes wrong is raised once it was ended."""
+        self._task = asyncio.create_task(self._live())
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                await asyncio.shield(self._ready)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError) and not self._ready.done():
+                raise TimeoutError(f"no answer for {self._options.start_timeout_s:g} s") from None
+            raise
+
+    async def close(self) -> None:
+        """End the server."""
+        if self._task is not None:
+            if self._ready.done():
+                self._stop.set()
+            else:
+                self._task.cancel()
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await asyncio.shield(self._task)
+
+    def last_words(self) -> str:
+        """The end of what the server wrote to stderr."""
+        if self._stderr is not None and not self._stderr.closed:
+            # pread: the server writes at the file's position, which is shared
+            size = os.fstat(self._stderr.fileno()).st_size
+            written = os.pread(self._stderr.fileno(), STDERR_CHARS, max(0, size - STDERR_CHARS))
+            self._words = written.decode(errors="replace").strip()
+        return f". It wrote: {self._words}" if self._words else ""
+
+    async def _live(self) -> None:
+        with tempfile.TemporaryFile("w+", errors="replace") as self._stderr:
+            try:
+                async with self._transport() as transport, Client(transport) as client:
+                    self.client = client
+                    self.tools = await _all_tools(client)
+                    self._ready.set_result(None)
+                    await self._stop.wait()
+            except BaseException as error:
+                if self._ready.done() or isinstance(error, asyncio.CancelledError):
+                    raise
+                self._ready.set_exception(error)
+            finally:
+                self.last_words()
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[Any]:
+        options = self._options
+        if options.url is not None:
+            import httpx2  # comes with mcp
+
+            timeout = httpx2.Timeout(options.start_timeout_s, read=None)  # calls have their own deadlines
+            async with httpx2.AsyncClient(headers=dict(options.headers), timeout=timeout) as http_client:
+                yield streamable_http_client(options.url, http_client=http_client)
+            return
+        command, *arguments = options.command
+        parameters = StdioServerParameters(command=command, args=arguments, env=dict(options.env), cwd=options.cwd)
+        yield stdio_client(parameters, errlog=self._stderr)
+
+
+class _LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run there, and wait here; cancelling the wait cancels it there."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run one last thing, and end the thread."""
+        ending = asyncio.run_coroutine_threadsafe(last, self._loop)
+        with contextlib.suppress(TimeoutError):
+            ending.result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    tools: list[Any] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+
+
+def _block_text(block: Any) -> str:
+    """A block of a result as text; what is no text is named."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and hasattr(block.resource, "text"):
+        return str(block.resource.text)
+    kind = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
+    return f"[{block.type} {kind}]".replace(" ]", "]")
+
+
+def _leaf(error: BaseException) -> str:
+    """The first error of a group, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,6 @@
+"""Parsers of tool calls, one for each family of models."""
+
+from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
+from rl_rollout.tools.parsers.registry import TOOL_PARSERS, resolve_parser
+
+__all__ = ["TOOL_PARSERS", "ParsedTurn", "ToolParser", "resolve_parser"]

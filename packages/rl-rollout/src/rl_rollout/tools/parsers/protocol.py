@@ -1,0 +1,70 @@
+"""How the calls in a model's text are read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rl_core.records import Json
+from rl_rollout.tools.protocol import ToolCall
+
+THINK_END = "</think>"
+MAX_SHOWN = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """What a model's turn asks for.
+
+    Attributes:
+        calls: In order; none ends the session.
+        answer: What it says to the user, where the format marks it; None where that is the whole turn.
+    """
+
+    calls: tuple[ToolCall, ...] = ()
+    answer: str | None = None
+
+
+class ToolParser(Protocol):
+    """Reads one format; a call that cannot be read is a ToolCall with a fault, never an exception."""
+
+    @property
+    def stop_tokens(self) -> tuple[str, ...]:
+        """Special tokens that end a turn in this format, beside the tokenizer's own end token."""
+        ...
+
+    def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
+        """Find the calls of a turn.
+
+        Args:
+            text: The turn, special tokens kept.
+            parameters: JSON schema of the arguments of each tool, by name.
+        """
+        ...
+
+
+def spoken(text: str) -> str:
+    """A turn without its thinking: a call that is only thought about is none."""
+    return text.rpartition(THINK_END)[2]
+
+
+def read_arguments(text: str, *, name: str) -> ToolCall:
+    """A call of a tool with JSON arguments."""
+    try:
+        arguments = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        return ToolCall(name=name, fault=f"the arguments of {name} are not JSON ({error}): {shown(text)}")
+    return call_with(arguments, name=name)
+
+
+def call_with(arguments: Json, *, name: str) -> ToolCall:
+    """A call of a tool, once its arguments were read."""
+    if not isinstance(arguments, dict):
+        return ToolCall(name=name, fault=f"the arguments of {name} must be a JSON object; found {shown(arguments)}.")
+    return ToolCall(name=name, arguments=arguments)
+
+
+def shown(value: object) -> str:
+    """A value, short enough for a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

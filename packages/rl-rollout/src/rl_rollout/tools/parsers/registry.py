@@ -1,0 +1,32 @@
+"""Parsers of tool calls by name; another package adds one with the entry point group `rl_rollout.tool_parsers`."""
+
+from rl_core.errors import SettingsError
+from rl_core.registry import Registry
+from rl_rollout.tools.files import load_attribute
+from rl_rollout.tools.parsers.protocol import ToolParser
+
+TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
+    "tool parser",
+    {
+        "hermes": "rl_rollout.tools.parsers.hermes:HermesParser",
+        "qwen3_coder": "rl_rollout.tools.parsers.qwen3_coder:Qwen3CoderParser",
+        "gpt_oss": "rl_rollout.tools.parsers.gpt_oss:GptOssParser",
+    },
+    group="rl_rollout.tool_parsers",
+)
+
+
+def resolve_parser(reference: str) -> ToolParser:
+    """The parser of a name, or of `path.py:Class`, made without arguments.
+
+    Raises:
+        SettingsError: There is no such name, file or class, or it has no `parse`.
+    """
+    if ":" in reference or reference.endswith(".py"):
+        parser_class = load_attribute(reference, kind="tool parser")
+    else:
+        parser_class = TOOL_PARSERS.get(reference)
+    if not isinstance(parser_class, type) or not hasattr(parser_class, "parse"):
+        raise SettingsError(f"tool parser {reference!r} must be a class with `parse`; found {parser_class!r}.")
+    parser: ToolParser = parser_class()
+    return parser

@@ -1,0 +1,81 @@
+"""Servers that offer tools: what a loop needs of them, without the library that speaks to them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol
+
+from rl_core.errors import SettingsError
+from rl_rollout.tools.protocol import Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServerOptions:
+    """One MCP server: a command to start, or the address of one that runs.
+
+    Attributes:
+        command: Program and arguments; it speaks MCP over stdin and stdout.
+        env: Its environment, beside PATH, HOME, USER, SHELL, TERM and LOGNAME.
+        cwd: Its working directory.
+        url: Address of a server that speaks streamable HTTP.
+        headers: HTTP headers, such as an authorization.
+        tools: Names of the tools that the model gets; empty gives all.
+        start_timeout_s: Longest time until its tools are known.
+        probe_timeout_s: After a call that took too long, longest time for the server to say that it is alive; one that
+            does not is started again.
+        max_pause_s: A server that dies again and again is left alone for 1, 2, 4, ... seconds, at most this long; its
+            tools answer with an error meanwhile.
+    """
+
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    url: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+    start_timeout_s: float = 30.0
+    probe_timeout_s: float = 5.0
+    max_pause_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            SettingsError: Neither or both of command and url are given, or a limit is not positive.
+        """
+        if bool(self.command) == bool(self.url):
+            raise SettingsError(
+                f"an MCP server needs either command or url; found command = {list(self.command)} and "
+                f"url = {self.url!r}."
+            )
+        if not self.start_timeout_s > 0 or not self.probe_timeout_s > 0 or not self.max_pause_s >= 0:
+            raise SettingsError(
+                "an MCP server needs start_timeout_s > 0, probe_timeout_s > 0 and max_pause_s >= 0; found "
+                f"{self.start_timeout_s}, {self.probe_timeout_s} and {self.max_pause_s}."
+            )
+
+
+class ToolServer(Protocol):
+    """A server that was told how to start."""
+
+    async def start(self) -> Sequence[Tool]:
+        """Start it, and list its tools; a tool's call starts it again when it died.
+
+        Raises:
+            SettingsError: It does not start, or has no such tool.
+        """
+        ...
+
+    def close(self) -> None:
+        """End it, with all that it started. Can be called twice."""
+        ...
+
+
+def connect_server(name: str, options: McpServerOptions) -> ToolServer:
+    """A server that is not started yet.
+
+    Raises:
+        MissingExtraError: The library is not installed.
+    """
+    server: ToolServer = import_module("rl_rollout.tools.mcp").McpServer(name, options)
+    return server
