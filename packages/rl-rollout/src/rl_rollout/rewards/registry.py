@@ -17,6 +17,7 @@ REWARDS: Registry[Any] = Registry(
         "exact_match": "rl_rollout.rewards.rules:exact_match",
         "number_match": "rl_rollout.rewards.rules:number_match",
         "math_verify": "rl_rollout.rewards.math_verify:MathVerify",
+        "code": "rl_rollout.rewards.code_reward:CodeReward",
         "length_target": "rl_rollout.rewards.length:LengthTarget",
         "overlong": "rl_rollout.rewards.length:Overlong",
     },

@@ -72,7 +72,8 @@ class RewardScorer:
         Args:
             function: The reward function.
             timeout_s: Longest time of one call, None for no limit; quick functions have none.
-            max_concurrency: Threads, or async calls, at once.
+            max_concurrency: Threads, or async calls, at once; a function with a `max_concurrency` of its own
+                is never called more often at once.
             max_calls_per_s: Calls that start in a second; None for no limit.
             failures: What to do about failures; None fails the session.
 
@@ -91,7 +92,7 @@ class RewardScorer:
         self.name = function_name(function)
         self._function: Any = function
         self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._slots = asyncio.Semaphore(min(max_concurrency, getattr(function, "max_concurrency", max_concurrency)))
         self._rate = None if max_calls_per_s is None else RateLimit(max_calls_per_s)
         self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
         self._is_quick = bool(getattr(function, "is_quick", False))

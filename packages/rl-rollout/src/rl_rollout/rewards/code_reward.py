@@ -1,0 +1,197 @@
+"""Reward for programs: runs what a response wrote against the row's tests, in a sandbox."""
+
+import json
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Literal
+
+from rl_core.errors import SettingsError
+from rl_core.records import Json, Prompt
+from rl_rollout.rewards.code_tests import Case, CodeTests, read_tests, same_output, same_value
+from rl_rollout.rewards.outputs import cut
+from rl_rollout.rewards.protocol import RewardInput, RewardResult
+from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+PYTHON_NAMES = ("", "python", "py", "python3")
+RUNNER = files("rl_rollout.rewards").joinpath("code_runner.py")
+OUT_OF_TIME = ("wall_time",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one test.
+
+    Attributes:
+        is_passed: True when the program did what it should.
+        is_timed_out: True when it had no time left.
+        reason: Why it did not pass.
+    """
+
+    is_passed: bool
+    is_timed_out: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeReward:
+    """Share of the row's tests that the response's program passes, or 1 for all and else 0.
+
+    The ground truth is a list of {"input", "output"}: the program runs once for each, and what it prints is
+    compared outside. Or it is text with `assert` statements: the program and these run in one process, where
+    `assert EXPRESSION == LITERAL` is compared outside too. The program is the last fenced block of Python.
+
+    Components: `passed`, the share (in mode "all" cases stop at the first that fails); `timed_out`, the share that
+    had no time left; `has_code`. The first reason is in the extras. A sandbox that breaks is a failure; a program
+    that does is a 0.
+
+    Attributes:
+        mode: "all" for 1 when every test passes, "share" for the share.
+        compare: How printed text is compared: "lines" forgives spaces at the ends of lines, "tokens" all spaces.
+        total_s: Seconds for all tests of a response; those that come later count as timed out. Keep it below
+            the scorer's timeout_s.
+        limits: Of each run, as in SandboxLimits.
+        needs_fence: True takes nothing but a fenced block for a program.
+        network: As in SandboxOptions.
+        isolation: As in SandboxOptions.
+        python: As in SandboxOptions.
+        readable: As in SandboxOptions.
+        max_concurrency: Programs at once, however many calls the scorer allows; None is the processors' number.
+    """
+
+    mode: Literal["all", "share"] = "all"
+    compare: Literal["lines", "tokens"] = "lines"
+    total_s: float = 20.0
+    limits: dict[str, float] = field(default_factory=dict)
+    needs_fence: bool = False
+    network: Literal["deny", "allow"] = "deny"
+    isolation: Literal["strong", "any"] = "strong"
+    python: str = ""
+    readable: tuple[str, ...] = ()
+    max_concurrency: int | None = None
+    sandbox: Sandbox = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the options; nothing runs yet."""
+        for name, known in (("mode", ("all", "share")), ("compare", ("lines", "tokens"))):
+            if getattr(self, name) not in known:
+                raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")
+        if not self.total_s > 0:
+            raise SettingsError(f"total_s of reward 'code' must be above 0; found {self.total_s!r}.")
+        if self.max_concurrency is None:
+            object.__setattr__(self, "max_concurrency", os.cpu_count() or 1)
+        options = SandboxOptions(
+            limits=SandboxLimits(**self.limits),  # type: ignore[arg-type]
+            network=self.network,
+            isolation=self.isolation,
+            python=self.python,
+            readable=tuple(self.readable),
+        )
+        object.__setattr__(self, "sandbox", Sandbox(options))
+
+    async def rehearse(self, prompt: Prompt) -> None:
+        """Find the sandbox, and read the first prompt's tests.
+
+        Raises:
+            SettingsError: No sandbox works here.
+            DataError: The prompt has no tests.
+        """
+        await self.sandbox.start()
+        read_tests(prompt.ground_truth)
+
+    async def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            DataError: The row has no tests that can be read.
+            RoleError: The sandbox broke.
+        """
+        tests = read_tests(given.ground_truth)
+        program = program_of(given.response_text, needs_fence=self.needs_fence)
+        if program is None:
+            outcomes = [Outcome(is_passed=False, reason="there is no program")]
+        else:
+            outcomes = await (self._run_cases(program, tests) if tests.cases else self._run_steps(program, tests))
+        passed = sum(outcome.is_passed for outcome in outcomes) / tests.num_tests
+        timed_out = sum(outcome.is_timed_out for outcome in outcomes) / tests.num_tests
+        reason = next((outcome.reason for outcome in outcomes if not outcome.is_passed), "")
+        return RewardResult(
+            reward=passed if self.mode == "share" else float(passed == 1.0),
+            components={"passed": passed, "timed_out": timed_out, "has_code": float(program is not None)},
+            extras={"code_failure": reason} if reason else {},
+        )
+
+    async def _run_cases(self, program: str, tests: CodeTests) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        started_at = time.monotonic()
+        for case in tests.cases:
+            if time.monotonic() - started_at >= self.total_s:
+                late = Outcome(is_passed=False, is_timed_out=True, reason=f"{self.total_s:g} s were over")
+                return outcomes + [late] * (len(tests.cases) - len(outcomes))
+            outcomes.append(self._outcome(case, await self.sandbox.run(program, stdin=case.input.encode())))
+            if self.mode == "all" and not outcomes[-1].is_passed:
+                break
+        return outcomes
+
+    def _outcome(self, case: Case, run: ProgramRun) -> Outcome:
+        if not run.is_success:
+            return Outcome(is_passed=False, is_timed_out=is_timed_out(run), reason=describe_run(run))
+        printed = run.stdout.decode("utf-8", errors="replace")
+        if same_output(printed, case.output, compare=self.compare):
+            return Outcome(is_passed=True)
+        return Outcome(is_passed=False, reason=f"printed {cut(printed, max_characters=200)!r}")
+
+    async def _run_steps(self, program: str, tests: CodeTests) -> list[Outcome]:
+        word = secrets.token_hex(16)
+        given = {"word": word, "program": program, "steps": [(step.kind, step.source) for step in tests.steps]}
+        run = await self.sandbox.run(RUNNER.read_text(encoding="utf-8"), stdin=json.dumps(given).encode())
+        found = {result[0]: result[1:] for result in _results(run.stdout, word)}
+        ended = found["load"][0] if "load" in found else describe_run(run)
+        outcomes = []
+        for number, step in enumerate(tests.steps):
+            kind, value = found.get(number, ("ended", ended))
+            if step.kind == "setup":
+                continue
+            is_passed = (
+                same_value(value, step) if kind == "value" == step.kind else kind == "passed" and step.kind == "check"
+            )
+            timed_out = kind == "ended" and is_timed_out(run)
+            reason = "" if is_passed else cut(f"{step.source}: {value}", max_characters=300)
+            outcomes.append(Outcome(is_passed=is_passed, is_timed_out=timed_out, reason=reason))
+        return outcomes
+
+
+def program_of(response_text: str, *, needs_fence: bool) -> str | None:
+    """The last fenced block of Python, else the last block of no language, else the text unless needs_fence."""
+    blocks = [(name.lower(), text) for name, text in FENCE.findall(response_text) if name.lower() in PYTHON_NAMES]
+    named = [text for name, text in blocks if name]
+    found = named or [text for _, text in blocks] or ([] if needs_fence else [response_text])
+    return found[-1] if found and found[-1].strip() else None
+
+
+def is_timed_out(run: ProgramRun) -> bool:
+    """True for a program that ran into a limit on time."""
+    return run.ended in OUT_OF_TIME or run.exit_code == -24  # SIGXCPU
+
+
+def describe_run(run: ProgramRun) -> str:
+    """Why a program is no success, in one line."""
+    last = run.stderr.decode("utf-8", errors="replace").strip().splitlines()[-1:]
+    how = f"ended with exit code {run.exit_code}" if run.ended == "exited" else f"was ended by its limit on {run.ended}"
+    return cut(f"the program {how}{''.join(f': {line}' for line in last)}", max_characters=300)
+
+
+def _results(stdout: bytes, word: str) -> list[list[Json]]:
+    lines = stdout.decode("utf-8", errors="replace").splitlines()
+    found = []
+    for line in lines:
+        if line.startswith(word):
+            try:
+                found.append(json.loads(line.removeprefix(word)))
+            except ValueError:  # cut off where the program was ended
+                continue
+    return found

@@ -1,0 +1,195 @@
+"""What a row asks of a program: cases of input and output, or assertions."""
+
+import ast
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+from rl_rollout.rewards.outputs import shown
+
+FORMS = (
+    'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, a text or a list of texts with '
+    '`assert` statements, or {"tests": ..., "setup": "..."}, each also as a JSON text'
+)
+
+
+SCALARS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": lambda text: int(text, 16),
+    "float": float.fromhex,
+    "str": str,
+    "bytes": bytes.fromhex,
+}
+CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a program prints, given its standard input."""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A piece of Python that runs after the program, in the same process.
+
+    Attributes:
+        kind: "setup" only runs; "check" must not raise; "value" gives a value that is compared outside.
+        source: Statements, or an expression.
+        expected: What a "value" must be, which the program never sees.
+        is_identity: True for `is`: the types must be the same too.
+    """
+
+    kind: Literal["setup", "check", "value"]
+    source: str
+    expected: Any = None
+    is_identity: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTests:
+    """All tests of one row; either cases or steps."""
+
+    cases: tuple[Case, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def num_tests(self) -> int:
+        """How many there are; set-up aside."""
+        return len(self.cases) + sum(step.kind != "setup" for step in self.steps)
+
+
+def read_tests(ground_truth: Json) -> CodeTests:
+    """The tests that a ground truth describes.
+
+    Raises:
+        DataError: It has none of the forms, no test, or text that is not Python.
+    """
+    found = _parsed(ground_truth)
+    if isinstance(found, dict) and "inputs" in found and "outputs" in found:
+        inputs, outputs = found["inputs"], found["outputs"]
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise DataError("the ground truth's inputs and outputs must be lists of the same length. Repair the row.")
+        if found.get("fn_name"):
+            raise DataError("the ground truth has fn_name; give its calls as `assert` statements instead.")
+        found = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    setup = ""
+    if isinstance(found, dict) and "tests" in found:
+        setup, found = found.get("setup") or "", _parsed(found["tests"])
+    tests = [found] if isinstance(found, str) else found
+    if not isinstance(tests, list) or not tests or not isinstance(setup, str):
+        raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
+    if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in tests):
+        return CodeTests(cases=tuple(Case(input=_text(t["input"]), output=_text(t["output"])) for t in tests))
+    if not all(isinstance(test, str) for test in tests):
+        raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
+    steps = [Step(kind="setup", source=setup)] if setup.strip() else []
+    steps += [step for test in tests for step in _steps(test)]
+    if not any(step.kind != "setup" for step in steps):
+        raise DataError(f"the ground truth of code has no test; found {shown(ground_truth)}.")
+    return CodeTests(steps=tuple(steps))
+
+
+def same_output(printed: str, expected: str, *, compare: Literal["lines", "tokens"]) -> bool:
+    """Whether a program printed what it should.
+
+    Args:
+        printed: By the program.
+        expected: By the row.
+        compare: "lines" forgives spaces at the ends of lines and empty lines at the end; "tokens" all spaces.
+    """
+    if compare == "tokens":
+        return printed.split() == expected.split()
+    return _lines(printed) == _lines(expected)
+
+
+def same_value(encoded: Json, step: Step) -> bool:
+    """Whether a value that a program's process sent is the expected one; what is not plain data never is."""
+    try:
+        value = decode(encoded)
+        if step.is_identity:
+            return type(value) is type(step.expected) and bool(value == step.expected)
+        return bool(value == step.expected)
+    except (TypeError, ValueError, KeyError, IndexError, RecursionError):
+        return False
+
+
+def decode(encoded: Json) -> Any:
+    """A value as `code_runner.py` encodes it.
+
+    Raises:
+        ValueError: It is not plain data.
+    """
+    kind, value = encoded
+    if kind == "none":
+        return None
+    if kind in SCALARS:
+        return SCALARS[kind](value)
+    if kind == "complex":
+        return complex(float.fromhex(value[0]), float.fromhex(value[1]))
+    if kind == "dict":
+        return {decode(key): decode(item) for key, item in value}
+    if kind not in CONTAINERS:
+        raise ValueError(f"a {kind} is not plain data")
+    return CONTAINERS[kind]([decode(item) for item in value])
+
+
+def _parsed(ground_truth: Json) -> Json:
+    """JSON in a text, which is what a table's column often has."""
+    if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(ground_truth)
+        except ValueError:
+            return ground_truth
+    return ground_truth
+
+
+def _steps(source: str) -> Iterable[Step]:
+    """Each `assert` of a text as its own test, what is between as set-up; a text without them is one test."""
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"the ground truth's test is not Python ({error}): {shown(source)}. Repair the row.") from error
+    if not statements:
+        raise DataError("the ground truth's test is empty. Repair the row.")
+    if not any(isinstance(statement, ast.Assert) for statement in statements):
+        yield Step(kind="check", source=source)
+        return
+    for statement in statements:
+        if isinstance(statement, ast.Assert):
+            yield _comparison(statement.test) or Step(kind="check", source=ast.unparse(statement))
+        else:
+            yield Step(kind="setup", source=ast.unparse(statement))
+
+
+def _comparison(test: ast.expr) -> Step | None:
+    """`expression == literal`, either way round, or `expression is literal`; None for anything else."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.Is):
+        return None
+    sides: Sequence[ast.expr] = (test.left, test.comparators[0])
+    for expression, literal in (sides, sides[::-1]):
+        try:
+            expected = ast.literal_eval(literal)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+        is_identity = isinstance(test.ops[0], ast.Is)
+        return Step(kind="value", source=ast.unparse(expression), expected=expected, is_identity=is_identity)
+    return None
+
+
+def _text(value: Json) -> str:
+    if isinstance(value, list):  # lines, in some data sets
+        return "\n".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines

@@ -1,0 +1,415 @@
+"""The first process of a sandbox: makes it, runs one program in it, ends everything that the program left.
+
+`sandbox.py` starts this file as a script, isolated from the packages: it imports the standard library alone. Its
+standard input begins with a specification; its standard output and error are the program's; what became of the
+program goes to a pipe that the program does not have.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+POLL_S = 0.025
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
+READ_ONLY, NO_SUID, NO_DEVICES, RECURSIVE = 1, 2, 4, 0x8000
+SYS_MOUNT_SETATTR, MNT_DETACH = 442, 2
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+DEVICES = ("null", "zero", "full", "random", "urandom")
+WORK = "/tmp"  # noqa: S108 (the sandbox's own, inside its own root)
+INNER_UID = 65534
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+Spec = dict[str, Any]
+
+
+def main() -> None:
+    """Run the program of the specification, and report."""
+    status_fd = int(sys.argv[1])
+    os.set_inheritable(status_fd, False)
+    spec = read_spec()
+    try:
+        LEVELS[spec["level"]](spec, status_fd)
+    except OSError as error:
+        report(status_fd, {"error": f"{error.strerror} ({error.filename or 'in the launcher'})"})
+
+
+def read_spec() -> Spec:
+    """The specification: its length in 8 bytes, then JSON; what follows is the program's input."""
+    size = int.from_bytes(read_exactly(8), "little")
+    spec: Spec = json.loads(read_exactly(size))
+    return spec
+
+
+def read_exactly(size: int) -> bytes:
+    """So many bytes of standard input, not one more."""
+    received = bytearray()
+    while len(received) < size:
+        piece = os.read(0, size - len(received))
+        if not piece:
+            raise SystemExit("the specification ended early")
+        received += piece
+    return bytes(received)
+
+
+def report(status_fd: int, value: dict[str, Any]) -> None:
+    """Say what happened, in one line."""
+    os.write(status_fd, json.dumps(value).encode() + b"\n")
+
+
+def run_in_namespaces(spec: Spec, status_fd: int) -> None:
+    """Processes, mounts, network and IPC of its own; the kernel ends all its processes with their first one."""
+    flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | NEW_UTS | (NEW_NETWORK if spec["network"] == "deny" else 0)
+    if spec["level"] == "user_namespaces":
+        if spec["uid"] is not None:
+            become(spec["uid"])
+        enter_user_namespace(flags)
+    else:
+        check(LIBC.unshare(flags), "unshare")
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    first = os.fork()
+    if first == 0:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            build_root(spec)
+            supervise(spec, status_fd, start(spec, status_fd, folder=WORK))
+        except OSError as error:
+            report(status_fd, {"error": f"{error.strerror} ({error.filename or 'in the first process'})"})
+        os._exit(0)
+    close_standard_streams()
+    os.waitpid(first, 0)
+
+
+def run_without_namespaces(spec: Spec, status_fd: int) -> None:
+    """Another user's process, or this user's, under limits; what it leaves is found and ended."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    check(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
+    descendants()  # raises where the kernel cannot tell
+    folder = spec["folder"]
+    write_files(spec, folder)
+    if spec["uid"] is not None:
+        for name in ("", *spec["files"]):
+            os.chown(Path(folder, name), spec["uid"], spec["uid"])
+    supervise(spec, status_fd, start(spec, status_fd, folder=folder))
+
+
+def enter_user_namespace(flags: int) -> None:
+    """Become a user without rights outside, with all rights over the new namespaces."""
+    uid, gid = os.getuid(), os.getgid()
+    check(LIBC.prctl(PR_SET_DUMPABLE, 1), "PR_SET_DUMPABLE")  # a change of user took /proc/self from us
+    check(LIBC.unshare(flags | NEW_USER), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{INNER_UID} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{INNER_UID} {gid} 1")
+
+
+def build_root(spec: Spec) -> None:
+    """A root of system folders that can only be read, with devices, /proc, and a folder of bounded size."""
+    root = spec["folder"]
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not Path(path).is_symlink()]
+    devices = [(f"/dev/{name}", os.open(f"/dev/{name}", os.O_PATH)) for name in DEVICES]  # the new root may hide them
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path, source in sources:
+        bind(source, root + path)
+        set_attributes(root + path, READ_ONLY | NO_SUID | NO_DEVICES, flags=RECURSIVE)
+    for path in spec["readable"]:
+        if Path(path).is_symlink() and not Path(root + path).exists():
+            Path(root + path).parent.mkdir(parents=True, exist_ok=True)
+            Path(root + path).symlink_to(Path(path).readlink())
+    for path, source in devices:
+        bind(source, root + path)
+    Path(root, "proc").mkdir()
+    try:
+        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    except OSError:  # a container that hides parts of its own /proc gives no new one; the program has none then
+        spec["has_proc"] = False
+    make_work_folder(spec, root)
+    os.chdir(root)
+    check(LIBC.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    check(LIBC.umount2(b".", MNT_DETACH), "umount2")
+    os.chdir("/")
+    set_attributes("/", READ_ONLY)
+
+
+def make_work_folder(spec: Spec, root: str) -> None:
+    """The one folder that the program can write, with its files."""
+    uid = spec["uid"] if spec["level"] == "namespaces" else INNER_UID
+    size = spec["limits"]["file_bytes"] + sum(len(text) for text in spec["files"].values()) + (1 << 16)
+    Path(root + WORK).mkdir()
+    mount(
+        "tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={uid}"
+    )
+    write_files(spec, root + WORK)
+
+
+def write_files(spec: Spec, folder: str) -> None:
+    """Put the program's files in place."""
+    for name, text in spec["files"].items():
+        path = Path(folder, name)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        path.chmod(0o644)
+
+
+def bind(source: int, target: str) -> None:
+    """Show an open folder or file at another place."""
+    path = Path(target)
+    if stat.S_ISDIR(os.fstat(source).st_mode):
+        path.mkdir(parents=True, exist_ok=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    mount(f"/proc/self/fd/{source}", target, None, MS_BIND | MS_REC)
+    os.close(source)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """Mount, with the flags and options of the system call."""
+    arguments = (source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode())
+    check(LIBC.mount(*arguments), f"mount {target}")
+
+
+def set_attributes(path: str, attributes: int, *, flags: int = 0) -> None:
+    """Add attributes to a mount, or with RECURSIVE to all below it too."""
+    given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    check(LIBC.syscall(SYS_MOUNT_SETATTR, -100, path.encode(), flags, given, ctypes.c_size_t(32)), f"remount {path}")
+
+
+def start(spec: Spec, status_fd: int, *, folder: str) -> int:
+    """Fork the program; gives its process id."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited_signals())
+    program = os.fork()
+    if program == 0:
+        try:
+            become_program(spec, folder)
+        except OSError as error:
+            report(status_fd, {"error": f"{error.strerror} ({error.filename or 'before the program started'})"})
+        finally:
+            os._exit(127)
+    close_standard_streams()
+    return program
+
+
+def awaited_signals() -> set[signal.Signals]:
+    """That a child ended; that all shall end, except in a namespace, whose first process hears nobody inside."""
+    return {signal.SIGCHLD} if os.getpid() == 1 else {signal.SIGCHLD, signal.SIGTERM}
+
+
+def become_program(spec: Spec, folder: str) -> NoReturn:
+    """Give up every right, then run."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    os.chdir(folder)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, this goes first
+    if spec["uid"] is not None and spec["level"] != "user_namespaces":
+        become(spec["uid"])
+    limit(spec)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    install_filter(bytes.fromhex(spec["system_calls"]))
+    command = spec["command"]
+    os.execve(command[0], command, {**spec["environment"], "HOME": folder})  # noqa: S606 (what this is for)
+
+
+def become(uid: int) -> None:
+    """Turn into another user, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def limit(spec: Spec) -> None:
+    """Bound what each process of the program can take."""
+    limits = spec["limits"]
+    cpu_s = max(1, round(limits["cpu_s"]))
+    num_processes = limits["processes"] + {"user_namespaces": 1, "same_user": num_threads_of_user()}.get(
+        spec["level"], 0
+    )
+    for name, soft, hard in (
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_NPROC, num_processes, num_processes),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+    ):
+        allowed = resource.getrlimit(name)[1]
+        if allowed != resource.RLIM_INFINITY:
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        resource.setrlimit(name, (soft, hard))
+
+
+def num_threads_of_user() -> int:
+    """Threads that run as this user, which the limit on processes counts too."""
+    uid, total = os.getuid(), 0
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if path.stat().st_uid == uid:
+                total += path.joinpath("task").stat().st_nlink - 2
+        except OSError:
+            continue
+    return total
+
+
+def install_filter(program: bytes) -> None:
+    """Refuse some system calls from here on, in this process and in all that come from it."""
+    if not program:
+        return
+    code = ctypes.create_string_buffer(program, len(program))
+
+    class Filter(ctypes.Structure):
+        _fields_ = (("size", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+    given = Filter(len(program) // 8, ctypes.addressof(code))
+    check(LIBC.prctl(PR_SET_SECCOMP, 2, ctypes.byref(given), 0, 0), "PR_SET_SECCOMP")
+
+
+def supervise(spec: Spec, status_fd: int, program: int) -> None:
+    """Wait for the program under its limits, end everything that it left, and report."""
+    started_at, peak_bytes, exit_code = time.monotonic(), 0, None
+    while True:
+        received = signal.sigtimedwait(awaited_signals(), POLL_S)
+        statuses = [(status, usage) for pid, status, usage in reap() if pid == program]
+        if statuses:
+            ended, exit_code = "exited", os.waitstatus_to_exitcode(statuses[0][0])
+            peak_bytes = max(peak_bytes, statuses[0][1].ru_maxrss * 1024)
+            break
+        processes = remaining(spec)
+        resident_bytes = sum(map(resident, processes))
+        peak_bytes = max(peak_bytes, resident_bytes)
+        over = (
+            ("cancelled", received is not None and received.si_signo == signal.SIGTERM),
+            ("wall_time", time.monotonic() - started_at > spec["limits"]["wall_s"]),
+            ("memory", resident_bytes > spec["limits"]["memory_bytes"]),
+            ("processes", len(processes) > spec["limits"]["processes"]),
+        )
+        ended = next((name for name, is_over in over if is_over), "")
+        if ended:
+            break
+    wall_s = time.monotonic() - started_at
+    end_all(spec)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = {"ended": ended, "exit_code": exit_code, "wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime}
+    report(status_fd, {**found, "peak_bytes": peak_bytes})
+
+
+def reap() -> list[tuple[int, int, resource.struct_rusage]]:
+    """Children that ended, the program's orphans among them."""
+    reaped: list[tuple[int, int, resource.struct_rusage]] = []
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return reaped
+        if pid == 0:
+            return reaped
+        reaped.append((pid, status, usage))
+
+
+def remaining(spec: Spec) -> list[int]:
+    """Processes of the program that run."""
+    if os.getpid() != 1:
+        return descendants()
+    if not spec.get("has_proc", True):
+        return []
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]  # noqa: PTH208
+
+
+def descendants() -> list[int]:
+    """Processes that come from this one; orphans stay its own, as it is their reaper."""
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            if pid == os.getpid():
+                raise
+            continue
+        found += map(int, children)
+        waiting += map(int, children)
+    return found
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process keeps, files that it maps aside."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def end_all(spec: Spec) -> None:
+    """Kill everything that the program started, whatever session it is in."""
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        kill_once(spec)
+        reap()
+        if os.getpid() == 1 or not descendants():
+            return
+        time.sleep(0.005)
+
+
+def kill_once(spec: Spec) -> None:
+    """Send SIGKILL to all of them."""
+    if os.getpid() == 1:
+        kill_everyone()  # all but this one, the first of its namespace, at once
+    elif spec["level"] == "other_user":
+        killer = os.fork()  # as that user alone, everyone it may kill is that user's
+        if killer == 0:
+            become(spec["uid"])
+            kill_everyone()
+            os._exit(0)
+    else:
+        for pid in descendants():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def kill_everyone() -> None:
+    """SIGKILL to every process that this one may signal, in one go that no fork can outrun."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def close_standard_streams() -> None:
+    """Leave the program's pipes to it."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    os.close(null)
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError for a failed system call."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+
+
+LEVELS = {
+    "namespaces": run_in_namespaces,
+    "user_namespaces": run_in_namespaces,
+    "other_user": run_without_namespaces,
+    "same_user": run_without_namespaces,
+}
+
+if __name__ == "__main__":
+    main()

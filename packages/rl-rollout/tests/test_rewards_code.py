@@ -1,0 +1,264 @@
+import asyncio
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given as hypothesis_given
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import Prompt
+from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
+from rl_rollout.rewards.code_reward import CodeReward, program_of
+from rl_rollout.rewards.code_runner import encode
+from rl_rollout.rewards.code_tests import Step, decode, read_tests, same_output, same_value
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+DOUBLES = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10\n"}]
+ASSERTS = "assert f(2) == 4\nassert f([1]) == [1, 1]\nassert abs(f(1.5) - 3) < 1e-9"
+
+
+@pytest.fixture(scope="module")
+def share():
+    return CodeReward(mode="share", isolation="any", limits={"wall_s": 10.0})
+
+
+def response(program, ground_truth, *, fence=True):
+    text = f"Here it is:\n```python\n{program}\n```\nDone." if fence else program
+    return RewardInput(prompt_uid="p", response_text=text, response_ids=np.array([1]), ground_truth=ground_truth)
+
+
+def score(reward, program, ground_truth, **options):
+    return asyncio.run(reward(response(program, ground_truth, **options)))
+
+
+def test_a_program_that_prints_is_compared_case_by_case(share):
+    right = score(share, "print(int(input()) * 2)", DOUBLES)
+    assert (right.reward, right.components) == (1.0, {"passed": 1.0, "timed_out": 0.0, "has_code": 1.0})
+    half = score(share, "print(4)", DOUBLES)
+    assert half.reward == 0.5
+    assert half.extras == {"code_failure": "printed '4\\n'"}
+
+
+def test_a_program_with_asserts(share):
+    assert score(share, "def f(x): return x * 2", ASSERTS).reward == 1.0
+    third = score(share, "def f(x): return x + x if isinstance(x, list) else 0", ASSERTS)
+    assert third.reward == pytest.approx(1 / 3)
+    assert third.extras["code_failure"] == "f(2): ['int', '0']"
+
+
+def test_mode_all_wants_every_test():
+    reward = CodeReward(mode="all", isolation="any")
+    assert score(reward, "print(int(input()) * 2)", DOUBLES).reward == 1.0
+    wrong = score(reward, "print(4)", DOUBLES)
+    assert (wrong.reward, wrong.components["passed"]) == (0.0, 0.5)
+    assert score(reward, "def f(x): return 4", ASSERTS).reward == 0.0
+
+
+HACKS = {
+    "prints a verdict": "print('PASSED')\nprint('[0, \"passed\", null]')\ndef f(x): return 0",
+    "leaves early with success": "import os\nos._exit(0)",
+    "raises SystemExit": "raise SystemExit(0)",
+    "leaves in the test": "import os\ndef f(x): os._exit(0)",
+    "equals everything": """
+class All:
+    def __eq__(self, other): return True
+    def __sub__(self, other): return other
+def f(x): return All()
+""",
+    "an integer that equals everything": """
+class Any(int):
+    def __eq__(self, other): return True
+def f(x): return Any(9)
+""",
+    "writes to every descriptor": """
+import os
+for fd in range(64):
+    for number in range(5):
+        try: os.write(fd, f'[{number}, "passed", null]'.encode())
+        except OSError: pass
+def f(x): return 0
+""",
+    "replaces builtins": """
+import builtins
+builtins.abs = lambda x: 0
+builtins.eval = lambda *given: 4
+def f(x): return 1
+""",
+    "prints in the child": "import os\nif os.fork() == 0:\n    print('PASSED')\n    os._exit(0)\ndef f(x): return 0",
+}
+
+
+@pytest.mark.parametrize("program", HACKS.values(), ids=HACKS)
+def test_what_a_program_prints_or_pretends_is_no_verdict(share, program):
+    assert score(share, program, ASSERTS).reward == 0.0
+
+
+def test_a_case_is_failed_by_an_exit_code_even_when_the_output_is_right(share):
+    failed = score(share, "print(int(input()) * 2); raise ValueError('late')", DOUBLES)
+    assert failed.reward == 0.0
+    assert failed.extras["code_failure"] == "the program ended with exit code 1: ValueError: late"
+
+
+@pytest.mark.parametrize("ground_truth", [DOUBLES, ASSERTS])
+def test_a_program_that_hangs_counts_as_timed_out(ground_truth):
+    reward = CodeReward(mode="share", isolation="any", limits={"wall_s": 0.5}, total_s=0.5)
+    hung = score(reward, "while True: pass", ground_truth)
+    assert (hung.reward, hung.components["timed_out"]) == (0.0, 1.0)
+
+
+def test_tests_before_a_hang_count(share):
+    reward = CodeReward(mode="share", isolation="any", limits={"wall_s": 2.0})
+    program = "def f(x):\n    while x != 2: pass\n    return 4"
+    assert score(reward, program, "assert f(2) == 4\nassert f(3) == 6").reward == 0.5
+
+
+def test_no_program_is_worth_nothing():
+    reward = CodeReward(isolation="any", needs_fence=True)
+    nothing = score(reward, "just words", DOUBLES, fence=False)
+    assert (nothing.reward, nothing.components["has_code"]) == (0.0, 0.0)
+    assert (
+        score(reward, "def f(:", ASSERTS)
+        .extras["code_failure"]
+        .endswith("SyntaxError: invalid syntax (answer.py, line 1)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\nand\n```python\nb\n```", "b\n"),
+        ("```py\na\n```\n```\nb\n```", "a\n"),
+        ("```\na\n```\n```bash\nls\n```", "a\n"),
+        ("```python\nnot closed", "not closed"),
+        ("a = 1", "a = 1"),
+        ("   ", None),
+        ("```python\n```", None),
+    ],
+)
+def test_which_text_is_the_program(text, program):
+    assert program_of(text, needs_fence=False) == program
+
+
+def test_prose_is_no_program_where_a_fence_is_needed():
+    assert program_of("a = 1", needs_fence=True) is None
+
+
+def test_ground_truths():
+    assert read_tests(DOUBLES) == read_tests(json.dumps(DOUBLES))
+    assert read_tests({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}) == read_tests(DOUBLES)
+    assert read_tests({"tests": ["assert f(1) == 1"], "setup": "import math"}).steps == (
+        Step(kind="setup", source="import math"),
+        Step(kind="value", source="f(1)", expected=1),
+    )
+    assert read_tests(["x = 3\nassert f(x) == -x", "assert {1: (2,)} == f(1)", "assert f(1) is None"]).steps == (
+        Step(kind="setup", source="x = 3"),
+        Step(kind="check", source="assert f(x) == -x"),
+        Step(kind="value", source="f(1)", expected={1: (2,)}),
+        Step(kind="value", source="f(1)", expected=None, is_identity=True),
+    )
+    human_eval = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
+    assert read_tests(human_eval).steps == (Step(kind="check", source=human_eval),)
+    assert read_tests(ASSERTS).num_tests == 3
+
+
+@pytest.mark.parametrize(
+    "ground_truth",
+    [
+        None,
+        18,
+        [],
+        {},
+        [1],
+        [{"input": "1"}],
+        "",
+        {"tests": []},
+        {"inputs": ["1"], "outputs": []},
+        "import math\nx = 1\nassert",
+        "def f(:",
+    ],
+)
+def test_rows_without_tests_are_the_rows_fault(ground_truth):
+    with pytest.raises(DataError, match="the ground truth"):
+        read_tests(ground_truth)
+
+
+def test_how_output_is_compared():
+    assert same_output("1 2 \n3\n\n", "1 2\n3", compare="lines")
+    assert not same_output("1  2\n3", "1 2\n3", compare="lines")
+    assert same_output("1  2\n3", "1 2 3\n", compare="tokens")
+    assert not same_output("\n1", "1", compare="lines")
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="utf-8"))
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.tuples(children, children)
+        | st.dictionaries(st.integers() | st.text(max_size=3), children, max_size=3)
+        | st.frozensets(st.integers(), max_size=4)
+    ),
+)
+
+
+@hypothesis_given(plain)
+def test_plain_data_passes_through_the_pipe_as_it_is(value):
+    encoded = json.loads(json.dumps(encode(value, 0)))
+    assert decode(encoded) == value
+    assert same_value(encoded, Step(kind="value", source="", expected=value))
+    assert same_value(encoded, Step(kind="value", source="", expected=value, is_identity=True))
+
+
+def test_values_compare_as_python_does_and_other_objects_never():
+    def same(value, expected, **options):
+        return same_value(encode(value, 0), Step(kind="value", source="", expected=expected, **options))
+
+    assert same(1, True)
+    assert not same(1, True, is_identity=True)
+    assert same(1.0, 1)
+    assert not same([1], (1,))
+    assert same(np.array([1, 2]), [1, 2])
+    assert same(np.float64(0.5), 0.5)
+    assert not same(object(), None)
+    for broken in (None, [], ["int"], ["int", "zz"], ["set", [["list", []]]], ["type", None], ["int", 5]):
+        assert not same_value(broken, Step(kind="value", source="", expected=1))
+    cycle = []
+    cycle.append(cycle)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        encode(cycle, 0)
+
+
+def test_by_name_with_options_through_the_scorer():
+    reward = resolve_reward("code", {"mode": "share", "isolation": "any", "max_concurrency": 1})
+    scorer = RewardScorer(reward)
+    good, bad_row = asyncio.run(scorer.score([response("print(4)", DOUBLES), response("print(4)", "no tests here")]))
+    assert good.result.reward == 0.5
+    assert "raised DataError: the ground truth's test is not Python" in bad_row.failure
+    prompt = Prompt(uid="p0", input_ids=np.array([1], dtype=np.int32), ground_truth=DOUBLES)
+    asyncio.run(scorer.rehearse(prompt))
+    assert reward.sandbox.level is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "some"}, "mode of reward 'code' must be one of"),
+        ({"compare": "bytes"}, "compare of reward 'code' must be one of"),
+        ({"total_s": 0}, "total_s of reward 'code' must be above 0"),
+        ({"limits": {"wall": 3}}, "refuses its options: .*'wall'"),
+        ({"limits": {"wall_s": -3}}, "sandbox limit wall_s must be at least"),
+        ({"tests": 3}, "has no option 'tests'"),
+        ({"sandbox": 3}, "has no option 'sandbox'"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve_reward("code", options)
