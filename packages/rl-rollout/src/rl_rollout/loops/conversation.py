@@ -24,8 +24,8 @@ class TurnLimits:
     Attributes:
         max_turns: Turns of the model in a session.
         max_turn_tokens: Tokens of one turn; None leaves only the other limits.
-        on_context_full: What happens when a reply no longer fits: the session stops, or goes on in a new trajectory,
-            which begins with the prompt and the latest turns.
+        on_context_full: "stop" ends the session when a reply no longer fits. "new_trajectory" goes on, when a reply
+            leaves less than a quarter of the room, in a trajectory that begins with the prompt and the latest turns.
         max_trajectories: Trajectories of a session, where it goes on.
     """
 
@@ -162,12 +162,14 @@ class Conversation:
 
     def append(self, reply_ids: IntArray) -> bool:
         """Add what was replied; False when there is no room for it and a further turn, and nothing was added."""
-        if self._open.num_tokens + len(reply_ids) < self._max_tokens:
+        room = self._max_tokens - self._open.num_tokens - len(reply_ids)
+        may_go_on = (
+            self.limits.on_context_full == "new_trajectory" and len(self._closed) + 1 < self.limits.max_trajectories
+        )
+        if room >= (self._room // 4 if may_go_on else 1):
             self._open.add(reply_ids)
             return True
-        if self.limits.on_context_full == "stop" or len(self._closed) + 1 >= self.limits.max_trajectories:
-            return False
-        fresh = self._compacted(reply_ids)
+        fresh = self._compacted(reply_ids) if may_go_on else None
         if fresh is None:
             return False
         self.mark_cut()
@@ -215,6 +217,11 @@ class Conversation:
         longest = len(self.prompt_ids) + self.context.sampling.max_tokens
         return min(longest, self.context.engine.traits.max_model_len)
 
+    @property
+    def _room(self) -> int:
+        """Tokens that fit after the prompt."""
+        return max(self._max_tokens - len(self.prompt_ids), 4)
+
     def _request(self) -> GenerateRequest:
         sampling = self.context.session_sampling(self.session_index, turn=self.num_turns)
         room = self._max_tokens - self._open.num_tokens
@@ -234,7 +241,7 @@ class Conversation:
         """A new trajectory of the prompt and the latest turns in half of the room; None where not even one fits."""
         parts, sampled = [*self._open.parts[1:], reply_ids], [*self._open.sampled[1:], None]
         starts = [index for index, generation in enumerate(sampled) if generation is not None]
-        half = len(self.prompt_ids) + (self._max_tokens - len(self.prompt_ids)) // 2
+        half = len(self.prompt_ids) + self._room // 2
         kept = starts[-1]
         if len(self.prompt_ids) + sum(map(len, parts[kept:])) >= self._max_tokens:
             return None

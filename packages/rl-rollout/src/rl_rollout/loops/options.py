@@ -65,17 +65,18 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
-    for kind in kinds:
-        if kind is type(None):
-            if value is None:
-                return None
-            continue
+    if value is None and type(None) in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not type(None)]
+    for kind in others:
         try:
             return _value(kind, value, where=where)
         except SettingsError:
-            if len([other for other in kinds if other is not type(None)]) == 1:
+            if len(others) == 1:
                 raise
-    raise SettingsError(f"{where} must be {' or '.join(map(_words, kinds))}; found {value!r} ({type(value).__name__}).")
+    raise SettingsError(
+        f"{where} must be {' or '.join(map(_words, others))}; found {value!r} ({type(value).__name__})."
+    )
 
 
 def _words(kind: Any) -> str:

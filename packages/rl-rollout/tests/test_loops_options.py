@@ -1,0 +1,103 @@
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_rollout.loops import SingleTurnLoop, resolve_loop
+from rl_rollout.loops.options import read_options
+from rl_rollout.loops.registry import LOOPS
+from rl_rollout.loops.tools import ToolsLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    name: str
+    share: float = 0.5
+    is_on: bool = False
+    kind: Literal["a", "b"] = "a"
+    limit: int | None = None
+    words: tuple[str, ...] = ()
+    inner: Inner = field(default_factory=Inner)
+    table: Mapping[str, Inner] = field(default_factory=dict)
+    either: int | str = 0
+    path: Path | None = None
+    anything: Any = None
+
+
+def read(**table):
+    return read_options(Options, table, where="loop 'x'")
+
+
+def test_tables_become_dataclasses():
+    options = read(
+        name="n", share=1, is_on=True, kind="b", limit=3, words=["a", "b"], inner={"size": 2},
+        table={"one": {"size": 4}}, either="text", path="a/b", anything=[1],
+    )  # fmt: skip
+    assert options == Options(
+        name="n", share=1.0, is_on=True, kind="b", limit=3, words=("a", "b"), inner=Inner(size=2),
+        table={"one": Inner(size=4)}, either="text", path=Path("a/b"), anything=[1],
+    )  # fmt: skip
+    assert isinstance(options.share, float)
+    assert read(name="n", limit=None) == Options(name="n")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, "loop 'x' needs the option 'name'"),
+        ({"nam": "n"}, r"unknown option of loop 'x' 'nam'. Did you mean 'name'\? Known: anything, either, inner"),
+        ({"name": 3}, r"loop 'x': name must be text; found 3 \(int\)"),
+        ({"name": "n", "share": "1"}, "share must be a number; found '1'"),
+        ({"name": "n", "share": True}, "share must be a number; found True"),
+        ({"name": "n", "limit": True}, "limit must be an integer; found True"),
+        ({"name": "n", "limit": 1.5}, "limit must be an integer; found 1.5"),
+        ({"name": "n", "is_on": 1}, "is_on must be true or false; found 1"),
+        ({"name": "n", "kind": "c"}, "kind must be one of 'a', 'b'; found 'c'"),
+        ({"name": "n", "words": "abc"}, "words must be a list; found 'abc'"),
+        ({"name": "n", "words": [1]}, r"words\[0\] must be text; found 1"),
+        ({"name": "n", "inner": 3}, "inner must be a table; found 3"),
+        ({"name": "n", "inner": {"sise": 3}}, r"unknown option of loop 'x': inner 'sise'. Did you mean 'size'\?"),
+        ({"name": "n", "table": {"one": {"size": "1"}}}, r"loop 'x': table.one: size must be an integer; found '1'"),
+        ({"name": "n", "either": []}, r"either must be an integer or text; found \[\]"),
+    ],
+)
+def test_wrong_tables_are_refused_by_name(table, message):
+    with pytest.raises(SettingsError, match=message):
+        read(**table)
+
+
+def test_loops_by_name_take_their_options():
+    assert {"environment", "single_turn", "tools"} <= set(LOOPS.names())
+    assert isinstance(resolve_loop("single_turn"), SingleTurnLoop)
+    assert isinstance(resolve_loop("single_turn", {}), SingleTurnLoop)
+    assert isinstance(resolve_loop("tools", {"parser": "qwen3_coder", "limits": {"max_turns": 3}}), ToolsLoop)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("single_turn", {"max_turns": 1}, "agent loop 'single_turn' has no options; found max_turns"),
+        ("tool", {}, r"unknown agent loop 'tool'. Did you mean 'tools'\?"),
+        ("tools", {"parsers": "x"}, r"unknown option of agent loop 'tools' 'parsers'. Did you mean 'parser'\?"),
+        ("tools", {"parser": "hermess"}, "unknown tool parser 'hermess'"),
+        ("tools", {"tools": ["nope"]}, "unknown tool 'nope'"),
+        ("tools", {"limits": {"max_turns": 0}}, "max_turns must be at least 1; found 0"),
+        ("tools", {"limits": {"on_context_full": "cry"}}, "on_context_full must be one of 'stop', 'new_trajectory'"),
+        ("tools", {"mcp_servers": {"a": {}}}, r"needs either command or url; found command = \[\] and url = None"),
+        ("tools", {"mcp_servers": {"a": {"url": "x", "start_timeout_s": 0}}}, "needs start_timeout_s > 0"),
+        ("environment", {}, "agent loop 'environment' needs the option 'environment'"),
+        ("environment", {"environment": "chess"}, "unknown environment 'chess'"),
+        ("environment", {"environment": "e.py:E", "timeout_s": 0}, "needs timeout_s > 0; found 0"),
+    ],
+)
+def test_unknown_loops_and_impossible_options_are_refused(name, options, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve_loop(name, options)

@@ -1,0 +1,201 @@
+import asyncio
+import sys
+import threading
+import time
+
+import pytest
+
+from rl_core.errors import DataError, SettingsError, ToolError
+from rl_rollout.tools import CallOptions, ToolBox, ToolCall, ToolRunner
+
+
+class AsyncTool:
+    """A tool by hand, without pydantic."""
+
+    description = "Does what it is told."
+
+    def __init__(self, name, function):
+        self.name = name
+        self.parameters = {"type": "object", "properties": {}}
+        self._function = function
+
+    async def call(self, arguments):
+        return await self._function(**arguments)
+
+
+async def say(text="hello"):
+    return text
+
+
+async def fail(kind="value"):
+    raise {
+        "value": ValueError("no such thing"),
+        "data": DataError("x must be positive"),
+        "tool": ToolError("the shop is closed"),
+        "timeout": TimeoutError("its own"),
+        "cancelled": asyncio.CancelledError(),
+        "exit": RuntimeError("x" * 10_000_000),
+    }[kind]
+
+
+async def hang():
+    await asyncio.Event().wait()
+
+
+async def stubborn(release):
+    while not release.is_set():
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            continue
+    return "late"
+
+
+async def give(value=None):
+    return value
+
+
+FUNCTIONS = {"say": say, "fail": fail, "hang": hang, "stubborn": stubborn, "give": give}
+TOOLBOX = ToolBox([AsyncTool(name, function) for name, function in FUNCTIONS.items()])
+
+
+def run(*calls, **options):
+    async def everything():
+        return await ToolRunner(TOOLBOX, CallOptions(**options)).run(calls)
+
+    return asyncio.run(everything())
+
+
+def call(name, **arguments):
+    return ToolCall(name=name, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("asked", "outcome", "text"),
+    [
+        (call("say"), "ok", "hello"),
+        (call("sey"), "unknown_tool", "Error: unknown tool 'sey'. Did you mean 'say'? Known: fail, give, hang, say"),
+        (ToolCall(name="", fault="a tool call is not JSON."), "malformed_call", "Error: a tool call is not JSON."),
+        (call("fail"), "raised", "Error: fail raised ValueError: no such thing"),
+        (call("fail", kind="data"), "bad_arguments", "Error: wrong arguments for fail: x must be positive"),
+        (call("fail", kind="tool"), "raised", "Error: the shop is closed"),
+        (call("fail", kind="timeout"), "raised", "Error: fail raised TimeoutError: its own"),
+        (call("fail", kind="cancelled"), "raised", "Error: fail was cancelled."),
+        (call("say", txt="?"), "raised", "Error: say raised TypeError"),
+        (call("give", value=3), "raised", "Error: give gave no text (int)."),
+        (call("give", value="\ud800"), "ok", "?"),
+    ],
+)
+def test_whatever_happens_is_text_and_an_outcome(asked, outcome, text):
+    (result,) = run(asked)
+    assert (result.outcome, result.is_error) == (outcome, outcome != "ok")
+    assert result.text.startswith(text)
+
+
+def test_a_tool_that_hangs_is_left_behind_and_the_others_give_their_results():
+    started_at = time.perf_counter()
+    results = run(call("say"), call("hang"), call("say", text="you"), call("hang"), timeout_s=0.05)
+    assert [result.text for result in results] == [
+        "hello", "Error: hang gave nothing for 0.05 s.", "you", "Error: hang gave nothing for 0.05 s.",
+    ]  # fmt: skip
+    assert time.perf_counter() - started_at < 5
+
+
+def test_a_tool_that_will_not_be_cancelled_is_left_behind_too():
+    release = threading.Event()
+
+    async def everything():
+        runner = ToolRunner(TOOLBOX, CallOptions(timeout_s=0.02))
+        (result,) = await runner.run([call("stubborn", release=release)])
+        release.set()
+        return result
+
+    assert asyncio.run(everything()).outcome == "timed_out"
+
+
+def test_ten_megabytes_are_cut_or_refused():
+    big = "x" * 10_000_000
+    (cut,) = run(call("give", value=big), max_result_chars=100)
+    assert cut.outcome == "truncated"
+    assert not cut.is_error
+    assert cut.text == "x" * 100 + "\n[cut: the first 100 of 10000000 characters]"
+    (refused,) = run(call("give", value=big), max_result_chars=100, on_large_result="error")
+    assert (refused.outcome, refused.text) == (
+        "too_large",
+        "Error: the result of give has 10000000 characters, more than 100. Ask for less.",
+    )
+    (error,) = run(call("fail", kind="exit"))
+    assert len(error.text) < 600
+    (fits,) = run(call("give", value="x" * 100), max_result_chars=100)
+    assert (fits.outcome, len(fits.text)) == ("ok", 100)
+
+
+def test_calls_run_at_once_up_to_the_limit():
+    running = most = 0
+
+    async def count():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running -= 1
+        return "ok"
+
+    async def everything(limit):
+        runner = ToolRunner(ToolBox([AsyncTool("count", count)]), CallOptions(max_concurrency=limit))
+        await runner.run([call("count")] * 8)
+
+    asyncio.run(everything(8))
+    assert most == 8
+    most = 0
+    asyncio.run(everything(3))
+    assert most == 3
+
+
+def test_cancelling_the_run_cancels_the_tools():
+    async def everything():
+        cancelled = asyncio.Event()
+
+        async def watch():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        task = asyncio.create_task(ToolRunner(ToolBox([AsyncTool("watch", watch)])).run([call("watch")]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(10):
+            await cancelled.wait()
+
+    asyncio.run(everything())
+
+
+def test_a_function_that_exits_is_an_error_of_the_tool():
+    pytest.importorskip("pydantic")
+    from rl_rollout.tools import tool
+
+    @tool
+    def leave() -> str:
+        sys.exit(3)
+
+    async def everything():
+        return await ToolRunner(ToolBox([leave])).run([call("leave")])
+
+    (result,) = asyncio.run(everything())
+    assert (result.outcome, result.text) == ("raised", "Error: leave raised RuntimeError: it called sys.exit(3)")
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout_s": 0}, {"max_result_chars": 0}, {"max_concurrency": 0}, {"timeout_s": float("nan")}]
+)
+def test_impossible_options_are_refused(options):
+    with pytest.raises(SettingsError, match="tool calls need timeout_s > 0"):
+        CallOptions(**options)
+    with pytest.raises(SettingsError, match="on_large_result must be"):
+        CallOptions(on_large_result="drop")
