@@ -2,6 +2,7 @@
 
 from rl_rollout.rewards.build import build_scorer
 from rl_rollout.rewards.custom import load_function
+from rl_rollout.rewards.judge import JudgeModel
 from rl_rollout.rewards.length import LengthTarget, Overlong
 from rl_rollout.rewards.math_verify import MathVerify
 from rl_rollout.rewards.options import FailurePolicy, RewardOptions, RewardPart
@@ -13,6 +14,7 @@ from rl_rollout.rewards.weighted import ScoredPart, WeightedReward
 
 __all__ = [
     "FailurePolicy",
+    "JudgeModel",
     "LengthTarget",
     "MathVerify",
     "Overlong",

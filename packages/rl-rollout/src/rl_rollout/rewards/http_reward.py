@@ -1,0 +1,193 @@
+"""Reward by a service: a POST of JSON for each response, by the httpx library."""
+
+import asyncio
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError, SettingsError
+from rl_core.records import Json, Prompt
+from rl_rollout.rewards.outputs import cut, shown, shown_error
+from rl_rollout.rewards.protocol import RewardInput, RewardResult
+
+SENT = (
+    "prompt_uid",
+    "response_text",
+    "response_ids",
+    "messages",
+    "ground_truth",
+    "data_source",
+    "columns",
+    "finish_reason",
+)
+DEFAULT_SENT = ("prompt_uid", "response_text", "messages", "ground_truth", "data_source", "finish_reason")
+MAX_ANSWER_BYTES = 1 << 18
+MAX_PAUSE_S = 30.0
+RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
+
+
+class RewardServiceError(RLError, ConnectionError):
+    """A reward service could not be reached, or said that it is busy or broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpReward:
+    """Asks a service; its answer is a number, or {"reward": ..., "components": {...}, "extras": {...}}.
+
+    Tried again, with pauses that double: connections that fail or take too long, and the status 408, 429 (as
+    long as its Retry-After says, up to half a minute) and 5xx. Any other answer is a failure at once.
+
+    Attributes:
+        url: http or https; redirects are not followed.
+        timeout_s: Longest time of one request.
+        retries: Requests after the first; keep all of them within the scorer's timeout_s.
+        backoff_s: Pause before the first retry.
+        headers: Sent with each request.
+        token_env: Environment variable whose value is sent as `Authorization: Bearer ...`, so that no setting
+            holds it.
+        send: Fields of RewardInput in the JSON.
+    """
+
+    url: str
+    timeout_s: float = 10.0
+    retries: int = 3
+    backoff_s: float = 0.5
+    headers: Mapping[str, str] = field(default_factory=dict)
+    token_env: str = ""
+    send: tuple[str, ...] = DEFAULT_SENT
+    client_options: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MissingExtraError: httpx is not installed.
+            SettingsError: An option is impossible.
+        """
+        httpx = _library()
+        try:
+            is_url = httpx.URL(self.url).scheme in ("http", "https") and bool(httpx.URL(self.url).host)
+        except (httpx.InvalidURL, TypeError):
+            is_url = False
+        if not is_url:
+            raise SettingsError(f"url of reward 'http' must start with http:// or https://; found {self.url!r}.")
+        for name, least in (("timeout_s", 1e-3), ("backoff_s", 0.0), ("retries", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+                raise SettingsError(f"{name} of reward 'http' must be at least {least:g}; found {value!r}.")
+        for name in sorted({*self.send} - {*SENT}):
+            raise SettingsError(f"send of reward 'http' has {name!r}; known: {', '.join(SENT)}.")
+        if self.token_env and self.token_env not in os.environ:
+            raise SettingsError(f"token_env of reward 'http': the environment has no {self.token_env!r}.")
+        # No connection is kept: a scorer may be used by one event loop after another, and closed outside of any.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        certificates = httpx.create_ssl_context()  # reading them takes 20 ms
+        client_options = {"timeout": self.timeout_s, "limits": limits, "verify": certificates}
+        object.__setattr__(self, "client_options", client_options)
+
+    async def rehearse(self, prompt: Prompt) -> None:
+        """Do not ask the service before the run."""
+
+    async def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            RewardServiceError: The service did not answer, after all retries.
+            DeadlineError: Its answers took too long, after all retries.
+            DataError: Its answer is no reward.
+        """
+        httpx = _library()
+        content = json.dumps(self._payload(given), default=_plain).encode()
+        async with httpx.AsyncClient(headers=self._headers(), **self.client_options) as client:
+            for attempt in range(int(self.retries) + 1):
+                is_last = attempt == self.retries
+                pause_s = min(self.backoff_s * 2.0 ** min(attempt, 32), MAX_PAUSE_S)
+                try:
+                    status, headers, body = await self._post(client, content)
+                except (httpx.TransportError, TimeoutError) as error:
+                    if is_last:
+                        raise self._no_answer(error, num_attempts=attempt + 1) from error
+                else:
+                    if status not in RETRIED_STATUS or is_last:
+                        return self._read(status, body)
+                    pause_s = _retry_after_s(headers) or pause_s
+                await asyncio.sleep(pause_s)
+        raise RewardServiceError(f"reward service {self.url} was not asked.")
+
+    async def _post(self, client: Any, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body; the body is read up to a size, and all of it within timeout_s."""
+        async with asyncio.timeout(self.timeout_s), client.stream("POST", self.url, content=content) as response:
+            body = bytearray()
+            async for piece in response.aiter_bytes():
+                body += piece
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise DataError(f"reward service {self.url} answered with more than {MAX_ANSWER_BYTES} bytes.")
+            return response.status_code, response.headers, bytes(body)
+
+    def _no_answer(self, error: Exception, *, num_attempts: int) -> RLError:
+        httpx = _library()
+        tried = f"tried {num_attempts} times"
+        if isinstance(error, TimeoutError | httpx.TimeoutException):
+            return DeadlineError(f"reward service {self.url} gave no answer within {self.timeout_s:g} s; {tried}.")
+        return RewardServiceError(f"reward service {self.url} cannot be reached ({shown_error(error)}); {tried}.")
+
+    def _read(self, status: int, body: bytes) -> RewardResult:
+        text = body.decode("utf-8", errors="replace")
+        if status in RETRIED_STATUS:
+            raise RewardServiceError(
+                f"reward service {self.url} answered with status {status} {int(self.retries) + 1} times, "
+                f"last with {cut(text, max_characters=200)!r}."
+            )
+        if status != 200:
+            raise DataError(
+                f"reward service {self.url} answered with status {status}: {cut(text, max_characters=200)!r}."
+            )
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"reward service {self.url} answered with what is no JSON: {cut(text, max_characters=200)!r}."
+            ) from error
+        if not isinstance(answer, dict):
+            return RewardResult(reward=answer)
+        if "reward" not in answer:
+            raise DataError(f"reward service {self.url} answered without 'reward'; it has {shown(sorted(answer))}.")
+        components, extras = answer.get("components") or {}, answer.get("extras") or {}
+        if not isinstance(components, dict) or not isinstance(extras, dict):
+            raise DataError(f"reward service {self.url} must give components and extras as objects.")
+        return RewardResult(reward=answer["reward"], components=components, extras=extras)
+
+    def _payload(self, given: RewardInput) -> dict[str, Json]:
+        return {name: getattr(given, name) for name in self.send}
+
+    def _headers(self) -> dict[str, str]:
+        token = {"Authorization": f"Bearer {os.environ.get(self.token_env, '')}"} if self.token_env else {}
+        return {"Content-Type": "application/json", **self.headers, **token}
+
+
+def _library() -> Any:
+    try:
+        import httpx
+    except ImportError as error:
+        raise MissingExtraError("reward 'http' needs httpx. Run: pip install 'rl-rollout[http]'") from error
+    return httpx
+
+
+def _plain(value: Any) -> Json:
+    """What JSON does not know, as it knows it."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise DataError(f"a {type(value).__name__} in the row cannot be sent as JSON; leave its field out of `send`.")
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    seconds = headers.get("retry-after", "")
+    return min(float(seconds), MAX_PAUSE_S) if re.fullmatch(r"\d{1,6}", seconds) else None

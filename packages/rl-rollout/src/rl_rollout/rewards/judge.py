@@ -1,0 +1,196 @@
+"""Reward by a model that judges: an engine is asked, and its answer is read."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.errors import RolloutError, SettingsError
+from rl_core.records import IntArray, Prompt
+from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.protocol import RewardInput, RewardResult
+
+FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
+# "8/10" and "8 out of 10" are scores of 8.
+NUMBER = re.compile(r"(?<![\w./])(?<!/ )(?<!out of )-?\d+(?:\.\d+)?(?![\w.]*\d)")
+YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+
+
+class NoScoreError(RolloutError):
+    """A judge's answer has no score that can be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeModel:
+    """A started engine that judges, and its tokens; it may be the policy's engine or another.
+
+    Attributes:
+        engine: Any RolloutEngine; whoever made it starts and closes it.
+        encode: Token ids of what the judge is asked, chat template and all.
+        decode: Text of each token sequence.
+    """
+
+    engine: RolloutEngine
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[IntArray]], list[str]]
+
+    @classmethod
+    def with_tokenizer(cls, engine: RolloutEngine, tokenizer: PromptTokenizer) -> "JudgeModel":
+        """Ask as a user's message where the tokenizer has a chat template, else as plain text."""
+
+        def encode(text: str) -> Sequence[int]:
+            if not tokenizer.has_chat_template:
+                return tokenizer.encode([text], add_special_tokens=True)[0]
+            rendered = tokenizer.render([{"role": "user", "content": text}], where="the judge's prompt")
+            return tokenizer.encode([rendered], add_special_tokens=False)[0]
+
+        return cls(engine=engine, encode=encode, decode=tokenizer.decode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeReward:
+    """What a judge says of a response, scaled so that `low` is 0 and `high` is 1.
+
+    The answer is drawn greedily unless temperature says otherwise. The last match counts. An answer without a
+    score between low and high is a failure. Component: `score`, as the judge gave it; its answer is in the extras.
+
+    Attributes:
+        model: Engine and tokens of the judge; no setting, given by whoever builds the reward.
+        template: What is asked, with {prompt}, {response}, {ground_truth}, {data_source}, {column:NAME}; other
+            braces stand for themselves.
+        parse: "number" takes the last number, "yes_no" the last yes (1) or no (0), and anything else is a regular
+            expression whose first group (or whole match) is a number.
+        low: Lowest score.
+        high: Highest score.
+        max_tokens: Most tokens of the answer.
+        temperature: 0 is greedy.
+        seed: Of the draw; None draws without.
+        max_response_characters: Longest response that is shown; of a longer one the middle is left out.
+    """
+
+    model: JudgeModel
+    template: str
+    parse: str = "number"
+    low: float = 0.0
+    high: float = 1.0
+    max_tokens: int = 512
+    temperature: float = 0.0
+    seed: int | None = None
+    max_response_characters: int = 100_000
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            SettingsError: An option is impossible.
+        """
+        if not isinstance(self.model, JudgeModel):
+            raise SettingsError(
+                "model of reward 'judge' is an engine with its tokens, which the program gives: "
+                f"build_scorer(options, parts={{'model': JudgeModel(...)}}); found {shown(self.model)}."
+            )
+        if "{response}" not in self.template:
+            raise SettingsError(f"template of reward 'judge' must have {{response}}; found {shown(self.template)}.")
+        if not self.low < self.high:
+            raise SettingsError(f"reward 'judge' needs low < high; found {self.low!r} and {self.high!r}.")
+        if self.max_tokens < 1 or self.max_response_characters < 1:
+            raise SettingsError("reward 'judge' needs max_tokens and max_response_characters of at least 1.")
+        try:
+            re.compile(self.parse)
+        except re.error as error:
+            raise SettingsError(
+                f"parse of reward 'judge' must be 'number', 'yes_no' or a regular expression; {self.parse!r} is none "
+                f"({error})."
+            ) from error
+
+    async def rehearse(self, prompt: Prompt) -> None:
+        """Render what would be asked of an empty response; the judge's engine need not be started yet.
+
+        Raises:
+            SettingsError: The template asks for a column that the row lacks.
+        """
+        try:
+            self.ask(
+                RewardInput(
+                    prompt_uid=prompt.uid,
+                    response_text="",
+                    response_ids=np.empty(0, np.int32),
+                    messages=prompt.messages,
+                    ground_truth=prompt.ground_truth,
+                    columns=prompt.columns,
+                )
+            )
+        except KeyError as error:
+            raise SettingsError(
+                f"template of reward 'judge' names the column {error}, which the first prompt lacks."
+            ) from error
+
+    async def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            NoScoreError: The answer was aborted, or has no score between low and high.
+            EngineError: The engine cannot serve the request.
+        """
+        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        ids = np.asarray(self.model.encode(self.ask(given)), dtype=np.int32)
+        (generation,) = await self.model.engine.generate(GenerateRequest(input_ids=ids, sampling=sampling))
+        (answer,) = self.model.decode([generation.token_ids])
+        if generation.finish_reason == "abort":
+            raise NoScoreError(f"the judge's answer was aborted after {len(generation.token_ids)} tokens.")
+        score = self.score_in(answer)
+        reward = (score - self.low) / (self.high - self.low)
+        return RewardResult(reward=reward, components={"score": score}, extras={"judge_answer": answer[-2000:]})
+
+    def ask(self, given: RewardInput) -> str:
+        """What the judge is asked; nothing in the response is taken for a field of the template.
+
+        Raises:
+            KeyError: The row has no such column.
+        """
+        messages = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in given.messages)
+        fields: Mapping[str, str] = {
+            "prompt": messages or str(given.columns.get("prompt", "")),
+            "response": _middle_out(given.response_text, max_characters=self.max_response_characters),
+            "ground_truth": str(given.ground_truth),
+            "data_source": given.data_source,
+        }
+
+        def value(match: re.Match[str]) -> str:
+            name = match[1]
+            return fields[name] if name in fields else str(given.columns[name.removeprefix("column:")])
+
+        return FIELD.sub(value, self.template)
+
+    def score_in(self, answer: str) -> float:
+        """The score that an answer gives.
+
+        Raises:
+            NoScoreError: There is none between low and high.
+        """
+        patterns = {"number": NUMBER, "yes_no": YES_NO}
+        matches = list(patterns.get(self.parse, re.compile(self.parse)).finditer(answer))
+        if not matches:
+            raise NoScoreError(
+                f"the judge's answer has no score (parse = {self.parse!r}): {shown(answer[-200:], max_characters=220)}."
+            )
+        found = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+        if self.parse == "yes_no":
+            return self.high if found.lower() == "yes" else self.low
+        try:
+            score = float(found)
+        except (TypeError, ValueError) as error:
+            raise NoScoreError(f"the judge's answer has {shown(found)} for a score, which is no number.") from error
+        if not self.low <= score <= self.high:
+            raise NoScoreError(f"the judge's score must be from {self.low:g} to {self.high:g}; found {score:g}.")
+        return score
+
+
+def _middle_out(text: str, *, max_characters: int) -> str:
+    if len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[len(text) - half :]}"

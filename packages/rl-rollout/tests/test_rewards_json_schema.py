@@ -1,0 +1,120 @@
+import builtins
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given as hypothesis_given
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_rollout.rewards import RewardInput, resolve_reward
+
+pytest.importorskip("jsonschema")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}, "tags": {"type": "array"}},
+    "required": ["name", "age"],
+}
+
+
+def response(text, ground_truth=None, **columns):
+    ids = np.array([1], np.int32)
+    return RewardInput(prompt_uid="p", response_text=text, response_ids=ids, ground_truth=ground_truth, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "parsed"),
+    [
+        ('{"name": "Ada", "age": 36}', 1.0, 1.0),
+        (' {"name": "Ada", "age": 36, "more": null}\n', 1.0, 1.0),
+        ('Here:\n```json\n{"name": "Ada", "age": 36}\n```\n', 1.0, 1.0),
+        ('```\n{"name": "Ada", "age": -1}\n```', 0.0, 1.0),
+        ('{"name": "Ada"}', 0.0, 1.0),
+        ('{"name": "Ada", "age": 36', 0.0, 0.0),
+        ("Ada is 36.", 0.0, 0.0),
+        ('{"name": "Ada", "age": NaN}', 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("[" * 100_000, 0.0, 0.0),
+        ('"' + "x" * (1 << 20) + '"', 0.0, 0.0),
+    ],
+)
+def test_a_response_fits_the_schema_or_not(text, reward, parsed):
+    result = resolve_reward("json_schema", {"schema": SCHEMA})(response(text))
+    assert result.reward == reward
+    assert result.components == {"parsed": parsed, "valid": reward}
+    assert ("schema_failure" in result.extras) == (reward == 0.0)
+
+
+def test_where_the_schema_comes_from():
+    text = '{"name": "Ada", "age": 36}'
+    for ground_truth in (SCHEMA, json.dumps(SCHEMA), True):
+        assert resolve_reward("json_schema")(response(text, ground_truth)).reward == 1.0
+    by_column = resolve_reward("json_schema", {"column": "schema"})
+    assert by_column(response(text, schema={"type": "array"})).reward == 0.0
+
+
+def test_the_first_reason_says_where():
+    result = resolve_reward("json_schema", {"schema": SCHEMA})(response('{"name": "Ada", "age": -1}'))
+    assert result.extras == {"schema_failure": "$.age: -1 is less than the minimum of 0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "fitting"),
+    [
+        ('{"name": "Ada", "age": 36}', 1.0, 1.0),
+        ('{"name": "Ada", "age": -1}', 0.5 + 0.5 * 2 / 3, 2 / 3),
+        ('{"name": 1, "age": -1, "tags": 3}', 0.5, 0.0),
+        ("[]", 0.5, 0.0),
+        ("no", 0.0, 0.0),
+    ],
+)
+def test_a_share_of_the_properties_counts_when_asked_for(text, reward, fitting):
+    result = resolve_reward("json_schema", {"schema": SCHEMA, "is_fractional": True})(response(text))
+    assert result.reward == pytest.approx(reward)
+    assert result.components["fitting"] == pytest.approx(fitting)
+
+
+def test_what_fits_but_is_not_valid_is_less_than_1():
+    schema = {**SCHEMA, "additionalProperties": False}
+    reward = resolve_reward("json_schema", {"schema": schema, "is_fractional": True})
+    assert reward(response('{"name": "Ada", "age": 36, "more": 1}')).reward == 0.99
+
+
+@pytest.mark.parametrize(
+    "ground_truth", [None, 3, "", "{", {"type": "strin"}, {"$ref": "http://127.0.0.1:9/none.json"}]
+)
+def test_rows_without_a_schema_are_the_rows_fault(ground_truth):
+    with pytest.raises(DataError):
+        resolve_reward("json_schema")(response("{}", ground_truth))
+
+
+def test_references_inside_the_schema_hold():
+    schema = {"$defs": {"age": {"type": "integer"}}, "properties": {"age": {"$ref": "#/$defs/age"}}}
+    reward = resolve_reward("json_schema", {"schema": schema, "is_fractional": True})
+    assert [reward(response(text)).reward for text in ('{"age": 1}', '{"age": "1"}')] == [1.0, 0.5]
+
+
+def test_impossible_options_are_refused():
+    with pytest.raises(SettingsError, match="it is no JSON schema"):
+        resolve_reward("json_schema", {"schema": {"type": "strin"}})
+    with pytest.raises(SettingsError, match="a schema or a column; found both"):
+        resolve_reward("json_schema", {"schema": {}, "column": "x"})
+
+
+@hypothesis_given(st.text())
+def test_any_text_is_scored(text):
+    assert resolve_reward("json_schema", {"schema": SCHEMA})(response(text)).reward in (0.0, 1.0)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    load = builtins.__import__
+
+    def refuse(name, *given, **options):
+        if name == "jsonschema":
+            raise ImportError(name)
+        return load(name, *given, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[json-schema\]'"):
+        resolve_reward("json_schema")

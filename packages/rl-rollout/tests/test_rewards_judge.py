@@ -1,0 +1,191 @@
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_core.records import Prompt
+from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.rewards import JudgeModel, RewardInput, RewardOptions, RewardPart, build_scorer, resolve_reward
+
+TEMPLATE = "Task: {prompt}\nAnswer: {response}\nRight: {ground_truth} {level} {column:level}\nScore 0 to 10:"
+
+
+def encode(text):
+    return [ord(character) for character in text]
+
+
+def decode(sequences):
+    return ["".join(map(chr, ids.tolist())) for ids in sequences]
+
+
+def given(text="18", **columns):
+    return RewardInput(
+        prompt_uid="p7",
+        response_text=text,
+        response_ids=np.array([1], np.int32),
+        messages=({"role": "user", "content": "9 + 9?"},),
+        ground_truth="18",
+        columns={"level": 3, **columns},
+    )
+
+
+def judge_model(answer):
+    """A judge that says one thing, or what a function of its question says."""
+    say = answer if callable(answer) else lambda _question: answer
+    engine = ScriptedEngine(
+        lambda request, _index: encode(say(decode([request.input_ids])[0])), end_token_ids=[ord(".")]
+    )
+    asyncio.run(engine.start())
+    return JudgeModel(engine=engine, encode=encode, decode=decode)
+
+
+def judge(answer, **options):
+    options = {"template": TEMPLATE, "low": 0.0, "high": 10.0, **options}
+    return resolve_reward("judge", options, parts={"model": judge_model(answer)})
+
+
+def score(answer, **options):
+    return asyncio.run(judge(answer, **options)(given()))
+
+
+def test_the_judge_is_asked_with_the_template_and_its_score_is_scaled():
+    reward = judge("It is right. Score: 8.")
+    result = asyncio.run(reward(given()))
+    assert (result.reward, result.components) == (0.8, {"score": 8.0})
+    assert result.extras == {"judge_answer": "It is right. Score: 8."}
+    (request,) = reward.model.engine.requests
+    asked = decode([request.input_ids])[0]
+    assert asked == "Task: user: 9 + 9?\nAnswer: 18\nRight: 18 {level} 3\nScore 0 to 10:"
+    assert (request.sampling.temperature, request.sampling.max_tokens) == (0.0, 512)
+
+
+def test_fields_in_a_response_stay_as_they_are():
+    assert "Answer: {ground_truth} {column:level}\n" in judge("1").ask(given("{ground_truth} {column:level}"))
+
+
+def test_a_long_response_loses_its_middle():
+    asked = judge("1", max_response_characters=10).ask(given("a" * 50 + "b" * 50))
+    assert "aaaaa\n[... 90 characters left out ...]\nbbbbb" in asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "reward"),
+    [
+        ("7", {}, 0.7),
+        ("First 3, then 9.5", {}, 0.95),
+        ("8/10", {}, 0.8),
+        ("8 / 10", {}, 0.8),
+        ("8 out of 10", {}, 0.8),
+        ("Yes, in all. No, wait: yes", {"parse": "yes_no"}, 1.0),
+        ("YES... no", {"parse": "yes_no"}, 0.0),
+        ("I know nothing, yes", {"parse": "yes_no"}, 1.0),
+        ("<score>4</score> of 10", {"parse": r"<score>(\d+)</score>"}, 0.4),
+        ("-1", {"low": -1.0, "high": 1.0}, 0.0),
+    ],
+)
+def test_how_scores_are_read(answer, options, reward):
+    assert score(answer, **options).reward == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "message"),
+    [
+        ("I cannot say", {}, "the judge's answer has no score .*'I cannot say'"),
+        ("maybe", {"parse": "yes_no"}, "has no score"),
+        ("11", {}, "must be from 0 to 10; found 11"),
+        ("score: high", {"parse": r"score: (\w+)"}, "'high' for a score, which is no number"),
+        ("score: nan", {"parse": r"score: (\w+)"}, "must be from 0 to 10; found nan"),
+    ],
+)
+def test_an_answer_without_a_score_is_a_failed_session(answer, options, message):
+    options = {"template": TEMPLATE, "low": 0.0, "high": 10.0, **options}
+    scorer = build_scorer(RewardOptions(function="judge", options=options), parts={"model": judge_model(answer)})
+    (scored,) = asyncio.run(scorer.score([given()]))
+    assert scored.result is None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(scored.failure)
+
+
+def test_an_engine_that_fails_or_a_missing_column_fails_that_session_alone():
+    def breaks_on_b(question):
+        if "Answer: b" in question:
+            raise RuntimeError("out of memory")
+        return "5"
+
+    options = {"template": TEMPLATE, "high": 10.0}
+    scorer = build_scorer(RewardOptions(function="judge", options=options), parts={"model": judge_model(breaks_on_b)})
+    bare = replace(given("c"), columns={})
+    scored = asyncio.run(scorer.score([given("a"), given("b"), bare, given("d")]))
+    assert [one.result is None for one in scored] == [False, True, True, False]
+    assert "out of memory" in scored[1].failure
+    assert "KeyError: 'level'" in scored[2].failure
+
+
+def test_an_aborted_answer_is_no_score():
+    class Aborting(ScriptedEngine):
+        async def generate(self, request):
+            return [replace(one, finish_reason="abort") for one in await super().generate(request)]
+
+    engine = Aborting(lambda _request, _index: encode("5"))
+    asyncio.run(engine.start())
+    model = JudgeModel(engine=engine, encode=encode, decode=decode)
+    with pytest.raises(RuntimeError, match="aborted after 1 tokens"):
+        asyncio.run(resolve_reward("judge", {"template": TEMPLATE, "high": 10.0}, parts={"model": model})(given()))
+
+
+class Tokenizer:
+    has_chat_template = True
+
+    def render(self, messages, *, where):
+        return f"<{messages[0]['role']}>{messages[0]['content']}"
+
+    def encode(self, texts, *, add_special_tokens):
+        return [([2] if add_special_tokens else []) + encode(text) for text in texts]
+
+    decode = staticmethod(decode)
+
+
+def test_a_tokenizer_with_a_template_asks_as_a_user():
+    tokenizer = Tokenizer()
+    assert JudgeModel.with_tokenizer(None, tokenizer).encode("hi") == encode("<user>hi")
+    tokenizer.has_chat_template = False
+    assert JudgeModel.with_tokenizer(None, tokenizer).encode("hi") == [2, *encode("hi")]
+
+
+def test_a_judge_is_one_part_of_several_and_rehearses_without_an_engine():
+    parts = (
+        RewardPart(function="exact_match"),
+        RewardPart(function="judge", weight=0.5, options={"template": TEMPLATE, "high": 10.0}),
+    )
+    scorer = build_scorer(RewardOptions(parts=parts), parts={"model": judge_model("6")})
+    (scored,) = asyncio.run(scorer.score([given()]))
+    assert scored.result.reward == 1.0 + 0.5 * 0.6
+    assert scored.result.components == {"exact_match": 1.0, "judge": 0.6, "judge/score": 6.0}
+    prompt = Prompt(uid="p0", input_ids=np.array([1], np.int32), columns={"level": 1})
+    asyncio.run(scorer.rehearse(prompt))
+    with pytest.raises(SettingsError, match="names the column 'level', which the first prompt lacks"):
+        asyncio.run(scorer.rehearse(replace(prompt, columns={})))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": "Score it"}, "must have {response}"),
+        ({"template": TEMPLATE, "low": 1.0, "high": 1.0}, "needs low < high"),
+        ({"template": TEMPLATE, "parse": "("}, "regular expression; '\\(' is none"),
+        ({"template": TEMPLATE, "max_tokens": 0}, "at least 1"),
+        ({}, "needs the option 'template'"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve_reward("judge", options, parts={"model": judge_model("1")})
+
+
+def test_without_a_model_the_option_is_named():
+    with pytest.raises(SettingsError, match="'judge' needs the option 'model'"):
+        resolve_reward("judge", {"template": TEMPLATE})
+    with pytest.raises(SettingsError, match=r"which the program gives: build_scorer\(.*; found 'gpt'"):
+        resolve_reward("judge", {"template": TEMPLATE, "model": "gpt"})
