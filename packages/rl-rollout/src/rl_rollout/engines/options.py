@@ -12,6 +12,8 @@ class VLLMOptions:
 
     Attributes:
         dtype: What it computes in; float32 matches a float32 learner to 1e-5, bfloat16 is usual on GPUs.
+        tensor_parallel_size: Processes that share the model, each with a part of every layer, on GPUs each with its
+            own; must divide the model's attention heads. 1 starts no process.
         max_model_len: Most tokens of prompt and response together; None takes what the model allows.
         max_num_seqs: Samples decoded at once.
         max_num_batched_tokens: Tokens of one engine step; bounds the memory of a step.
@@ -23,11 +25,12 @@ class VLLMOptions:
             it on CPUs.
         enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
         can_sleep: Let `sleep` give the GPU's memory to a learner on it; costs vLLM's own memory pool. Nothing on CPUs.
-        num_threads: CPU threads of the engine; None takes torch's count at the start.
+        num_threads: CPU threads of the engine, of all its processes together; None takes torch's count at the start.
         seed: Of the draws of requests that have none.
     """
 
     dtype: DType = "float32"
+    tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 8192

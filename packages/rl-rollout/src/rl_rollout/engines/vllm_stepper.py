@@ -20,13 +20,16 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import EngineError
 from rl_core.records import FinishReason as OurFinishReason
-from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.vllm_environment import unchanged_process
-from rl_rollout.engines.weight_checks import check_update, tensor_shapes, update_tensors
+from rl_rollout.engines.vllm_live_weights import join_parts
+from rl_rollout.engines.vllm_update import expected_probes, join_arrived, update_shapes, workers_source
+from rl_rollout.engines.vllm_worker_processes import WorkerWatch, unlink_queues, worker_environment
+from rl_rollout.engines.weight_checks import check_update, tensor_shapes
 
 FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
     FinishReason.STOP: "stop",
@@ -62,11 +65,18 @@ class VLLMStepper:
         self._num_requests = 0
         self._num_idle_steps = 0
         self._version = 0
-        with unchanged_process(options.num_threads or torch.get_num_threads()), self._shut_down_on_error():
+        self._num_ranks = options.tensor_parallel_size
+        num_threads = options.num_threads or torch.get_num_threads()
+        with (
+            unchanged_process(num_threads),
+            worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
+            self._shut_down_on_error(),
+        ):
             self._engine = LLMEngine.from_engine_args(_engine_args(model_dir, options))
         _engines_in_process.add(id(self))
         self._client: Any = self._engine.engine_core
         self._core: Any = self._client.engine_core
+        self._watch = self._take_workers()
         self._core.collective_rpc("skip_token_ranks")
         if self._is_cpu:
             self._core.collective_rpc("draw_by_seed_and_position")
@@ -127,15 +137,14 @@ class VLLMStepper:
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
-        tensors = update_tensors(update)
-        check_update(update, tensors, self._shapes)
-        arrived = {name: tensor_crc32c(tensor) for name, tensor in tensors.items()}
-        own = {name: tensor for name, tensor in tensors.items() if name not in update.tied}
-        self._core.collective_rpc("replace_all_weights", args=(own,))
+        check_update(update, update_shapes(update), self._shapes)
+        with workers_source(update, is_shared=self._num_ranks > 1) as source:
+            ranks = self._core.collective_rpc("replace_all_weights", args=(source, list(update.tied)))
         self.reset_prefix_cache()
         self._version = update.version
-        (live,) = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
-        return WeightReceipt(version=update.version, arrived=arrived, live=live)
+        parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
+        live = join_parts(parts, expected_probes(update))
+        return WeightReceipt(version=update.version, arrived=join_arrived(ranks, update), live=live)
 
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""
@@ -152,12 +161,21 @@ class VLLMStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._watch.stop()
         with _kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
         _engines_in_process.discard(id(self))
         self._running.clear()
         del self._engine, self._client, self._core
         gc.collect()
+
+    def _take_workers(self) -> WorkerWatch:
+        """Watch the workers' processes, and let nothing of them outlive them."""
+        executor = self._core.model_executor
+        if self._num_ranks > 1:
+            self._core.collective_rpc("unlink_shared")
+            unlink_queues([executor.rpc_broadcast_mq, *executor.response_mqs])
+        return WorkerWatch(executor)
 
     @contextmanager
     def _shut_down_on_error(self) -> Iterator[None]:
@@ -244,6 +262,8 @@ def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
         load_format="safetensors",
         use_tqdm_on_load=False,
         dtype=options.dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
         max_model_len=(options.max_model_len or max_positions(model_dir)) + 1,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -1,51 +1,70 @@
-"""What runs inside vLLM's worker: replacing all weights, and asking the live layers what they serve.
+"""What runs inside vLLM's workers: replacing all weights, and asking the live layers what they serve.
 
-vLLM's CPU layers pack their weights and drop the originals, GPU layers fuse them. So what is served is
-not read but asked: each live layer is applied to the probe vector, and its output is split where the
-Hugging Face tensors were joined.
+With tensor parallel each rank is a process of its own, to which no tensor is passed: it reads the update's file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from safetensors import safe_open
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from rl_core.records import FloatArray
-from rl_core.weights import probe_tensor, probe_vector
+from rl_core.weights import tensor_crc32c
+from rl_rollout.engines.vllm_live_weights import LiveParts, live_parts
+from rl_rollout.engines.vllm_worker_processes import unlink_what_workers_share
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker; called with `collective_rpc`."""
 
     model_runner: Any
+    device: torch.device
+    distributed_init_method: str
 
     @torch.inference_mode()
-    def replace_all_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load every tensor of the model, by Hugging Face name."""
+    def replace_all_weights(self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str]) -> dict[str, int]:
+        """Load every tensor of the model, by Hugging Face name.
+
+        Args:
+            source: The tensors, or a safetensors file that holds them.
+            tied: Names among them that the model serves from another tensor.
+
+        Returns:
+            crc32c of each tensor as this rank got it.
+        """
         model = self.model_runner.get_model()
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors.items())
-        finalize_layerwise_reload(model, self.model_runner.model_config)
+        arrived: dict[str, int] = {}
+        with _opened(source) as tensors:
+            initialize_layerwise_reload(model)
+            model.load_weights(_arriving(tensors, set(tied), arrived))
+            finalize_layerwise_reload(model, self.model_runner.model_config)
         repack_output_head(model)
+        return arrived
 
     @torch.inference_mode()
-    def probe_live_weights(self, names: Iterable[str]) -> dict[str, FloatArray]:
-        """Probe of each named Hugging Face tensor as it is served now; names that have no live layer are left out."""
+    def probe_live_weights(self, names: Iterable[str]) -> LiveParts:
+        """What this rank serves of each named Hugging Face tensor; names that have no live layer are left out."""
         model = self.model_runner.get_model()
-        live = dict(_live_probes(model))
+        live = live_parts(model)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         if mapper is not None:
             mapper = replace(mapper, orig_to_new_stacked={})  # the probes are split, hence named as in the checkpoint
         found = {name: live.get(_vllm_name(mapper, name)) for name in names}
-        return {name: probe for name, probe in found.items() if probe is not None}
+        return {name: parts for name, parts in found.items() if parts is not None}
+
+    def unlink_shared(self) -> None:
+        """Let nothing stay in shared memory or the temporary folder when this process is killed."""
+        is_cpu = self.device.type == "cpu"  # on GPUs a communicator may be made later
+        unlink_what_workers_share(self.distributed_init_method if is_cpu else None)
 
     def skip_token_ranks(self) -> None:
         """Let the sampler gather the sampled tokens' logprobs alone.
@@ -103,49 +122,31 @@ def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
+@contextmanager
+def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    """The tensors one by one; a file's are read when they are asked for."""
+    if isinstance(source, Mapping):
+        yield source.items()
+        return
+    with safe_open(source, framework="pt") as file:
+        yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
+
+
+def _arriving(
+    tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], arrived: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Sum up each tensor as it passes, and drop those that the model serves from another."""
+    for name, tensor in tensors:
+        arrived[name] = tensor_crc32c(tensor)
+        if name not in tied:
+            yield name, tensor
+
+
 def repack_output_head(model: torch.nn.Module) -> None:
     """Pack the output head anew: vLLM's reload leaves one that is tied to the embeddings stale on CPUs."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-
-
-def _live_probes(model: torch.nn.Module) -> Iterator[tuple[str, FloatArray]]:
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for path, module in model.named_modules():
-        if isinstance(module, LinearBase):
-            yield from _linear_probes(path, module, packed)
-        elif isinstance(module, VocabParallelEmbedding):
-            yield f"{path}.weight", _vocabulary_probe(module)
-        else:
-            for name, parameter in module.named_parameters(prefix=path, recurse=False):
-                yield name, probe_tensor(parameter)
-
-
-def _linear_probes(path: str, module: LinearBase, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, FloatArray]]:
-    parent, _, own_name = path.rpartition(".")
-    names = packed.get(own_name, [own_name])
-    sizes = module.output_partition_sizes if len(names) > 1 else [module.output_size]
-    outputs = _apply(module, module.input_size)
-    for name, part in zip(names, torch.split(outputs, sizes), strict=True):
-        yield f"{parent}.{name}.weight", part.numpy()
-    if module.bias is not None:
-        for name, part in zip(names, torch.split(module.bias.detach().float().cpu(), sizes), strict=True):
-            yield f"{parent}.{name}.bias", part.numpy()
-
-
-def _vocabulary_probe(module: VocabParallelEmbedding) -> FloatArray:
-    size = module.org_vocab_size
-    if isinstance(module, ParallelLMHead):
-        return _apply(module, module.embedding_dim)[:size].numpy()
-    return probe_tensor(module.weight[:size])
-
-
-def _apply(module: Any, input_size: int) -> torch.Tensor:
-    """[out] float32: the live layer, packed as it is, on the probe vector."""
-    vector = probe_vector(input_size).to(device=module.weight.device, dtype=module.weight.dtype)
-    output: torch.Tensor = module.quant_method.apply(module, vector.unsqueeze(0))
-    return output.squeeze(0).float().cpu()
 
 
 def _vllm_name(mapper: Any, name: str) -> str:
