@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import stat
+import struct
 import sys
 import time
 from pathlib import Path
@@ -38,16 +39,15 @@ def main() -> None:
     os.set_inheritable(status_fd, False)
     spec = read_spec()
     try:
-        LEVELS[spec["level"]](spec, status_fd)
+        run = run_in_namespaces if spec["level"].endswith("namespaces") else run_without_namespaces
+        run(spec, status_fd)
     except OSError as error:
-        report(status_fd, {"error": f"{error.strerror} ({error.filename or 'in the launcher'})"})
+        report_error(status_fd, error, where="in the launcher")
 
 
 def read_spec() -> Spec:
     """The specification: its length in 8 bytes, then JSON; what follows is the program's input."""
-    size = int.from_bytes(read_exactly(8), "little")
-    spec: Spec = json.loads(read_exactly(size))
-    return spec
+    return dict(json.loads(read_exactly(int.from_bytes(read_exactly(8), "little"))))
 
 
 def read_exactly(size: int) -> bytes:
@@ -61,9 +61,14 @@ def read_exactly(size: int) -> bytes:
     return bytes(received)
 
 
-def report(status_fd: int, value: dict[str, Any]) -> None:
+def report(status_fd: int, found: dict[str, Any]) -> None:
     """Say what happened, in one line."""
-    os.write(status_fd, json.dumps(value).encode() + b"\n")
+    os.write(status_fd, json.dumps(found).encode() + b"\n")
+
+
+def report_error(status_fd: int, error: OSError, *, where: str) -> None:
+    """Say that the sandbox could not be made."""
+    report(status_fd, {"error": f"{error.strerror} ({error.filename or where})"})
 
 
 def run_in_namespaces(spec: Spec, status_fd: int) -> None:
@@ -83,7 +88,7 @@ def run_in_namespaces(spec: Spec, status_fd: int) -> None:
             build_root(spec)
             supervise(spec, status_fd, start(spec, status_fd, folder=WORK))
         except OSError as error:
-            report(status_fd, {"error": f"{error.strerror} ({error.filename or 'in the first process'})"})
+            report_error(status_fd, error, where="in the first process")
         os._exit(0)
     close_standard_streams()
     os.waitpid(first, 0)
@@ -129,10 +134,8 @@ def build_root(spec: Spec) -> None:
     for path, source in devices:
         bind(source, root + path)
     Path(root, "proc").mkdir()
-    try:
+    with contextlib.suppress(OSError):  # a container that hides parts of its own /proc gives no new one
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    except OSError:  # a container that hides parts of its own /proc gives no new one; the program has none then
-        spec["has_proc"] = False
     make_work_folder(spec, root)
     os.chdir(root)
     check(LIBC.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -192,7 +195,7 @@ def start(spec: Spec, status_fd: int, *, folder: str) -> int:
         try:
             become_program(spec, folder)
         except OSError as error:
-            report(status_fd, {"error": f"{error.strerror} ({error.filename or 'before the program started'})"})
+            report_error(status_fd, error, where="before the program started")
         finally:
             os._exit(127)
     close_standard_streams()
@@ -252,13 +255,10 @@ def limit(spec: Spec) -> None:
 
 def num_threads_of_user() -> int:
     """Threads that run as this user, which the limit on processes counts too."""
-    uid, total = os.getuid(), 0
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if path.stat().st_uid == uid:
-                total += path.joinpath("task").stat().st_nlink - 2
-        except OSError:
-            continue
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/task"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_nlink - 2 if path.stat().st_uid == os.getuid() else 0
     return total
 
 
@@ -267,12 +267,8 @@ def install_filter(program: bytes) -> None:
     if not program:
         return
     code = ctypes.create_string_buffer(program, len(program))
-
-    class Filter(ctypes.Structure):
-        _fields_ = (("size", ctypes.c_ushort), ("code", ctypes.c_void_p))
-
-    given = Filter(len(program) // 8, ctypes.addressof(code))
-    check(LIBC.prctl(PR_SET_SECCOMP, 2, ctypes.byref(given), 0, 0), "PR_SET_SECCOMP")
+    given = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
+    check(LIBC.prctl(PR_SET_SECCOMP, 2, given, 0, 0), "PR_SET_SECCOMP")
 
 
 def supervise(spec: Spec, status_fd: int, program: int) -> None:
@@ -285,7 +281,7 @@ def supervise(spec: Spec, status_fd: int, program: int) -> None:
             ended, exit_code = "exited", os.waitstatus_to_exitcode(statuses[0][0])
             peak_bytes = max(peak_bytes, statuses[0][1].ru_maxrss * 1024)
             break
-        processes = remaining(spec)
+        processes = remaining()
         resident_bytes = sum(map(resident, processes))
         peak_bytes = max(peak_bytes, resident_bytes)
         over = (
@@ -317,12 +313,10 @@ def reap() -> list[tuple[int, int, resource.struct_rusage]]:
         reaped.append((pid, status, usage))
 
 
-def remaining(spec: Spec) -> list[int]:
+def remaining() -> list[int]:
     """Processes of the program that run."""
     if os.getpid() != 1:
         return descendants()
-    if not spec.get("has_proc", True):
-        return []
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]  # noqa: PTH208
 
 
@@ -375,18 +369,14 @@ def kill_once(spec: Spec) -> None:
             os._exit(0)
     else:
         for pid in descendants():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 def kill_everyone() -> None:
     """SIGKILL to every process that this one may signal, in one go that no fork can outrun."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def close_standard_streams() -> None:
@@ -403,13 +393,6 @@ def check(result: int, what: str) -> None:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)
 
-
-LEVELS = {
-    "namespaces": run_in_namespaces,
-    "user_namespaces": run_in_namespaces,
-    "other_user": run_without_namespaces,
-    "same_user": run_without_namespaces,
-}
 
 if __name__ == "__main__":
     main()
