@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,18 @@ T = TypeVar("T")
 STDERR_CHARS = 400
 CLOSE_S = 15.0
 """Longest wait for a server to end; the library closes its input, after 2 s sends SIGTERM, after 2 more kills it."""
+
+
+GUARD = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+os.getppid() == 1 and sys.exit()
+try:
+    os.execvp(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{sys.argv[1]}: {error.strerror}")
+"""
+"""Asks for SIGKILL when the parent dies (PR_SET_PDEATHSIG, which exec keeps), then becomes the command."""
 
 
 class McpTool:
@@ -85,7 +98,8 @@ class McpServer:
         self._options = options
         self._thread: _LoopThread | None = None
         self._connection: _Connection | None = None
-        self._starting: asyncio.Lock | None = None
+        self._open: set[_Connection] = set()
+        self._starting: asyncio.Task[_Connection] | None = None
         self._probes: set[asyncio.Task[None]] = set()
         self._failures = 0
         self._not_before = 0.0
@@ -99,7 +113,6 @@ class McpServer:
         """
         if self._thread is None:
             self._thread = _LoopThread(f"mcp-{self._name}")
-            self._starting = asyncio.Lock()
             atexit.register(self.close)
         try:
             connection = await self._thread.run(self._connected())
@@ -148,24 +161,32 @@ class McpServer:
         return text
 
     async def _connected(self) -> "_Connection":
+        if self._connection is not None:
+            return self._connection
         if self._starting is None:
-            raise ToolError(f"the server {self._name!r} is not started.")
-        async with self._starting:
-            if self._connection is not None:
-                return self._connection
             remaining_s = self._not_before - time.monotonic()
             if remaining_s > 0:
                 raise ToolError(
                     f"the server {self._name!r} is down ({self._reason}); it is tried again in {remaining_s:.0f} s."
                 )
-            connection = _Connection(self._options)
-            try:
-                await connection.open()
-            except Exception as error:
-                self._failed(f"did not start: {_leaf(error)}{connection.last_words()}")
-                raise ToolError(f"MCP server {self._name!r} {self._reason}") from error
+            self._starting = asyncio.create_task(self._open_connection())
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if nobody waits
+        return await asyncio.shield(self._starting)  # a call that gives up leaves the start to the next
+
+    async def _open_connection(self) -> "_Connection":
+        connection = _Connection(self._options)
+        self._open.add(connection)
+        try:
+            await connection.open()
+        except Exception as error:
+            self._open.discard(connection)
+            self._failed(f"did not start: {_leaf(error)}{connection.last_words()}")
+            raise ToolError(f"MCP server {self._name!r} {self._reason}") from error
+        else:
             self._connection = connection
             return connection
+        finally:
+            self._starting = None
 
     def _probe(self, connection: "_Connection") -> None:
         """Find out in the background whether a server that took too long is alive."""
@@ -194,6 +215,7 @@ class McpServer:
         self._connection = None
         self._failed(reason)
         await connection.close()
+        self._open.discard(connection)
 
     def _failed(self, reason: str) -> None:
         pause_s = min(float(1 << min(self._failures - 1, 16)), self._options.max_pause_s) if self._failures else 0.0
@@ -205,9 +227,11 @@ class McpServer:
     async def _disconnect(self) -> None:
         for probe in list(self._probes):
             probe.cancel()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
+        if self._starting is not None:
+            self._starting.cancel()
+        self._connection = None
+        await asyncio.gather(*(connection.close() for connection in self._open))
+        self._open.clear()
 
 
 class _Connection:
@@ -279,9 +303,14 @@ class _Connection:
             async with httpx2.AsyncClient(headers=dict(options.headers), timeout=timeout) as http_client:
                 yield streamable_http_client(options.url, http_client=http_client)
             return
-        command, *arguments = options.command
+        command, *arguments = _guarded(options.command)
         parameters = StdioServerParameters(command=command, args=arguments, env=dict(options.env), cwd=options.cwd)
         yield stdio_client(parameters, errlog=self._stderr)
+
+
+def _guarded(command: tuple[str, ...]) -> tuple[str, ...]:
+    """A command that the kernel kills with this process, however that ends; the library only closes its input."""
+    return (sys.executable, "-I", "-S", "-c", GUARD, *command) if sys.platform == "linux" else command
 
 
 class _LoopThread:
