@@ -11,6 +11,8 @@ from rl_rollout.rewards import (
     RewardOptions,
     RewardPart,
     RewardScorer,
+    ScoredPart,
+    WeightedReward,
     build_scorer,
     resolve_reward,
 )
@@ -146,7 +148,9 @@ def failing(reward_file, part_on_failure, **options):
 def test_a_part_that_fails_fails_the_session_with_its_name_and_reason(reward_file):
     scored = score(failing(reward_file, "fail"), "18", ground_truth="18")
     assert scored.result is None
-    assert "part 'disk': reward function 'mine.py:fails' on prompt p7 raised OSError: disk" in scored.failure
+    assert scored.failure.startswith(
+        "part 'disk' of the reward: reward function 'mine.py:fails' on prompt p7 raised OSError: disk"
+    )
 
 
 def test_a_part_may_count_zero_with_a_mark(reward_file):
@@ -169,3 +173,24 @@ def test_rehearsal_reaches_each_part(reward_file):
     asyncio.run(build_scorer(weighted(reward_file)).rehearse(prompt))
     with pytest.raises(SettingsError, match=r"mine\.py:fails"):
         asyncio.run(failing(reward_file, "zero").rehearse(prompt))
+
+
+def test_waiting_for_a_turn_is_no_part_of_the_time(reward_file):
+    scorer = build_scorer(weighted(reward_file, max_calls_per_s=10.0))
+    scored = asyncio.run(scorer.score([given_text("18", ground_truth="18")] * 3))
+    assert all(one.result is not None and one.reward_s < 0.09 for one in scored)
+
+
+def test_a_weighted_reward_is_a_function_like_any_other(reward_file):
+    reward = WeightedReward([ScoredPart(name="a", weight=2.0, scorer=RewardScorer(resolve_reward("exact_match")))])
+    assert asyncio.run(reward(given_text("1", ground_truth="1"))).reward == 2.0
+    broken = WeightedReward([ScoredPart(name="a", weight=2.0, scorer=RewardScorer(lambda _given: None))])
+    with pytest.raises(RuntimeError, match=r"part 'a' of the reward: .*gave reward = None"):
+        asyncio.run(broken(given_text("1")))
+
+
+def test_a_weighted_reward_needs_different_parts():
+    part = ScoredPart(name="a", weight=2.0, scorer=RewardScorer(resolve_reward("exact_match")))
+    for parts in ((), (part, part)):
+        with pytest.raises(SettingsError, match="at least one part, with different names"):
+            WeightedReward(parts)

@@ -95,6 +95,9 @@ class RewardScorer:
         self._slots = asyncio.Semaphore(min(max_concurrency, getattr(function, "max_concurrency", max_concurrency)))
         self._rate = None if max_calls_per_s is None else RateLimit(max_calls_per_s)
         self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
+        self._score_one: Any = getattr(
+            function, "score_one", function
+        )  # of WeightedReward, which has scorers of its own
         self._is_quick = bool(getattr(function, "is_quick", False))
         self._is_async = is_async(function)
 
@@ -176,7 +179,7 @@ class RewardScorer:
     async def _await_call(self, given: RewardInput) -> Scored:
         started_at = time.perf_counter()
         try:
-            value = await self._function(given)
+            value = await self._score_one(given)
         except BaseException as error:
             if _is_meant_for_us(error):
                 raise
@@ -205,6 +208,11 @@ class RewardScorer:
         return self._checked(given, value, started_at=started_at)
 
     def _checked(self, given: RewardInput, value: Any, *, started_at: float) -> Scored:
+        if isinstance(value, Scored):
+            if value.result is None:
+                return value
+            checked = self._checked(given, value.result, started_at=started_at)
+            return replace(checked, reward_s=value.reward_s, num_attempts=value.num_attempts)
         reward_s = time.perf_counter() - started_at
         try:
             return Scored(result=read_output(value), reward_s=reward_s)

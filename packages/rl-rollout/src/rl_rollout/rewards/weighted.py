@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_core.errors import RolloutError
+from rl_core.errors import RolloutError, SettingsError
 from rl_core.records import Json, Prompt
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import RewardScorer, Scored, marked
@@ -44,7 +44,13 @@ class WeightedReward:
 
         Args:
             parts: With different names.
+
+        Raises:
+            SettingsError: There is none, or two have the same name.
         """
+        names = [part.name for part in parts]
+        if not names or len({*names}) < len(names):
+            raise SettingsError(f"a weighted reward needs at least one part, with different names; found {names}.")
         self._parts = tuple(parts)
 
     async def __call__(self, given: RewardInput) -> RewardResult:
@@ -53,16 +59,30 @@ class WeightedReward:
         Raises:
             RewardPartError: A part failed.
         """
-        scored = await asyncio.gather(*(part.scorer.score([given]) for part in self._parts))
+        scored = await self.score_one(given)
+        if scored.result is None:
+            raise RewardPartError(scored.failure)
+        return scored.result
+
+    async def score_one(self, given: RewardInput) -> Scored:
+        """Score one response; a scorer calls this, for a time that leaves out where parts waited for their turn."""
+        batches = await asyncio.gather(*(part.scorer.score([given]) for part in self._parts))
+        scored = [
+            marked(one) if part.on_failure == "zero" else one for part, (one,) in zip(self._parts, batches, strict=True)
+        ]
+        reward_s, num_attempts = max(one.reward_s for one in scored), max(one.num_attempts for one in scored)
         total, components, extras = 0.0, dict[str, float](), dict[str, Json]()
-        for part, (one,) in zip(self._parts, scored, strict=True):
-            result = _result_of(part, one)
-            total += part.weight * result.reward
-            components[part.name] = result.reward
-            components |= {f"{part.name}/{name}": value for name, value in result.components.items()}
-            if result.extras:
-                extras[part.name] = dict(result.extras)
-        return RewardResult(reward=total, components=components, extras=extras)
+        for part, one in zip(self._parts, scored, strict=True):
+            if one.result is None:
+                failure = f"part {part.name!r} of the reward: {one.failure}"
+                return Scored(failure=failure, reward_s=reward_s, num_attempts=num_attempts)
+            total += part.weight * one.result.reward
+            components[part.name] = one.result.reward
+            components |= {f"{part.name}/{name}": value for name, value in one.result.components.items()}
+            if one.result.extras:
+                extras[part.name] = dict(one.result.extras)
+        result = RewardResult(reward=total, components=components, extras=extras)
+        return Scored(result=result, reward_s=reward_s, num_attempts=num_attempts)
 
     async def rehearse(self, prompt: Prompt) -> None:
         """Rehearse each part.
@@ -77,11 +97,3 @@ class WeightedReward:
         """Close the parts."""
         for part in self._parts:
             part.scorer.close()
-
-
-def _result_of(part: ScoredPart, scored: Scored) -> RewardResult:
-    if part.on_failure == "zero":
-        scored = marked(scored)
-    if scored.result is None:
-        raise RewardPartError(f"part {part.name!r}: {scored.failure}")
-    return scored.result
