@@ -55,6 +55,19 @@ def test_four_ranks_train_as_one(
     assert_same_losses(run, alone)
 
 
+@pytest.mark.parametrize("kind", ["process", "ray"])
+def test_two_engines_and_two_ranks_train_as_one_of_each(
+    kind: str, tiny_run: TinyRun, alone: TinyRun, tmp_path: Path
+) -> None:
+    run = copy_tiny_run(tiny_run, tmp_path)
+    settings = {"rollout__placement": kind, "replicas__count": 2, "cluster__kind": kind, "parallel__ranks": 2}
+    shares = {"cluster__cpus_per_rank": 0.1, "replicas__cpus": 0.1} if kind == "ray" else {}
+
+    assert train_here(run, **settings, **shares) == 0
+
+    assert_same_losses(run, alone)
+
+
 def test_a_run_whose_rank_is_killed_fails_with_its_name_and_goes_on(tiny_run: TinyRun, alone: TinyRun, tmp_path: Path):
     run = copy_tiny_run(tiny_run, tmp_path)
     settings = {**TP2_DP2, **PROCESSES}

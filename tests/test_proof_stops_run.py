@@ -37,7 +37,9 @@ class CorruptingTransport(TensorTransport):
 
 def assert_failed_at_step_3(run: TinyRun, error: str) -> None:
     events = read_events(run.run_folder / "events.jsonl")
-    assert [event["event"] for event in events] == ["run_started", "checkpoint_saved", "run_failed"]
+    kinds = [event["event"] for event in events]
+    assert kinds == ["run_started", "checkpoint_saved", "weight_proof_failed", "run_failed"]
+    assert events[-2]["tensor"] == NAME
     assert events[-1]["step"] == 2
     assert error in events[-1]["error"]
     assert [row.step for row in read_metrics(run.run_folder / "metrics.jsonl")] == [0, 1, 2]
@@ -57,6 +59,24 @@ def test_a_corrupted_tensor_stops_the_run(
     assert_failed_at_step_3(run, NAME)
     assert train_here(run, "--resume") == 0
     assert [row.step for row in read_metrics(run.run_folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_a_proof_that_fails_once_is_tried_again_from_scratch(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CorruptingOnce(CorruptingTransport):
+        has_corrupted = False
+
+        def pack(self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+            if self.has_corrupted:
+                return TensorTransport.pack(self, tensors, version=version, tied=tied)
+            self.has_corrupted = version == DAMAGED_VERSION
+            return super().pack(tensors, version=version, tied=tied)
+
+    monkeypatch.setattr("rl_sync_trainer.session.make_transport", lambda settings: CorruptingOnce())
+    assert train_here(run) == 0
+    events = read_events(run.run_folder / "events.jsonl")
+    (failed,) = [event for event in events if event["event"] == "weight_proof_failed"]
+    assert (failed["version"], failed["tensor"]) == (DAMAGED_VERSION, NAME)
+    assert events[-1]["event"] == "run_finished"
 
 
 def test_a_stale_tensor_stops_the_run(

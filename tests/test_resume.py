@@ -175,10 +175,22 @@ def test_killed_and_resumed(run: TinyRun, uninterrupted: TinyRun, capsys: pytest
     assert_equal_runs(run, uninterrupted)
 
 
+def test_engine_process_killed_under_load_is_started_again(run: TinyRun, uninterrupted: TinyRun) -> None:
+    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, rollout__placement="process") as process:
+        wait_until_held(process, run)
+        (engine,) = process.children()
+        os.kill(engine, signal.SIGKILL)
+        (run.folder / "released").touch()
+        assert process.wait() == 0, process.text
+        assert process.leftovers() == []
+    assert_equal_runs(run, uninterrupted)
+
+
 def test_engine_process_killed_and_resumed(
     run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, rollout__placement="process") as process:
+    placement = {"rollout__placement": "process", "replicas__restarts": 0}
+    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, **placement) as process:
         wait_until_held(process, run)
         (engine,) = process.children()
         os.kill(engine, signal.SIGKILL)

@@ -65,6 +65,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             skipped=SkippedUpdates(most=0, directory=tmp_path_factory.mktemp("skipped")),
             stop=None,  # type: ignore[arg-type] - each event loop gets its own
             on_state=refuse,
+            say=lambda event, **fields: None,
             log_metrics=refuse,
             save_checkpoint=refuse,
         )

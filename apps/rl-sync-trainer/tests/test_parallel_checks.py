@@ -7,6 +7,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_sync_trainer.checks import check_values
+from rl_sync_trainer.engines import replica_pool
 from rl_sync_trainer.learners import gpus_per_rank, rank_pool
 from rl_sync_trainer.plan import PromptCounts, describe_plan
 from rl_sync_trainer.settings import Settings
@@ -36,7 +37,16 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ),
         ({"parallel.sequence": True}, "sequence = true needs tensor > 1"),
         ({"parallel.virtual_pipeline": 2}, "virtual_pipeline = 2 needs pipeline > 1"),
-        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address is for cluster.kind = "ray"'),
+        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address is for cluster.kind = "ray" or rollout.placement'),
+        (
+            {"replicas.count": 2},
+            "replicas.count = 2, replicas.cpus and replicas.gpus need engines in processes of their",
+        ),
+        ({"replicas.count": 0, "rollout.placement": "process"}, "replicas.count must be at least 1; found 0"),
+        (
+            {"rollout.placement": "ray", "cluster.ray_address": "host:1"},
+            "replicas.gpus must be set where a Ray cluster is joined",
+        ),
         ({"cluster.gpus_per_rank": 1}, "set nothing aside for a rank in the trainer's process"),
         ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set where a Ray"),
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
@@ -70,6 +80,17 @@ def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatc
     assert without is not None  # a pool without GPUs hides those that there are
     assert without.gpus == 0
     assert gpus_per_rank(settings_with({})) == 0
+
+
+def test_replicas_share_out_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    one, two = (settings_with({"rollout.placement": "process", "replicas.count": count}) for count in (1, 2))
+    assert replica_pool(one) is None
+    pool = replica_pool(two)
+    assert pool is not None
+    assert (pool.size, pool.gpus) == (2, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert replica_pool(two) is None
 
 
 def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(

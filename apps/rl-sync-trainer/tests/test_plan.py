@@ -71,7 +71,7 @@ def test_ranks_and_critic(policy: Path) -> None:
     }
     text = describe_plan(plan_settings(policy, **changes), PromptCounts(train=30, validation=0, test=0))
     assert "4 ranks in processes of this machine: tensor 2, data 2" in text
-    assert "set aside for each: 0.5 CPUs, 0 GPUs" in text
+    assert "set aside for each: 0.5 CPUs and 0 GPUs" in text
     assert "critic     the policy's layers under a value head of zeros; learning rate 1e-05" in text
     assert "in 6 optimizer update(s)" in text
     assert "over 4 ranks" in text

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,59 @@ def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_pr
     *alone, again = checked
     assert again[0].policy_versions.tolist() == [9] * len(again[0].token_ids)
     assert again[0].token_ids.tolist() == alone[0][0].token_ids.tolist() == answers[0][0].token_ids.tolist()
+
+
+def test_the_only_engine_comes_back_for_weights_that_replaced_the_ones_it_had(tied_model_dir: Path) -> None:
+    """Its restart finds the file of the next version, and waits for that to be published."""
+    first, second = (perturbed(load_file(tied_model_dir / "model.safetensors"), scale=scale) for scale in (0.02, 0.05))
+
+    async def go() -> tuple[int, list[Generation]]:
+        replica = hosted(tied_model_dir, index=0)
+        engine = ReplicatedEngine([replica])
+        transport = SharedFileTransport()
+        try:
+            await engine.start()
+            update = transport.pack(first, version=1, tied=TIED_HEAD)
+            await engine.publish(update, canary=canary_of(tied_model_dir, first), tolerances=EXACT)
+            os.kill(replica.pid, signal.SIGKILL)
+            update = transport.pack(second, version=2, tied=TIED_HEAD)
+            async with asyncio.timeout(120):
+                while not engine.is_waiting_for_weights:
+                    await asyncio.sleep(0.05)
+            report = await engine.publish(update, canary=canary_of(tied_model_dir, second), tolerances=EXACT)
+            return report.version, await engine.generate(request())
+        finally:
+            await engine.close()
+            transport.close()
+
+    version, (sample,) = asyncio.run(go())
+    assert version == 2
+    assert set(sample.policy_versions.tolist()) == {2}
+
+
+def test_engines_that_wait_for_weights_are_closed_at_once(tied_model_dir: Path) -> None:
+    tensors = load_file(tied_model_dir / "model.safetensors")
+
+    async def go() -> float:
+        replica = hosted(tied_model_dir, index=0)
+        engine = ReplicatedEngine([replica])
+        transport = SharedFileTransport()
+        await engine.start()
+        update = transport.pack(tensors, version=1, tied=TIED_HEAD)
+        await engine.publish(update, canary=canary_of(tied_model_dir, tensors), tolerances=EXACT)
+        os.kill(replica.pid, signal.SIGKILL)
+        transport.pack(perturbed(tensors, scale=0.1), version=2, tied=TIED_HEAD)
+        try:
+            async with asyncio.timeout(120):
+                while not engine.is_waiting_for_weights:
+                    await asyncio.sleep(0.05)
+        finally:
+            started = time.monotonic()
+            await engine.close()
+            transport.close()
+        return time.monotonic() - started
+
+    assert asyncio.run(go()) < 30  # the role's close deadline is 20 s
 
 
 def test_an_engine_that_dies_too_often_stays_dead_and_the_other_serves(tied_model_dir: Path) -> None:

@@ -56,6 +56,7 @@ class Parts:
         skipped: Counts updates that were not finite.
         stop: Ctrl-C and SIGTERM.
         on_state: Told each state that the run could go on from.
+        say: Writes an event, with its name and fields.
         log_metrics: Takes the metrics of a step.
         save_checkpoint: Writes a checkpoint.
     """
@@ -75,6 +76,7 @@ class Parts:
     skipped: SkippedUpdates
     stop: StopSignal
     on_state: Callable[[TrainerState], None]
+    say: Callable[..., None]
     log_metrics: Callable[[int, Mapping[str, float]], None]
     save_checkpoint: Callable[[TrainerState], None]
 

@@ -9,7 +9,7 @@ from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, VALUES, Par
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.preparation import adapted_kl, prepare_batch
-from rl_sync_trainer.stages import collect_rollouts, publish, record_step
+from rl_sync_trainer.stages import collect_rollouts, publish, record_step, rest_engine
 from rl_sync_trainer.updates import update
 
 
@@ -57,14 +57,13 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     started = time.perf_counter()
     recorder = Recorder(strict=parts.settings.metrics.strict)
     prompts = parts.source.next(parts.settings.rollout.prompts_per_step)
-    if parts.settings.trainer.offload:
-        parts.learners.offload()
     with recorder.timer("gen"):
         num_groups = await parts.stop.run(
             collect_rollouts(parts, prompts, recorder),
             what=f"rollouts of step {state.step + 1}",
             deadline_s=parts.settings.rollout.deadline_s,
         )
+    await rest_engine(parts)
     add_late_columns(parts, num_groups, recorder)
     kl = parts.kl.restored(state.kl) if state.kl else parts.kl
     trained = train_on_groups(parts, state, recorder, num_groups=num_groups, kl_coefficient=kl.coefficient)

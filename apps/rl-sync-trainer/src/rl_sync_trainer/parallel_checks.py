@@ -1,4 +1,4 @@
-"""What can be refused of `[parallel]` and `[cluster]` before anything heavy starts."""
+"""What can be refused of `[parallel]`, `[cluster]` and `[replicas]` before anything heavy starts."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from rl_sync_trainer.settings import Settings
 
 
 def parallel_problems(settings: Settings) -> Iterator[str]:
-    """Layouts that no policy could have, and ranks with nowhere to run."""
+    """Layouts that no policy could have, ranks and engines with nowhere to run."""
     parallel, cluster = settings.parallel, settings.cluster
     try:
         check_ranks(parallel)
@@ -23,9 +23,12 @@ def parallel_problems(settings: Settings) -> Iterator[str]:
             f'parallel.ranks = {parallel.ranks} needs processes of their own: set cluster.kind to "process" or '
             '"ray"; found "inline".'
         )
-    if cluster.ray_address is not None and cluster.kind != "ray":
-        yield f'cluster.ray_address is for cluster.kind = "ray"; found kind {cluster.kind!r}.'
-    if cluster.ray_address is not None and cluster.gpus_per_rank is None:
+    if cluster.ray_address is not None and "ray" not in (cluster.kind, settings.rollout.placement):
+        yield (
+            f'cluster.ray_address is for cluster.kind = "ray" or rollout.placement = "ray"; found {cluster.kind!r} and '
+            f"{settings.rollout.placement!r}."
+        )
+    if cluster.ray_address is not None and cluster.kind == "ray" and cluster.gpus_per_rank is None:
         yield (
             "cluster.gpus_per_rank must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 "
             "for a GPU each, 0 to train on CPUs; found none."
@@ -34,4 +37,19 @@ def parallel_problems(settings: Settings) -> Iterator[str]:
         yield (
             "cluster.cpus_per_rank and cluster.gpus_per_rank set nothing aside for a rank in the trainer's process; "
             'set them to 0, or cluster.kind to "process" or "ray".'
+        )
+    yield from _replica_problems(settings)
+
+
+def _replica_problems(settings: Settings) -> Iterator[str]:
+    replicas, placement = settings.replicas, settings.rollout.placement
+    if placement == "inline" and (replicas.count > 1 or replicas.cpus or replicas.gpus):
+        yield (
+            f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
+            'own: set rollout.placement to "process" or "ray"; found "inline".'
+        )
+    if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
+        yield (
+            "replicas.gpus must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 for a "
+            "GPU each, 0 to generate on CPUs; found none."
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.cluster.shares import count_room, describe, machine_shares
+from rl_sync_trainer.engines import replica_pool
 from rl_sync_trainer.learners import gpus_per_rank, needs_critic
 from rl_sync_trainer.settings import Settings
 
@@ -47,7 +48,7 @@ def count_parameters(folder: Path) -> int:
 
 def _roles(settings: Settings) -> Iterator[str]:
     rollout = settings.rollout
-    where = "in the learner's process" if rollout.placement == "inline" else "in a process of its own"
+    where = _engine_place(settings)
     yield "Roles"
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings)
@@ -58,6 +59,17 @@ def _roles(settings: Settings) -> Iterator[str]:
     if needs_critic(settings):
         start = settings.critic.path or "the policy's layers under a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
+
+
+def _engine_place(settings: Settings) -> str:
+    if settings.rollout.placement == "inline":
+        return "in the learner's process"
+    count = settings.replicas.count
+    kind = "process" if settings.rollout.placement == "process" else "actor of Ray"
+    plural = {"process": "processes", "actor of Ray": "actors of Ray"}[kind]
+    where = f"in {count} {plural}" if count > 1 else f"in a {kind} of its own".replace("a actor", "an actor")
+    pool = replica_pool(settings)
+    return where if pool is None else f"{where} with {describe(pool.cpus, pool.gpus)} each"
 
 
 def _ranks(settings: Settings) -> Iterator[str]:

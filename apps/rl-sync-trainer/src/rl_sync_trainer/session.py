@@ -99,7 +99,8 @@ class Session:
             self._state = replace(self._state, prompt_source=source.state())
         learners = self._start_learners(stack, checkpoint)
         stop.check()
-        engine = make_engine(settings, settings.policy.path)  # the learner's weights are published to it
+        # The learner's weights are published to it.
+        engine = make_engine(settings, settings.policy.path, log_directory=self._folder.path / "logs")
         stack.push_async_callback(engine.close)
         with console.phase(f"starting {settings.rollout.engine} engine"):
             await stop.run(
@@ -108,6 +109,8 @@ class Session:
                 deadline_s=settings.rollout.start_deadline_s,
             )
         console.say(f"engine: {engine.traits.name}")
+        if settings.rollout.sleep and not engine.traits.can_sleep:
+            console.say("engine: it cannot sleep on this platform; its memory stays while the learner trains")
         parts = self._assemble(stack, learners, engine, source, stop)
         console.begin(
             settings.algorithm.advantage.upper(), total_steps=settings.trainer.steps, done_steps=self._state.step
@@ -161,6 +164,7 @@ class Session:
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
             on_state=self._keep_state,
+            say=self._events.write,
             log_metrics=self._trackers.log,
             save_checkpoint=lambda state: self._save(state, learners),
         )

@@ -77,8 +77,10 @@ class RolloutSettings:
 
     Attributes:
         engine: "vllm", "transformers", or the name of one installed by another package.
-        placement: "inline" (in the learner's process, where a debugger works) or "process" (its own).
+        placement: "inline" (in the learner's process, where a debugger works), "process" (processes of this machine),
+            or "ray" (actors of Ray, on one machine or many); see `replicas`.
         loop: Agent loop by name.
+        sleep: Let the engine free its memory while the learner trains, where its platform can.
         prompts_per_step: Prompts of a step.
         group_size: Sessions of each prompt.
         max_response_tokens: Longest response.
@@ -90,8 +92,9 @@ class RolloutSettings:
     """
 
     engine: str = "vllm"
-    placement: Literal["inline", "process"] = "inline"
+    placement: Literal["inline", "process", "ray"] = "inline"
     loop: str = "single_turn"
+    sleep: bool = False
     prompts_per_step: int = 64
     group_size: int = 8
     max_response_tokens: int = 1024
@@ -100,6 +103,24 @@ class RolloutSettings:
     top_k: int | None = None
     deadline_s: float = 3600.0
     start_deadline_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """The engine's replicas, where it has processes of its own; requests are spread over them.
+
+    Attributes:
+        count: How many.
+        cpus: CPUs to set aside for each; 0 shares what there is.
+        gpus: GPUs to set aside for each; none takes what one needs, where this machine has GPUs and there are several
+            replicas.
+        restarts: How often one that died is started again, with the present weights; its requests go to others.
+    """
+
+    count: int = 1
+    cpus: float = 0.0
+    gpus: float | None = None
+    restarts: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +238,8 @@ class ClusterSettings:
             of this machine), or "ray" (each in an actor of Ray, on one machine or many).
         cpus_per_rank: CPUs to set aside for each rank; 0 shares what there is.
         gpus_per_rank: GPUs to set aside for each rank; 0 trains on CPUs, none takes one where this machine has GPUs.
-        ray_address: "host:port" of a Ray cluster to join, whose token is in RAY_AUTH_TOKEN; none starts one here.
+        ray_address: "host:port" of a Ray cluster to join, for ranks and engines, whose token is in RAY_AUTH_TOKEN; none
+            starts one here.
         start_deadline_s: Longest wait for the ranks to start.
         call_deadline_s: Longest wait for an answer of theirs, such as that of an optimizer step.
     """
@@ -296,6 +318,7 @@ class Settings(BaseSettings):
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     critic: CriticSettings = Field(default_factory=CriticSettings)
     engine: VLLMOptions = Field(default_factory=VLLMOptions)
+    replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     metrics: MetricSettings = Field(default_factory=MetricSettings)
 

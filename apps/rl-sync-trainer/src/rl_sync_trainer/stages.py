@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl_core import Batch, Prompt, Trajectory
-from rl_core.errors import DataError, DeadlineError
-from rl_core.publish import PublishReport, publish_weights
+from rl_core.errors import DataError, DeadlineError, WeightProofError
+from rl_core.publish import PublishReport
 from rl_distill.objectives.batch_columns import with_reward_components
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
@@ -18,6 +18,7 @@ from rl_metrics.rollout_metrics import (
     summarize_speed,
     summarize_timings,
 )
+from rl_rollout.engines.replicas import publish_to
 from rl_rollout.rollout import GroupResult, require_some_success
 from rl_sync_trainer.assemble import Parts, gdpo_components
 
@@ -79,14 +80,20 @@ def put_session(parts: Parts, prompt_uid: str, index: int, trajectories: Sequenc
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
-    """Give the learner's weights to the engine, and prove that it serves them."""
-    update = parts.transport.pack(
-        parts.learners.policy.export_weights(), version=version, tied=parts.learners.policy.tied
-    )
+    """Give the learner's weights to the engine, and prove that it serves them; a failed proof is tried once more.
+
+    Raises:
+        WeightProofError: The second proof failed too; the message names the first tensor that differs.
+        DeadlineError: The engine did not take the weights in time.
+    """
     deadline_s = parts.settings.rollout.deadline_s
     try:
         async with asyncio.timeout(deadline_s):
-            report = await publish_weights(update, [parts.engine], canary=parts.canary(), tolerances=parts.tolerances)
+            try:
+                report = await _publish_once(parts, version)
+            except WeightProofError as error:
+                parts.say("weight_proof_failed", version=version, tensor=error.tensor, error=str(error))
+                report = await _publish_once(parts, version)
     except TimeoutError as error:
         raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
     if recorder is not None:
@@ -94,6 +101,22 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
         recorder.record("weights/probe_max_diff", report.probe_max_diff)
         recorder.record("weights/canary_max_diff", report.canary_max_diff)
     return report
+
+
+async def _publish_once(parts: Parts, version: int) -> PublishReport:
+    """From the learner's tensors on: export, pack, update, proof; the learner makes room for an engine that wakes."""
+    policy, canary = parts.learners.policy, parts.canary()
+    update = parts.transport.pack(policy.export_weights(), version=version, tied=policy.tied)
+    if parts.settings.trainer.offload:
+        parts.learners.offload()
+    await parts.engine.wake()
+    return await publish_to(parts.engine, update, canary=canary, tolerances=parts.tolerances)
+
+
+async def rest_engine(parts: Parts) -> None:
+    """Let the engine free its memory for the learner, where that is set and it can."""
+    if parts.settings.rollout.sleep and parts.engine.traits.can_sleep:
+        await parts.engine.sleep()
 
 
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int, step_s: float) -> None:

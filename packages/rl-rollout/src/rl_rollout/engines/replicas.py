@@ -69,6 +69,7 @@ class ReplicatedEngine:
         self._catching_up = [asyncio.Lock() for _ in replicas]
         self._failed: dict[int, EngineDiedError] = {}
         self._news = asyncio.Event()
+        self._waiting: set[int] = set()
         self._is_paused = False
         for index, replica in enumerate(replicas):
             if isinstance(replica, ProcessEngine):
@@ -80,7 +81,7 @@ class ReplicatedEngine:
         traits = [replica.traits for replica in self._replicas]
         return replace(
             traits[0],
-            name=f"{len(traits)} x {traits[0].name}",
+            name=traits[0].name if len(traits) == 1 else f"{len(traits)} x {traits[0].name}",
             max_model_len=min(found.max_model_len for found in traits),
             can_sleep=all(found.can_sleep for found in traits),
         )
@@ -89,6 +90,11 @@ class ReplicatedEngine:
     def num_serving(self) -> int:
         """Replicas that take requests now."""
         return len(self._serving())
+
+    @property
+    def is_waiting_for_weights(self) -> bool:
+        """True while a restarted replica needs a publication, because the weights that it missed are gone."""
+        return bool(self._waiting)
 
     async def start(self) -> None:
         """Start all of them at once; where one cannot, none is left."""
@@ -183,14 +189,13 @@ class ReplicatedEngine:
     def _publishing(self, published: _Published) -> Iterator[None]:
         """From now on replicas must serve this; what an engine refuses, or does not prove, is not published."""
         before, self._published = self._published, published
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         try:
             yield
         except BaseException:
             self._published = before
             raise
-        finally:
-            news, self._news = self._news, asyncio.Event()
-            news.set()
 
     async def _anywhere(
         self, ask: Callable[[RolloutEngine], Awaitable[Any]], input_ids: IntArray, *, num_samples: int
@@ -263,7 +268,7 @@ class ReplicatedEngine:
                 self._note_death(index, error)
                 return None
 
-        reports = await asyncio.gather(*(one(index) for index in self._serving()))
+        reports = await asyncio.gather(*(one(index) for index in self._serving() or self._coming_back()))
         return [report for report in reports if report is not None]
 
     async def _catch_up(self, index: int) -> None:
@@ -300,7 +305,11 @@ class ReplicatedEngine:
                     await self._publish_to(index, calls)
                 except WeightProofError as error:  # the file may be the next version's already
                     log.warning("restarted_engine_waits_for_weights", replica=index, error=str(error))
-                    await asyncio.wait_for(news.wait(), NEWS_DEADLINE_S)
+                    self._waiting.add(index)
+                    try:
+                        await asyncio.wait_for(news.wait(), NEWS_DEADLINE_S)
+                    finally:
+                        self._waiting.discard(index)
             if self._is_paused:
                 await calls.pause()
             self._failed.pop(index, None)
