@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -378,7 +379,9 @@ def test_cancelling_ends_the_program(sandbox, marker):
     wait_until(lambda: not processes_with(marker))
 
 
-def test_programs_end_with_the_process_that_started_them(sandbox, marker):
+def test_programs_end_with_the_process_that_started_them(sandbox, marker, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    folders = set(Path("/tmp").glob("rl-sandbox-*"))
     script = f"""
 import asyncio, os
 from rl_rollout.rewards.sandbox import Sandbox, SandboxOptions
@@ -386,7 +389,7 @@ if {sandbox.level!r} == "user_namespaces":
     os.geteuid = lambda: 1000
 sandbox = Sandbox(SandboxOptions(isolation="any", python={sandbox._options.python!r}))
 sandbox._level = {sandbox.level!r}
-asyncio.run(sandbox.run({daemon(marker)!r} if False else {sleeper(marker)!r}))
+asyncio.run(sandbox.run({sleeper(marker)!r}))
 """
     trainer = subprocess.Popen([sys.executable, "-c", script])
     try:
@@ -396,6 +399,8 @@ asyncio.run(sandbox.run({daemon(marker)!r} if False else {sleeper(marker)!r}))
         trainer.kill()
         trainer.wait()
     wait_until(lambda: not processes_with(marker))
+    for folder in set(Path("/tmp").glob("rl-sandbox-*")) - folders:  # all that a process which is killed leaves
+        shutil.rmtree(folder)
 
 
 def test_no_folder_stays_behind(sandbox):
