@@ -1,0 +1,140 @@
+"""An engine behind HTTP, on this machine, which answers as vLLM's /inference/v1/generate does."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import EngineError, MissingExtraError
+from rl_core.records import Json, Prompt
+from rl_rollout.audit import SampledSpan
+from rl_rollout.engines.protocol import GenerateRequest
+from rl_rollout.loops.protocol import LoopContext
+
+try:
+    from aiohttp import web
+except ImportError as error:
+    raise MissingExtraError(
+        "environments of verifiers need aiohttp. Run: pip install 'rl-rollout[verifiers]'"
+    ) from error
+
+MODEL = "policy"
+MAX_REQUEST_BYTES = 256 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """One session, as the endpoint knows it.
+
+    Attributes:
+        prompt: Its prompt.
+        session_index: Which session of the prompt.
+        context: Generates.
+        spans: What was sampled for it, in order.
+        generate_s: Seconds of generation.
+        num_preempted: How often its requests were preempted.
+        failure: What the engine said when it could not serve a request.
+    """
+
+    prompt: Prompt
+    session_index: int
+    context: LoopContext
+    spans: list[SampledSpan] = field(default_factory=list)
+    generate_s: float = 0.0
+    num_preempted: int = 0
+    failure: str | None = None
+
+    async def generate(self, body: Mapping[str, Json]) -> dict[str, Json]:
+        """Answer a request.
+
+        Raises:
+            EngineError: There is no room for a token, or the engine cannot serve the request.
+        """
+        input_ids = np.array(body["token_ids"], dtype=np.int32)
+        asked = body.get("sampling_params") or {}
+        turn = len(self.spans)
+        own = self.context.session_sampling(self.session_index, turn=turn)
+        room = self.context.engine.traits.max_model_len - len(input_ids)
+        stops = dict.fromkeys((*own.stop_token_ids, *(asked.get("stop_token_ids") or ())))
+        sampling = replace(
+            own,
+            max_tokens=max(min(own.max_tokens, asked.get("max_tokens") or room, room), 1),
+            stop_token_ids=tuple(int(token) for token in stops),
+        )
+        request_id = f"{self.prompt.uid}/{self.session_index}"
+        started_at = time.perf_counter()
+        request = GenerateRequest(input_ids=input_ids, sampling=sampling, request_id=request_id)
+        (generation,) = await self.context.engine.generate(request)
+        self.generate_s += time.perf_counter() - started_at
+        self.num_preempted += generation.num_preempted
+        if generation.finish_reason == "abort" or not len(generation.token_ids):
+            raise EngineError(f"the engine gave {len(generation.token_ids)} tokens: {generation.finish_reason}.")
+        self.spans.append(SampledSpan.of(input_ids, generation))
+        content = [
+            {"token": f"token_id:{token}", "logprob": float(logprob)}
+            for token, logprob in zip(generation.token_ids.tolist(), generation.logprobs, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": generation.token_ids.tolist(),
+            "finish_reason": generation.finish_reason,
+            "logprobs": {"content": content},
+        }
+        return {"request_id": f"{request_id}/{turn}", "choices": [choice]}
+
+
+class TokenEndpoint:
+    """Serves sessions on a free port of 127.0.0.1, each under a path of its own."""
+
+    def __init__(self) -> None:
+        """Open nothing yet."""
+        self._sessions: dict[str, Served] = {}
+        self._num_opened = 0
+        self._runner: Any = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen."""
+        application = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        application.router.add_get("/{session}/v1/models", self._models)
+        application.router.add_post("/{session}/inference/v1/generate", self._generate)
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Listen no longer."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, served: Served) -> tuple[str, str]:
+        """Serve a session; gives its name, and the base URL of its own."""
+        self._num_opened += 1
+        name = f"session-{self._num_opened}"
+        self._sessions[name] = served
+        return name, f"http://127.0.0.1:{self._port}/{name}/v1"
+
+    def forget(self, name: str) -> None:
+        """Serve a session no longer."""
+        self._sessions.pop(name, None)
+
+    async def _models(self, request: Any) -> Any:
+        served = self._sessions.get(request.match_info["session"])
+        if served is None:
+            return web.json_response({"data": []})
+        length = served.context.engine.traits.max_model_len
+        return web.json_response({"data": [{"id": MODEL, "object": "model", "max_model_len": length}]})
+
+    async def _generate(self, request: Any) -> Any:
+        served = self._sessions.get(request.match_info["session"])
+        if served is None:
+            return web.json_response({"error": {"message": "this session has ended"}}, status=404)
+        try:
+            return web.json_response(await served.generate(await request.json()))
+        except Exception as error:
+            served.failure = served.failure or f"{type(error).__name__}: {error}"
+            return web.json_response({"error": {"message": served.failure}}, status=400)

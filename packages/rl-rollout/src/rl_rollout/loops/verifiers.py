@@ -1,0 +1,210 @@
+"""Environments of the library verifiers, which runs them itself and asks our engine for tokens."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.records import Json, Prompt, Timings, Trajectory
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_error
+from rl_rollout.loops.sampled_sequences import columns_of
+from rl_rollout.prompts.tokenizer import PromptTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiersOptions:
+    """Options of the `verifiers` loop.
+
+    Attributes:
+        tokenizer: Folder of the policy's tokenizer, from which verifiers renders turns.
+        environment: The `[env]` table of a verifiers run, such as {taskset = {id = "gsm8k-v1"}}.
+        renderer: Table of a `renderers.RendererConfig`; None lets verifiers choose by the tokenizer's model.
+        task_column: Column of the prompts that holds the index of the task in the taskset.
+        max_tasks: Tasks read of the taskset.
+        timeout_s: Longest time of one episode; then the session fails.
+    """
+
+    tokenizer: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    renderer: Mapping[str, Any] | None = None
+    task_column: str = "task"
+    max_tasks: int = 100_000
+    timeout_s: float = 1800.0
+
+
+class VerifiersLoop(SessionLoop):
+    """Runs an episode of a verifiers environment as a session; each branch of a trace is a trajectory.
+
+    verifiers renders turns as tokens and extends what was sampled; a token endpoint of our own gives it the engine's
+    tokens, and logprobs and versions are taken from there. The episode's reward is the session's: verifiers scores it.
+    """
+
+    Options = VerifiersOptions
+
+    def __init__(self, options: VerifiersOptions) -> None:
+        """Keep the options; `start` imports the library."""
+        self._options = options
+        self._verifiers: Any = None
+        self._environment: Any = None
+        self._endpoint: Any = None
+        self._tasks: list[Any] = []
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, tokenizer: PromptTokenizer | None = None) -> None:  # noqa: ARG002 - verifiers loads its own
+        """Load the environment, and serve.
+
+        Raises:
+            SettingsError: verifiers refuses the options, or has no tasks.
+            MissingExtraError: verifiers is not installed.
+        """
+        self.close()
+        self._verifiers = _library()
+        try:
+            config = self._verifiers.resolve_env_config(dict(self._options.environment))
+            self._environment = self._verifiers.load_environment(config)
+            self._tasks = list(self._environment.taskset.take(self._options.max_tasks))
+        except Exception as error:
+            raise SettingsError(f"verifiers refuses the environment: {describe_error(error)}") from error
+        if not self._tasks:
+            raise SettingsError("the taskset of the verifiers environment has no tasks.")
+        is_ready = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve(is_ready))
+        await is_ready
+
+    def close(self) -> None:
+        """Stop serving, as soon as the event loop runs."""
+        if self._serving is not None and not self._serving.get_loop().is_closed():
+            self._serving.cancel()
+        self._serving = None
+
+    async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
+        """See `AgentLoop.run_group`; starts what was not started, or not on this event loop."""
+        if self._serving is None or self._serving.get_loop() is not asyncio.get_running_loop():
+            await self.start()
+        return await super().run_group(prompt, num_sessions=num_sessions, context=context)
+
+    async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
+        """See `SessionLoop.run_session`."""
+        served = _endpoint_module().Served(prompt=prompt, session_index=session_index, context=context)
+        name, url = self._endpoint.open(served)
+        started_at = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._options.timeout_s) as deadline:
+                episode = await self._environment.run_episode(self._task(prompt), self._model(url, context))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return SessionResult(failure=f"the episode took longer than {self._options.timeout_s:g} s")
+        finally:
+            self._endpoint.forget(name)
+        wall_s = time.perf_counter() - started_at
+        if not episode.ok:
+            return SessionResult(failure=served.failure or _reason(episode))
+        return SessionResult(trajectories=tuple(_trajectories(episode, served, wall_s=wall_s)))
+
+    async def _serve(self, is_ready: "asyncio.Future[None]") -> None:
+        self._endpoint = _endpoint_module().TokenEndpoint()
+        try:
+            await self._endpoint.start()
+            async with self._environment.serving():
+                is_ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if is_ready.done():
+                raise
+            is_ready.set_exception(error)
+        finally:
+            await self._endpoint.close()
+
+    def _task(self, prompt: Prompt) -> Any:
+        column = self._options.task_column
+        index = prompt.columns.get(column)
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(self._tasks):
+            raise DataError(
+                f"column {column!r} of prompt {prompt.uid} must be the index of a task, 0 to {len(self._tasks) - 1}; "
+                f"found {index!r}."
+            )
+        return self._tasks[index]
+
+    def _model(self, url: str, context: LoopContext) -> Any:
+        library = self._verifiers
+        client = library.TrainClientConfig(
+            base_url=url,
+            api_key_var="RL_ROLLOUT_NO_KEY",
+            renderer_model_name=self._options.tokenizer,
+            renderer=None if self._options.renderer is None else dict(self._options.renderer),
+        )
+        sampling = {"temperature": context.sampling.temperature, "max_tokens": context.sampling.max_tokens}
+        return library.ModelContext(
+            model=_endpoint_module().MODEL, client=client, sampling=library.SamplingConfig(**sampling)
+        )
+
+
+def _trajectories(episode: Any, served: Any, *, wall_s: float) -> list[Trajectory]:
+    """A trajectory for each branch that trains, the session's timings with the last."""
+    trained: set[int] = set()
+    trajectories: list[Trajectory] = []
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    for trace in traces:
+        for branch in trace.branches:
+            if not branch.trainable:
+                continue
+            ids = np.array(branch.token_ids, dtype=np.int32)
+            columns = columns_of(ids, np.array(branch.sampled_mask, dtype=np.bool_), served.spans, trained=trained)
+            if columns.loss_mask.any():
+                trajectories.append(_trajectory(trace, columns, served, output_index=len(trajectories)))
+    if not trajectories:
+        raise DataError("no branch of the episode has tokens that were sampled.")
+    reward_s = sum(trace.timing.scoring.duration for trace in traces)
+    timings = Timings(
+        generate_s=served.generate_s,
+        tools_s=max(wall_s - served.generate_s - reward_s, 0.0),
+        reward_s=reward_s,
+        num_preempted=served.num_preempted,
+    )
+    trajectories[-1] = replace(trajectories[-1], timings=timings)
+    return trajectories
+
+
+def _trajectory(trace: Any, columns: Any, served: Any, *, output_index: int) -> Trajectory:
+    components = {name: part.value for name, part in trace.rewards.items() if part is not None}
+    extras: dict[str, Json] = {"ended_by": trace.stop_condition or "done", "num_turns": trace.num_turns}
+    return Trajectory(
+        prompt_uid=served.prompt.uid,
+        session_index=served.session_index,
+        output_index=output_index,
+        input_ids=columns.input_ids,
+        loss_mask=columns.loss_mask,
+        rollout_logprobs=columns.rollout_logprobs,
+        policy_versions=columns.policy_versions,
+        finish_reason="length" if trace.is_truncated else "stop",
+        reward=float(trace.reward),
+        reward_components={**components, **{k: v for k, v in trace.metrics.items() if v is not None}},
+        extras=extras,
+    )
+
+
+def _reason(episode: Any) -> str:
+    errors: Sequence[Any] = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+        return "the episode did not complete, and gave no reason"
+    return f"{errors[-1].type}: {errors[-1].message}"
+
+
+def _library() -> Any:
+    try:
+        return import_module("verifiers.v1")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the agent loop 'verifiers' needs the library verifiers ({error}). "
+            "Run: pip install 'rl-rollout[verifiers]'"
+        ) from error
+
+
+def _endpoint_module() -> Any:
+    return import_module("rl_rollout.loops.token_endpoint")

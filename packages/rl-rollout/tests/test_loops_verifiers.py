@@ -1,0 +1,236 @@
+"""The adapter against a small stand-in for the public interface of verifiers 0.4; see docs/guides/agent-loops.md."""
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp")
+
+import aiohttp
+from chat_model import Speaker, encode, make_tokenizer, run_loop
+
+from rl_core.errors import EngineError, MissingExtraError, SettingsError
+from rl_core.records import Prompt
+from rl_rollout import SamplingParams, resolve_loop
+from rl_rollout.audit import SampledSpan
+from rl_rollout.loops.sampled_sequences import columns_of
+
+END = "<|im_end|>"
+TOKENIZER = make_tokenizer()
+
+
+class StandIn:
+    """Plays what its task says with the engine's tokens, as an environment of verifiers does."""
+
+    def __init__(self, config):
+        self.num_serving = 0
+        self.taskset = SimpleNamespace(take=lambda count: config["tasks"][:count])
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        self.num_serving += 1
+        try:
+            yield
+        finally:
+            self.num_serving -= 1
+
+    async def run_episode(self, task, model):
+        try:
+            branches = await self.play(task, model)
+        except (ValueError, KeyError) as error:
+            wrong = SimpleNamespace(type=type(error).__name__, message=str(error))
+            return SimpleNamespace(ok=False, errors=[wrong], traces=[])
+        trace = SimpleNamespace(
+            agent=SimpleNamespace(trainable=True),
+            branches=branches,
+            rewards={"right": SimpleNamespace(value=0.5), "unscored": None},
+            metrics={"turns": 2.0, "none": None},
+            reward=0.75,
+            is_truncated=False,
+            stop_condition="agent_completed",
+            num_turns=2,
+            timing=SimpleNamespace(scoring=SimpleNamespace(duration=0.001)),
+        )
+        return SimpleNamespace(ok=True, errors=[], traces=[trace])
+
+    async def play(self, task, model):
+        ids = encode(TOKENIZER, f"<|im_start|>user\n{task}{END}<|im_start|>assistant\n").tolist()
+        mask = [False] * len(ids)
+        async with aiohttp.ClientSession() as http:
+            for turn in range(2):
+                said = await self.generate(http, model, ids)
+                ids, mask = [*ids, *said], [*mask, *[True] * len(said)]
+                if turn == 0:
+                    reply = encode(TOKENIZER, "<|im_start|>user\nMore.<|im_start|>assistant\n").tolist()
+                    ids, mask = [*ids, *reply], [*mask, *[False] * len(reply)]
+                    first = len(ids)
+            if task == "branches":
+                other = [*ids[:first], *(said := await self.generate(http, model, ids[:first]))]
+                return [branch(ids, mask), branch(other, [*mask[:first], *[True] * len(said)])]
+        if task == "drift":
+            ids[-2] += 1
+        if task == "hang":
+            await asyncio.Event().wait()
+        return [branch(ids, mask), branch(ids, mask, trainable=False)]
+
+    async def generate(self, http, model, ids):
+        root = model.client.base_url.removesuffix("/v1")
+        async with http.get(f"{root}/v1/models") as answer:
+            (card,) = (await answer.json())["data"]
+            assert card["id"] == model.model
+        body = {
+            "model": model.model,
+            "token_ids": ids,
+            "sampling_params": {"max_tokens": 40, "stop_token_ids": [3], "logprobs": 1},
+        }
+        async with http.post(f"{root}/inference/v1/generate", json=body) as answer:
+            found = await answer.json()
+            if answer.status != 200:
+                raise ValueError("the provider answered 400")
+        (choice,) = found["choices"]
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        return choice["token_ids"]
+
+
+def branch(ids, mask, *, trainable=True):
+    return SimpleNamespace(token_ids=ids, sampled_mask=mask, trainable=trainable)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    made = []
+
+    def load(config):
+        made.append(StandIn(config))
+        return made[-1]
+
+    library = types.ModuleType("verifiers.v1")
+    library.resolve_env_config = lambda table: {"tasks": ["good", "drift", "branches", "fail", "hang"], **table}
+    library.load_environment = load
+    library.TrainClientConfig = SimpleNamespace
+    library.ModelContext = SimpleNamespace
+    library.SamplingConfig = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
+    monkeypatch.setitem(sys.modules, "verifiers.v1", library)
+    return made
+
+
+def play(*tasks, say=lambda heard: f"I say {heard.count('assistant')}{END}", **options):
+    loop = resolve_loop("verifiers", {"tokenizer": "tok", **options})
+    prompts = [
+        Prompt(uid=f"p{index}", input_ids=np.ones(1, np.int32), columns={"task": task})
+        for index, task in enumerate(tasks)
+    ]
+    speaker = Speaker(TOKENIZER, say)
+    return run_loop(loop, speaker, prompts, num_sessions=2, sampling=SamplingParams(max_tokens=100)), speaker
+
+
+def text(ids):
+    return TOKENIZER.decode([ids], skip_special_tokens=False)[0]
+
+
+def test_an_episode_becomes_a_session_with_the_engines_tokens_and_its_own_reward(stand_in):
+    (group,), speaker = play(0)
+    assert (group.failures, group.num_audited, group.num_audit_failures) == ((), 2, 0)
+    for trajectory in group.trajectories:
+        assert text(trajectory.input_ids[trajectory.loss_mask]) == f"I say 1{END}I say 2{END}"
+        assert trajectory.reward == 0.75
+        assert trajectory.reward_components == {"right": 0.5, "turns": 2.0}
+        assert trajectory.extras == {"ended_by": "agent_completed", "num_turns": 2}
+        assert trajectory.timings.reward_s == 0.001
+        assert trajectory.timings.generate_s > 0
+        assert trajectory.timings.tools_s > 0
+        assert (trajectory.rollout_logprobs[trajectory.loss_mask] == -1).all()
+    assert [request.sampling.max_tokens for request in speaker.engine.requests] == [40] * 4
+    assert len({request.sampling.seed for request in speaker.engine.requests}) == 4
+    assert speaker.engine.requests[0].sampling.stop_token_ids == (3,)
+
+
+def test_each_branch_is_a_trajectory_and_a_shared_turn_trains_once(stand_in):
+    counter = itertools.count()
+    (group,), _ = play(2, say=lambda _: f"Say {next(counter)}{END}")
+    for session in group.sessions:
+        first, second = session.trajectories
+        assert (first.output_index, second.output_index) == (0, 1)
+        assert first.loss_mask.sum() == 2 * len("Say 0.")
+        assert second.loss_mask.sum() == len("Say 0.")
+        assert (
+            first.input_ids[: first.num_prompt_tokens + 6].tolist()
+            == second.input_ids[: first.num_prompt_tokens + 6].tolist()
+        )
+    trained = [text(t.input_ids[t.loss_mask]) for t in group.trajectories]
+    assert sorted("".join(trained).replace(END, "").split("Say ")) == ["", "0", "1", "2", "3", "4", "5"]
+
+
+def test_tokens_that_the_engine_did_not_sample_fail_the_audit(stand_in):
+    groups, _ = play(1, 0)
+    assert groups[0].num_audit_failures == 2
+    assert "is trained, but" in groups[0].failures[0]
+    assert groups[1].failures == ()
+
+
+def test_what_fails_in_an_episode_fails_its_session_alone(stand_in):
+    def say(heard):
+        if "fail" in heard:
+            raise EngineError("no memory")
+        return f"Yes{END}"
+
+    groups, _ = play(3, 4, 0, 9, True, say=say, timeout_s=1.0)
+    assert groups[0].failures == ("EngineError: no memory",) * 2
+    assert groups[1].failures == ("the episode took longer than 1 s",) * 2
+    assert groups[2].failures == ()
+    assert "must be the index of a task, 0 to 4; found 9" in groups[3].failures[0]
+    assert "found True" in groups[4].failures[0]
+
+
+def test_the_environment_is_served_while_the_loop_runs(stand_in):
+    play(0)
+    assert [environment.num_serving for environment in stand_in] == [0]
+
+
+def test_what_cannot_start_is_refused(stand_in, monkeypatch):
+    with pytest.raises(SettingsError, match="the taskset of the verifiers environment has no tasks"):
+        play(0, environment={"tasks": []})
+    monkeypatch.setattr(sys.modules["verifiers.v1"], "load_environment", lambda _config: {}["x"])
+    with pytest.raises(SettingsError, match="verifiers refuses the environment: KeyError: 'x'"):
+        play(0)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[verifiers\]'"):
+        play(0)
+    with pytest.raises(SettingsError, match="agent loop 'verifiers' needs the option 'tokenizer'"):
+        resolve_loop("verifiers", {})
+
+
+def test_columns_come_from_the_spans():
+    ids = np.array([8, 5, 6, 2, 7], np.int32)
+    sampled = np.array([0, 1, 1, 0, 1], np.bool_)
+    spans = [
+        SampledSpan(
+            input_ids=ids[:start],
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            policy_versions=np.full(len(tokens), version, np.int32),
+        )
+        for start, tokens, logprobs, version in [(1, [5, 6], [-0.1, -0.2], 3), (4, [7], [-0.3], 4), (4, [9], [-9], 4)]
+    ]
+    trained: set[int] = set()
+    columns = columns_of(ids, sampled, spans, trained=trained)
+    assert columns.loss_mask.tolist() == sampled.tolist()
+    assert columns.rollout_logprobs.tolist() == np.array([0, -0.1, -0.2, 0, -0.3], np.float32).tolist()
+    assert columns.policy_versions.tolist() == [-1, 3, 3, -1, 4]
+    assert trained == {0, 1}
+    again = columns_of(ids, sampled, spans, trained=trained)
+    assert not again.loss_mask.any()
+    assert not again.rollout_logprobs.any()
