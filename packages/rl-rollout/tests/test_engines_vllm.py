@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_core.errors import EngineError, NotReadyError, WeightProofError
+from rl_core.broadcast import BroadcastTransport
+from rl_core.broadcast_group import BroadcastGroup
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError, TransferError, WeightProofError
 from rl_core.publish import ProofTolerances, check_receipt
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightUpdate
@@ -183,3 +185,24 @@ def test_an_engine_that_was_not_started_says_so(tied_model_dir: Path) -> None:
     asyncio.run(engine.close())
     with pytest.raises(NotReadyError, match="closed"):
         asyncio.run(engine.start())
+
+
+def test_a_sender_that_dies_midway_ends_the_engine(
+    vllm_engine: VLLMEngine, tied_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module's last test: its engine holds half of each version afterwards, and may not go on."""
+    transport = BroadcastTransport(bucket_bytes=10_000, deadline_s=5.0)
+    update = transport.pack(load_file(tied_model_dir / "model.safetensors"), version=13, tied=TIED_HEAD)
+    send = BroadcastGroup.send
+
+    def send_half(self: BroadcastGroup, tensors: list[torch.Tensor]) -> None:
+        send(self, tensors[: len(tensors) // 2])
+        self.close()
+        raise TransferError("the learner died")
+
+    monkeypatch.setattr(BroadcastGroup, "send", send_half)
+    with pytest.raises(EngineDiedError, match="version 13 could not be loaded"):
+        asyncio.run(vllm_engine.update_weights(update))
+    with pytest.raises(EngineDiedError):
+        generate(vllm_engine)
+    transport.close()

@@ -89,6 +89,10 @@ class RoleDiedError(RoleError):
     """A role's process ended while it was needed; the message says how, and what it printed last."""
 
 
+class TransferError(RLError, ConnectionError):
+    """Weights could not be sent or received: the other side is gone, or refused."""
+
+
 class EngineError(RLError, RuntimeError):
     """An engine cannot serve a request."""
 

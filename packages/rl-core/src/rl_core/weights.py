@@ -9,7 +9,7 @@ numbers. A canary (known sequences with the learner's logprobs) closes the loop 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rl_core.checksums import checksum
 from rl_core.errors import ShapeError
@@ -37,14 +37,34 @@ class TensorDigest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """Where the tensors of an update can be received; plain values alone, so that it can travel as JSON.
+
+    Attributes:
+        backend: torch's process group: "nccl" between GPUs, "gloo" between CPUs.
+        host: Of the sender, as receivers reach it.
+        port: Of the store where they meet.
+        bucket_bytes: Most bytes that travel at once.
+        deadline_s: Longest wait of one side for the other, in every step.
+    """
+
+    backend: Literal["gloo", "nccl"]
+    host: str
+    port: int
+    bucket_bytes: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """All weights of one policy version, by value or as a file.
+    """All weights of one policy version: by value, as a file, or to be received.
 
     Attributes:
         version: The policy version that these weights are.
         digests: Digest of each tensor, by Hugging Face name, made by the sender.
         tensors: The tensors when sender and engine share a process.
         file: A safetensors file, in shared memory, when they do not.
+        broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
     """
@@ -53,6 +73,7 @@ class WeightUpdate:
     digests: Mapping[str, TensorDigest]
     tensors: Mapping[str, "torch.Tensor"] | None = None
     file: Path | None = None
+    broadcast: Broadcast | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import EngineError
+from rl_core.broadcast import BroadcastReceiver
+from rl_core.errors import DeadlineError, EngineError, TransferError
 from rl_core.records import FinishReason as OurFinishReason
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
@@ -27,7 +28,7 @@ from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.vllm_environment import unchanged_process
 from rl_rollout.engines.vllm_live_weights import join_parts
-from rl_rollout.engines.vllm_update import expected_probes, join_arrived, update_shapes, workers_source
+from rl_rollout.engines.vllm_update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
 from rl_rollout.engines.vllm_worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import check_update, tensor_shapes
 
@@ -66,6 +67,7 @@ class VLLMStepper:
         self._num_idle_steps = 0
         self._version = 0
         self._num_ranks = options.tensor_parallel_size
+        self._receiver = BroadcastReceiver(num_workers=self._num_ranks)
         num_threads = options.num_threads or torch.get_num_threads()
         with (
             unchanged_process(num_threads),
@@ -138,13 +140,27 @@ class VLLMStepper:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
         check_update(update, update_shapes(update), self._shapes)
-        with workers_source(update, is_shared=self._num_ranks > 1) as source:
-            ranks = self._core.collective_rpc("replace_all_weights", args=(source, list(update.tied)))
+        ranks = self._replace_weights(update)
         self.reset_prefix_cache()
         self._version = update.version
         parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
         live = join_parts(parts, expected_probes(update))
         return WeightReceipt(version=update.version, arrived=join_arrived(ranks, update), live=live)
+
+    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, int]]:
+        """What arrived at each rank."""
+        if update.broadcast is None:
+            with workers_source(update, is_shared=self._num_ranks > 1) as source:
+                ranks = self._core.collective_rpc("replace_all_weights", args=(source, list(update.tied)))
+        else:
+            try:
+                meeting = self._receiver.announce(update)
+            except (TransferError, DeadlineError) as error:  # nothing is replaced yet
+                raise EngineError(str(error)) from error
+            args = (meeting, self._receiver.name, receive_request(update))
+            ranks = self._core.collective_rpc("receive_all_weights", args=args)
+        arrived: list[dict[str, int]] = ranks
+        return arrived
 
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""

@@ -9,10 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rl_core.broadcast_group import TensorSpec
 from rl_core.errors import EngineError
 from rl_core.records import FloatArray
 from rl_core.transports import SHARED_MEMORY, make_locked_folder
 from rl_core.weights import WeightUpdate
+from rl_rollout.engines.vllm_broadcast import ReceiveRequest
 
 WeightSource = Mapping[str, torch.Tensor] | Path
 """Where workers take tensors from: this process, or a safetensors file."""
@@ -24,6 +26,8 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
     Raises:
         EngineError: The update has no tensors, or its file is gone or torn.
     """
+    if update.broadcast is not None:
+        return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
     if update.tensors is not None:
         return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
     if update.file is None:
@@ -65,6 +69,12 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
             folder.cleanup()
             if lock_fd is not None:
                 os.close(lock_fd)
+
+
+def receive_request(update: WeightUpdate) -> ReceiveRequest:
+    """What workers are told of an update that is broadcast."""
+    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
+    return ReceiveRequest(specs=specs, tied=list(update.tied))
 
 
 def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:

@@ -18,7 +18,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from rl_core.weights import tensor_crc32c
+from rl_core.weights import Broadcast, tensor_crc32c
+from rl_rollout.engines.vllm_broadcast import ReceiveRequest, receive_all
 from rl_rollout.engines.vllm_live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm_worker_processes import unlink_what_workers_share
 
@@ -48,6 +49,13 @@ class WorkerExtension:
             model.load_weights(_arriving(tensors, set(tied), arrived))
             finalize_layerwise_reload(model, self.model_runner.model_config)
         repack_output_head(model)
+        return arrived
+
+    @torch.inference_mode()
+    def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+        """As `replace_all_weights`, of tensors that a sender broadcasts; see `receive_all`."""
+        arrived = receive_all(self, meeting, engine, request)
+        repack_output_head(self.model_runner.get_model())
         return arrived
 
     @torch.inference_mode()

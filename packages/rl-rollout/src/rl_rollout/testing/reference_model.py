@@ -52,11 +52,11 @@ def processed(
     return float(np.log(probabilities[token] / probabilities[nucleus].sum()))
 
 
-def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0) -> Path:
-    """Write a random Qwen3 of 0.1M parameters in float32: vocabulary 32, end token 1, 256 positions."""
+def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size: int = 32) -> Path:
+    """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=32,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

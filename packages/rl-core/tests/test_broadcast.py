@@ -1,0 +1,225 @@
+"""Weights over the network: buckets, order, receivers that come late, die or ask for what is gone."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_core.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.errors import DeadlineError, NotReadyError, TransferError
+from rl_core.weights import Broadcast, WeightUpdate, tensor_crc32c
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "large": torch.arange(100, dtype=torch.float32).reshape(20, 5),  # 400 bytes: over four buckets of 128
+    "odd": torch.arange(7, dtype=torch.uint8),
+    "half": torch.linspace(-1, 1, 9).to(torch.bfloat16),
+    "empty": torch.empty(0, 3),
+    "turned": torch.arange(6, dtype=torch.float32).reshape(2, 3).T,
+    "one": torch.tensor([4.0]),
+}
+NUM_BYTES = 400 + 7 + 18 + 0 + 24 + 4
+
+
+@pytest.fixture
+def transport() -> Iterator[BroadcastTransport]:
+    transport = BroadcastTransport(bucket_bytes=128, deadline_s=20.0)
+    yield transport
+    transport.close()
+
+
+def specs(update: WeightUpdate) -> list[TensorSpec]:
+    return [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
+
+
+class Receiver:
+    """An engine of one worker, in this process."""
+
+    def __init__(self) -> None:
+        self.receiver = BroadcastReceiver(num_workers=1)
+        self.group: BroadcastGroup | None = None
+
+    def take(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        meeting = self.receiver.announce(update)
+        if self.group is None:
+            self.group = BroadcastGroup(meeting, self.receiver.name, rank=1, size=2, device=CPU)
+        return dict(self.group.receive(specs(update)))
+
+
+def assert_arrived(found: dict[str, torch.Tensor], update: WeightUpdate) -> None:
+    assert list(found) == list(update.digests)
+    for name, tensor in found.items():
+        assert (tuple(tensor.shape), tensor_crc32c(tensor)) == (update.digests[name].shape, update.digests[name].crc32c)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 3, 128, NUM_BYTES - 1, NUM_BYTES, NUM_BYTES + 1, 2**20])
+def test_tensors_arrive_bit_for_bit_whatever_the_buckets(bucket_bytes: int) -> None:
+    transport = BroadcastTransport(bucket_bytes=bucket_bytes, deadline_s=20.0)
+    update = transport.pack(TENSORS, version=3, tied={})
+    assert update.tensors is update.file is None
+    assert_arrived(Receiver().take(update), update)
+    transport.close()
+
+
+def test_buckets_are_full_but_for_the_last(transport: BroadcastTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, list[int]] = {}
+    broadcast = BroadcastGroup._broadcast
+
+    def record(self: BroadcastGroup, values: torch.Tensor) -> None:
+        sizes.setdefault(threading.current_thread().name, []).append(len(values))
+        broadcast(self, values)
+
+    monkeypatch.setattr(BroadcastGroup, "_broadcast", record)
+    Receiver().take(transport.pack(TENSORS, version=1, tied={}))
+    transport.close()
+    assert list(sizes.values()) == [[128, 128, 128, 69]] * 2
+
+
+def test_one_group_serves_every_update(transport: BroadcastTransport) -> None:
+    receiver = Receiver()
+    for version in range(3):
+        update = transport.pack({"a": torch.full((50,), float(version))}, version=version, tied={})
+        assert receiver.take(update)["a"].tolist() == [version] * 50
+
+
+def test_engines_take_an_update_side_by_side_and_late(transport: BroadcastTransport) -> None:
+    weight = torch.ones(1000)
+    update = transport.pack({"a": weight}, version=1, tied={})
+    found: list[dict[str, torch.Tensor]] = []
+    threads = [threading.Thread(target=lambda: found.append(Receiver().take(update))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    weight.fill_(2)  # the learner steps on
+    found.append(Receiver().take(update))
+    assert [tensors["a"].sum().item() for tensors in found] == [1000.0] * 4
+
+
+def test_a_version_that_is_gone_is_refused_and_the_next_one_arrives(transport: BroadcastTransport) -> None:
+    receiver = Receiver()
+    old = transport.pack({"a": torch.ones(3)}, version=1, tied={})
+    receiver.take(old)
+    new = transport.pack({"a": torch.full((3,), 2.0)}, version=2, tied={})
+    with pytest.raises(TransferError, match="of version 1; it has version 2"):
+        receiver.take(old)
+    for _ in range(2):  # the same update twice, as after a failed proof
+        assert receiver.take(new)["a"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_closed_transport_serves_nobody() -> None:
+    transport = BroadcastTransport(deadline_s=1.0)
+    update = transport.pack({"a": torch.ones(3)}, version=1, tied={})
+    transport.close()
+    transport.close()
+    with pytest.raises(NotReadyError, match="closed"):
+        transport.pack({"a": torch.ones(3)}, version=2, tied={})
+    with pytest.raises((TransferError, DeadlineError), match=r"cannot be reached|no answer"):
+        Receiver().take(update)
+
+
+def test_nobody_at_the_address_is_said_so() -> None:
+    nowhere = Broadcast(backend="gloo", host="127.0.0.1", port=1, bucket_bytes=8, deadline_s=1.0)
+    with pytest.raises(TransferError, match=r"cannot be reached at 127\.0\.0\.1:1"):
+        BroadcastReceiver(num_workers=1).announce(WeightUpdate(version=1, digests={}, broadcast=nowhere))
+
+
+def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTransport) -> None:
+    impatient = BroadcastTransport(bucket_bytes=128, deadline_s=0.5)
+    update = impatient.pack(TENSORS, version=1, tied={})
+    BroadcastReceiver(num_workers=2).announce(update)
+    assert_arrived(Receiver().take(update), update)  # another engine is served meanwhile
+    started = time.monotonic()
+    impatient.close()
+    assert time.monotonic() - started < 10
+
+
+RECEIVER_PROGRAM = """
+import json, sys, torch
+from rl_core.broadcast import BroadcastReceiver
+from rl_core.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights import Broadcast, TensorDigest, WeightUpdate, tensor_crc32c
+
+meeting, version, specs, stops = json.loads(sys.argv[1])
+specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
+receiver = BroadcastReceiver(num_workers=1)
+meeting = receiver.announce(WeightUpdate(version=version, digests={}, broadcast=Broadcast(**meeting)))
+group = BroadcastGroup(meeting, receiver.name, rank=1, size=2, device=torch.device("cpu"))
+for name, tensor in group.receive(specs):
+    print(name, tensor_crc32c(tensor), flush=True)
+    if stops:
+        sys.stdin.read()
+"""
+
+
+def receiver_process(update: WeightUpdate, *, stops: bool) -> "subprocess.Popen[str]":
+    assert update.broadcast is not None
+    words = json.dumps([dataclasses.asdict(update.broadcast), update.version, specs(update), stops])
+    return subprocess.Popen(
+        [sys.executable, "-c", RECEIVER_PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_another_process_receives_the_same_bytes(transport: BroadcastTransport) -> None:
+    update = transport.pack(TENSORS, version=5, tied={})
+    output, _ = receiver_process(update, stops=False).communicate(timeout=60)
+    expected = [f"{name} {digest.crc32c}" for name, digest in update.digests.items()]
+    assert output.splitlines() == expected
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_that_ends_midway_is_given_up_and_disturbs_no_other(ending: signal.Signals) -> None:
+    transport = BroadcastTransport(bucket_bytes=2**20, deadline_s=3.0)
+    large = {f"layer {index}": torch.full((4 * 2**20,), float(index)) for index in range(8)}  # 16 MiB each
+    update = transport.pack(large, version=1, tied={})
+    process = receiver_process(update, stops=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("layer 0 ")
+        os.kill(process.pid, ending)
+        assert_arrived(Receiver().take(update), update)
+        started = time.monotonic()
+        transport.pack({"a": torch.ones(3)}, version=2, tied={})  # waits for who still takes the last one
+        assert time.monotonic() - started < 20
+        assert len(transport._engines) == 1
+    finally:
+        process.kill()
+        process.communicate()
+        transport.close()
+
+
+def test_a_sender_that_ends_midway_is_noticed(transport: BroadcastTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = transport.pack({"a": torch.ones(1000)}, version=1, tied={})
+
+    def fail(self: BroadcastGroup, tensors: object) -> None:
+        self.close()
+        raise TransferError("pulled the plug")
+
+    monkeypatch.setattr(BroadcastGroup, "send", fail)
+    with pytest.raises((TransferError, DeadlineError), match="broadcast group"):
+        Receiver().take(update)
+
+
+def test_a_group_that_the_sender_lost_is_refused(transport: BroadcastTransport) -> None:
+    receiver = Receiver()
+    update = transport.pack({"a": torch.ones(10)}, version=1, tied={})
+    receiver.take(update)
+    transport._finish_sends()
+    transport._engines.clear()
+    with pytest.raises(TransferError, match="lost this engine's process group"):
+        receiver.take(update)
+
+
+def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:
+    update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
+    assert update.broadcast is not None
+    assert Broadcast(**json.loads(json.dumps(dataclasses.asdict(update.broadcast)))) == update.broadcast

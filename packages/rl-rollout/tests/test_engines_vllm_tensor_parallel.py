@@ -1,0 +1,295 @@
+"""vLLM with tensor parallel: two worker processes that must act, be proved and end as one engine."""
+
+import asyncio
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_core.broadcast import BroadcastTransport
+from rl_core.cluster.guard import descendants, is_running
+from rl_core.errors import EngineDiedError, WeightProofError
+from rl_core.publish import ProofTolerances, check_receipt
+from rl_core.transports import SharedFileTransport, TensorTransport
+from rl_core.weights import WeightUpdate
+from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
+from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
+from rl_rollout.testing import (
+    PROMPT,
+    TIED_HEAD,
+    EngineConformance,
+    UpdateChecks,
+    generate,
+    make_tiny_model,
+    perturbed,
+    refuses,
+)
+
+SMALL = {"max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 192, "kv_cache_gib": 0.002}
+GONE_WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its 100 tokens are padded to 128: the second worker has 36 of them."""
+    return make_tiny_model(tmp_path_factory.mktemp("wide"), is_tied=True, vocab_size=100)
+
+
+@pytest.fixture(scope="module")
+def tokens_of_one_process(wide_model_dir: Path) -> list[list[int]]:
+    """What the same engine draws without tensor parallel; it is closed before the other starts."""
+    engine = VLLMEngine(wide_model_dir, VLLMOptions(**SMALL))
+    asyncio.run(engine.start())
+    try:
+        return drawn(engine)
+    finally:
+        asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def split_vllm(wide_model_dir: Path, tokens_of_one_process: list[list[int]]) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(wide_model_dir, VLLMOptions(tensor_parallel_size=2, **SMALL))
+    asyncio.run(engine.start())
+    yield engine
+    asyncio.run(engine.close())
+    assert workers_of(os.getpid()) == []
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        EngineConformance.test_greedy_responses_are_the_reference_models_likeliest_tokens,
+        EngineConformance.test_logprobs_are_of_the_distribution_drawn_from,
+        EngineConformance.test_scores_are_the_reference_models,
+        EngineConformance.test_abort_ends_the_requests_that_are_named,
+        EngineConformance.test_a_pause_holds_requests_and_resume_lets_them_go_on,
+        EngineConformance.test_many_requests_at_once_each_get_their_own,
+        EngineConformance.test_an_update_replaces_what_is_served,
+        EngineConformance.test_an_update_between_two_tokens_counts_from_the_next_token,
+        EngineConformance.test_a_refused_update_changes_nothing,
+    ],
+)
+def test_two_workers_conform(check: Callable[..., None], split_vllm: VLLMEngine, wide_model_dir: Path) -> None:
+    """The checks that depend on the workers; all others pass too, and take a minute more."""
+    has_model = "model_dir" in inspect.signature(check).parameters
+    check(EngineConformance(), split_vllm, *([wide_model_dir] if has_model else []))
+
+
+def test_updates_from_files_reach_every_worker(split_vllm: VLLMEngine, wide_model_dir: Path) -> None:
+    suite = UpdateChecks()
+    suite.transport = SharedFileTransport
+    suite.test_an_update_replaces_what_is_served(split_vllm, wide_model_dir)
+
+
+class KeptOpen(BroadcastTransport):
+    """One transport for all updates, as a learner has; the suite closes its own after each."""
+
+    def __init__(self) -> None:
+        super().__init__(bucket_bytes=10_000, deadline_s=60.0)
+
+    def close(self) -> None:
+        """Not yet."""
+
+
+@pytest.fixture(scope="module")
+def broadcast() -> Iterator[KeptOpen]:
+    transport = KeptOpen()
+    yield transport
+    BroadcastTransport.close(transport)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        UpdateChecks.test_an_update_replaces_what_is_served,
+        UpdateChecks.test_an_update_between_two_tokens_counts_from_the_next_token,
+        UpdateChecks.test_a_refused_update_changes_nothing,
+    ],
+)
+def test_broadcasts_reach_every_worker(
+    check: Callable[..., None], split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen
+) -> None:
+    """The sender is this process, each worker another; a tensor spans several buckets."""
+    suite = UpdateChecks()
+    suite.transport = lambda: broadcast  # type: ignore[assignment]
+    check(suite, split_vllm, wide_model_dir)
+
+
+def test_a_byte_that_changes_on_its_way_to_the_workers_is_found(
+    split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen
+) -> None:
+    tensors = load_file(wide_model_dir / "model.safetensors")
+    update = broadcast.pack(tensors, version=11, tied=TIED_HEAD)
+    assert broadcast._packed is not None
+    names = list(tensors)
+    broadcast._packed[1][names.index("model.norm.weight")][5] += 1e-3
+    receipt = asyncio.run(split_vllm.update_weights(update))
+    with pytest.raises(WeightProofError, match=r"model\.norm\.weight"):
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+
+
+def test_a_broadcast_of_weights_that_are_gone_is_refused(
+    split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen
+) -> None:
+    tensors = load_file(wide_model_dir / "model.safetensors")
+    old = broadcast.pack(tensors, version=12, tied=TIED_HEAD)
+    new = broadcast.pack(tensors, version=0, tied=TIED_HEAD)
+    with refuses("of version 12; it has version 0"):
+        asyncio.run(split_vllm.update_weights(old))
+    check_receipt(new, asyncio.run(split_vllm.update_weights(new)), tolerances=ProofTolerances())
+
+
+def test_seeds_give_the_tokens_of_one_process(split_vllm: VLLMEngine, tokens_of_one_process: list[list[int]]) -> None:
+    assert drawn(split_vllm) == tokens_of_one_process
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.norm.weight",
+    ],
+)
+def test_a_part_that_stays_stale_on_one_rank_is_named(
+    name: str,
+    rank: int,
+    split_vllm: VLLMEngine,
+    wide_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = load_file(wide_model_dir / "model.safetensors")
+    new = perturbed(old, scale=0.05)
+    save_file({**new, name: old[name]}, tmp_path / "stale.safetensors")
+    before_probing(split_vllm, keep_stale(rank, tmp_path / "stale.safetensors"), monkeypatch)
+    update = packed(new, version=7)
+    receipt = asyncio.run(split_vllm.update_weights(update))
+    with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
+        check_receipt(update, receipt, tolerances=ProofTolerances())
+    assert raised.value.tensor == name
+    monkeypatch.undo()
+    receipt = asyncio.run(split_vllm.update_weights(packed(old, version=0)))
+    check_receipt(packed(old, version=0), receipt, tolerances=ProofTolerances())
+
+
+def test_nothing_that_workers_share_has_a_name(split_vllm: VLLMEngine) -> None:
+    assert len(workers_of(os.getpid())) == 2
+    for pid in workers_of(os.getpid()):
+        named = [path for path in shared_memory_of(pid) if not path.endswith("(deleted)")]
+        assert shared_memory_of(pid)
+        assert named == []
+
+
+def test_a_killed_worker_fails_who_waits_and_ends_the_others(split_vllm: VLLMEngine) -> None:
+    """The module's last test: it ends the module's engine."""
+    workers = workers_of(os.getpid())
+    request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0), num_samples=64)
+
+    async def kill_one() -> None:
+        running = asyncio.ensure_future(split_vllm.generate(request))
+        await split_vllm.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))
+        os.kill(workers[1], 9)
+        async with asyncio.timeout(GONE_WITHIN_S):
+            await running
+
+    with pytest.raises(EngineDiedError):
+        asyncio.run(kill_one())
+    with pytest.raises(EngineDiedError):
+        generate(split_vllm)
+    assert is_soon(lambda: not any(map(is_running, workers)))
+
+
+def test_a_killed_engine_leaves_no_worker(wide_model_dir: Path) -> None:
+    host = EngineHost(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
+    engine = ProcessEngine("vllm", wide_model_dir, VLLMOptions(tensor_parallel_size=2, **SMALL), host=host)
+    asyncio.run(killed_under_load(engine))
+
+
+async def killed_under_load(engine: ProcessEngine) -> None:
+    await engine.start()
+    try:
+        family = [pid for pid, _ in descendants(engine.pid)]
+        assert len(workers_of(engine.pid)) == 2
+        request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0), num_samples=64)
+        running = asyncio.ensure_future(engine.generate(request))
+        await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))
+        os.kill(engine.pid, 9)
+        with pytest.raises(EngineDiedError):
+            await running
+        assert is_soon(lambda: not any(map(is_running, family)))
+    finally:
+        await engine.close()
+
+
+def drawn(engine: VLLMEngine) -> list[list[int]]:
+    samples = generate(engine, num_samples=16, max_tokens=24, seed=3)
+    return [sample.token_ids.tolist() for sample in samples]
+
+
+def packed(tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightUpdate:
+    return TensorTransport().pack(tensors, version=version, tied=TIED_HEAD)
+
+
+def keep_stale(rank: int, file: Path) -> Callable[[Any], None]:
+    """Something that loads a file into the worker of one rank."""
+
+    def load(worker: Any) -> None:
+        if worker.worker.rank == rank:
+            worker.replace_all_weights(file, ["lm_head.weight"])
+
+    return load
+
+
+def before_probing(engine: VLLMEngine, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine._stepper._core  # type: ignore[union-attr] # vLLM's stepper
+    ask = core.collective_rpc
+
+    def ask_after(method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "probe_live_weights":
+            ask(act)
+        return ask(method, *args, **kwargs)
+
+    monkeypatch.setattr(core, "collective_rpc", ask_after)
+
+
+def workers_of(pid: int) -> list[int]:
+    """vLLM's workers, apart from Python's own helper processes."""
+    children = sorted(child for child, _ in descendants(pid) if is_running(child))
+    return [
+        child
+        for child in children
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        or b"VLLM::Worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line]
+
+
+def is_soon(holds: Callable[[], bool]) -> bool:
+    """Wait for a condition, at most GONE_WITHIN_S."""
+    ends_at = time.monotonic() + GONE_WITHIN_S
+    while not holds():
+        if time.monotonic() > ends_at:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,40 @@
+"""Weights from one GPU to an engine on another, over NCCL. Run with `nox -s gpu` on two GPUs."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_core.broadcast import BroadcastTransport
+from rl_core.publish import ProofTolerances, check_receipt
+from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.testing import TIED_HEAD, generate, make_tiny_model, perturbed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for the sender and one for the engine"),
+]
+
+
+def test_an_engine_on_another_gpu_serves_what_nccl_brought(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model_dir = make_tiny_model(tmp_path / "model", is_tied=True)
+    options = VLLMOptions(max_model_len=128, gpu_memory_utilization=0.2)
+    host = EngineHost(environment={"CUDA_VISIBLE_DEVICES": "1"}, deadline_s=300)
+    engine = ProcessEngine("vllm", model_dir, options, host=host)
+    transport = BroadcastTransport(backend="nccl", bucket_bytes=100_000)
+    weights = load_file(model_dir / "model.safetensors")
+    asyncio.run(engine.start())
+    try:
+        for version in (1, 2):
+            sent = {name: tensor.cuda() for name, tensor in perturbed(weights, scale=0.02 * version).items()}
+            update = transport.pack(sent, version=version, tied=TIED_HEAD)
+            receipt = asyncio.run(engine.update_weights(update))
+            check_receipt(update, receipt, tolerances=ProofTolerances(probe=1e-3))
+            assert set(generate(engine)[0].policy_versions.tolist()) == {version}
+    finally:
+        asyncio.run(engine.close())
+        transport.close()
