@@ -118,8 +118,8 @@ NAMES = {
         says=("trainer.steps: ", "rollout.temperature: "),
     ),
     "required and not set": Mistake(
-        spoil=in_file("[reward]\nfunction", "[reward]\n#"),
-        says=("reward.function: required, and not set. Name of a built-in reward",),
+        spoil=in_file("[policy]\npath", "[policy]\n#"),
+        says=("policy.path: required, and not set. ",),
     ),
     "no value": Mistake(words=("--trainer.steps",), says=("--trainer.steps needs a value: --trainer.steps=VALUE",)),
     "stray word": Mistake(words=("--resume", "again"), says=("unexpected argument 'again'",)),
@@ -131,6 +131,10 @@ NAMES = {
 }
 
 ARITHMETIC = {
+    "no reward": Mistake(
+        spoil=in_file("[reward]\nfunction", "[reward]\n#"),
+        says=("reward.function must name a reward, or parts must list several; found neither",),
+    ),
     "a run's name that leaves the folder of runs": Mistake(
         settings={"run__name": "../elsewhere"}, says=("run.name must be the name of one folder", "'../elsewhere'")
     ),
@@ -249,7 +253,7 @@ REWARDS = {
         spoil=reward("def reward(sample):\n    return 'good'"), says=("expected a finite number", "'good'")
     ),
     "takes other arguments": Mistake(
-        spoil=reward("def reward(text, truth):\n    return 1.0"), says=("must take one argument, a RewardInput",)
+        spoil=reward("def reward(text, truth):\n    return 1.0"), says=("reward.py:reward' needs the option 'truth'",)
     ),
 }
 

@@ -113,7 +113,6 @@ def test_every_mistake_is_listed_at_once(file: Path) -> None:
         "metrics.console",
         "policy.path",
         "prompts.train",
-        "reward.function",
         "trainer.steps",
     ]
 

@@ -19,7 +19,9 @@ from rl_rollout.testing import PROMPT, EngineConformance, generate, refuses
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
-    return ProcessEngine(name, model_dir, options, host=EngineHost(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300))
+    return ProcessEngine(
+        name, model_dir, options, host=EngineHost(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
+    )
 
 
 def run(coroutine: Any) -> Any:

@@ -74,8 +74,9 @@ def _advantage(settings: Settings) -> Iterator[str]:
 
 def _policy_loss(settings: Settings) -> Iterator[str]:
     algorithm = settings.algorithm
-    if algorithm.policy_loss not in POLICY_LOSSES.names() or algorithm.kl_estimator not in KL.names():
-        return
+    names_are_known = algorithm.policy_loss in POLICY_LOSSES.names() and algorithm.kl_estimator in KL.names()
+    if not names_are_known or not algorithm.kl_coefficient >= 0:
+        return  # said elsewhere
     try:
         make_objective(settings)
     except SettingsError as error:

@@ -19,10 +19,11 @@ from rl_distill.objectives.policy_objective import (
 from rl_distill.objectives.selection import TokenSelection
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reduction import Recorder
+from rl_rollout.audit import AuditOptions
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptSource
-from rl_rollout.rollout import Rollout
+from rl_rollout.rollout import Rollout, RolloutOptions
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.inputs import Inputs, make_scorer
 from rl_sync_trainer.learners import Learners, needs_critic
@@ -206,9 +207,20 @@ def make_transport(settings: Settings) -> WeightTransport:
 
 @contextmanager
 def open_rollout(settings: Settings, inputs: Inputs, engine: RolloutEngine) -> Iterator[Rollout]:
-    """The agent loop on an engine; its rewards are closed in the end."""
-    scorer = make_scorer(settings, inputs.reward)
+    """The agent loop on an engine; its rewards and tools are closed in the end."""
+    scorer = make_scorer(settings, inputs.tokenizer, engine)
     try:
-        yield Rollout(engine, resolve_loop(settings.rollout.loop), scorer=scorer, decode=inputs.tokenizer.decode)
+        rollout = Rollout(
+            engine,
+            resolve_loop(settings.rollout.loop, settings.rollout.loop_options),
+            scorer=scorer,
+            decode=inputs.tokenizer.decode,
+            tokenizer=inputs.tokenizer,
+            options=RolloutOptions(audit=AuditOptions(share=settings.rollout.audit_share, seed=settings.run.seed)),
+        )
+        try:
+            yield rollout
+        finally:
+            rollout.close()
     finally:
         scorer.close()

@@ -41,7 +41,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
     for find in (
         _ranges,
         _positive,
-        _learner,
+        _options,
         _optional_ranges,
         _arithmetic,
         _names,
@@ -74,7 +74,6 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "rollout.group_size": (rollout.group_size, 1),
         "rollout.max_response_tokens": (rollout.max_response_tokens, 1),
         "prompts.max_tokens": (settings.prompts.max_tokens, 1),
-        "reward.max_concurrency": (settings.reward.max_concurrency, 1),
         "trainer.steps": (trainer.steps, 1),
         "trainer.minibatches": (trainer.minibatches, 1),
         "trainer.epochs": (trainer.epochs, 1),
@@ -120,10 +119,13 @@ def _positive(settings: Settings) -> Iterator[str]:
             yield f"{name} must be above 0; found {number:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
+    if not 0 <= rollout.audit_share <= 1:
+        yield f"rollout.audit_share must be from 0 to 1; found {rollout.audit_share:g}."
 
 
-def _learner(settings: Settings) -> Iterator[str]:
+def _options(settings: Settings) -> Iterator[str]:
     yield from (f"learner.{problem}" for problem in settings.learner.problems())
+    yield from (f"reward.{problem}" for problem in settings.reward.problems())
 
 
 def _optional_ranges(settings: Settings) -> Iterator[str]:
@@ -135,7 +137,6 @@ def _optional_ranges(settings: Settings) -> Iterator[str]:
         if count is not None and count < 1:
             yield f"{name} must be at least 1, or none; found {count}."
     for name, number in {
-        "reward.timeout_s": settings.reward.timeout_s,
         "trainer.proof_tolerance": settings.trainer.proof_tolerance,
         "algorithm.kl_target": settings.algorithm.kl_target,
         "engine.kv_cache_gib": settings.engine.kv_cache_gib,

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
-from rl_rollout.rewards import RewardFunction, RewardScorer, resolve_reward
+from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_sync_trainer.plan import PromptCounts
 from rl_sync_trainer.settings import Settings
-
-NO_TIMEOUT_S = 10.0**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,12 @@ class Inputs:
         train: Training prompts.
         validation: Prompts evaluated during training, if any.
         test: Prompts evaluated at both ends, if any.
-        reward: The reward function, tried on an empty response.
     """
 
     tokenizer: PromptTokenizer
     train: PromptSet
     validation: PromptSet | None
     test: PromptSet | None
-    reward: RewardFunction
 
     @property
     def counts(self) -> PromptCounts:
@@ -58,7 +56,6 @@ def read_inputs(settings: Settings) -> Inputs:
     def load(path: Path | None) -> PromptSet | None:
         return None if path is None else load_prompts([path], tokenizer, options)
 
-    reward = resolve_reward(settings.reward.function)
     train = load_prompts([settings.prompts.train], tokenizer, options)
     if len(train) < settings.rollout.prompts_per_step:
         raise SettingsError(
@@ -70,16 +67,28 @@ def read_inputs(settings: Settings) -> Inputs:
         train=train,
         validation=load(settings.prompts.validation),
         test=load(settings.prompts.test),
-        reward=reward,
     )
-    asyncio.run(make_scorer(settings, reward).rehearse(train[0]))
+    _rehearse_reward(settings, inputs)
     return inputs
 
 
-def make_scorer(settings: Settings, reward: RewardFunction) -> RewardScorer:
-    """The scorer that the settings describe."""
-    return RewardScorer(
-        reward,
-        timeout_s=settings.reward.timeout_s or NO_TIMEOUT_S,
-        max_concurrency=settings.reward.max_concurrency,
-    )
+def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> RewardScorer:
+    """The scorer that the settings describe; a judge among its rewards asks the engine.
+
+    Raises:
+        SettingsError: An option, a name or a file of it is impossible.
+        MissingExtraError: It needs a library that is not installed.
+    """
+    try:
+        return build_scorer(settings.reward, parts={"model": JudgeModel.with_tokenizer(engine, tokenizer)})
+    except SettingsError as error:
+        raise SettingsError(f"reward: {error}") from error
+
+
+def _rehearse_reward(settings: Settings, inputs: Inputs) -> None:
+    """Find a broken reward before anything heavy starts."""
+    scorer = make_scorer(settings, inputs.tokenizer, ScriptedEngine({}))
+    try:
+        asyncio.run(scorer.rehearse(inputs.train[0]))
+    finally:
+        scorer.close()

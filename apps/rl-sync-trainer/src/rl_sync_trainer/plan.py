@@ -53,7 +53,7 @@ def _roles(settings: Settings) -> Iterator[str]:
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
-    yield f"  reward     {settings.reward.function}"
+    yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
         yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"
     if needs_critic(settings):

@@ -11,8 +11,10 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rl_core.records import Json
 from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.rewards.options import RewardOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,9 @@ class RolloutSettings:
         engine: "vllm", "transformers", or the name of one installed by another package.
         placement: "inline" (in the learner's process, where a debugger works), "process" (processes of this machine),
             or "ray" (actors of Ray, on one machine or many); see `replicas`.
-        loop: Agent loop by name.
+        loop: Agent loop by name: "single_turn", "tools", "environment", or one installed by another package.
+        loop_options: Its options, a table.
+        audit_share: Share of the sessions whose tokens are proved to be those that the engine sampled.
         sleep: Let the engine free its memory while the learner trains, where its platform can.
         prompts_per_step: Prompts of a step.
         group_size: Sessions of each prompt.
@@ -94,6 +98,8 @@ class RolloutSettings:
     engine: str = "vllm"
     placement: Literal["inline", "process", "ray"] = "inline"
     loop: str = "single_turn"
+    loop_options: dict[str, Json] = field(default_factory=dict)
+    audit_share: float = 0.1
     sleep: bool = False
     prompts_per_step: int = 64
     group_size: int = 8
@@ -121,21 +127,6 @@ class ReplicaSettings:
     cpus: float = 0.0
     gpus: float | None = None
     restarts: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
-    """How responses are scored.
-
-    Attributes:
-        function: Name of a built-in reward, or `path.py:function`.
-        timeout_s: Longest time of one call; none means no limit.
-        max_concurrency: Calls that run at once.
-    """
-
-    function: str
-    timeout_s: float | None = 30.0
-    max_concurrency: int = 32
 
 
 OptionValue = bool | int | float | str
@@ -308,7 +299,7 @@ class Settings(BaseSettings):
 
     policy: PolicySettings
     prompts: PromptSettings
-    reward: RewardSettings
+    reward: RewardOptions = Field(default_factory=RewardOptions)
     run: RunSettings = Field(default_factory=RunSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)

@@ -156,7 +156,7 @@ class RewardOptions:
         """What cannot be: each names the option, what it must be, and what it is."""
         if bool(self.function) == bool(self.parts):
             found = "both" if self.parts else "neither"
-            yield f"a reward is either function or parts; found {found}."
+            yield f"function must name a reward, or parts must list several; found {found}."
         if self.parts and self.options:
             yield "options belong to function; with parts, give each part its own options."
         if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
