@@ -1,15 +1,28 @@
 """Agent loops: what happens between a prompt and its trajectories."""
 
+from rl_rollout.loops.conversation import TurnLimits
+from rl_rollout.loops.environment import EnvironmentLoop, EnvironmentOptions
+from rl_rollout.loops.episode import Environment
 from rl_rollout.loops.protocol import AgentLoop, LoopContext, SessionLoop, SessionResult, stable_seed
-from rl_rollout.loops.registry import resolve_loop
+from rl_rollout.loops.registry import LOOPS, resolve_loop
 from rl_rollout.loops.single_turn import SingleTurnLoop, trajectory_of, with_reward
+from rl_rollout.loops.tools import ToolsLoop, ToolsOptions
+from rl_rollout.loops.turns import TurnFormat
 
 __all__ = [
+    "LOOPS",
     "AgentLoop",
+    "Environment",
+    "EnvironmentLoop",
+    "EnvironmentOptions",
     "LoopContext",
     "SessionLoop",
     "SessionResult",
     "SingleTurnLoop",
+    "ToolsLoop",
+    "ToolsOptions",
+    "TurnFormat",
+    "TurnLimits",
     "resolve_loop",
     "stable_seed",
     "trajectory_of",
