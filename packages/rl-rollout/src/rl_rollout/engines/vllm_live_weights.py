@@ -73,15 +73,14 @@ def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArra
         for part in parts:
             total[part.start : part.start + len(part.values)] += part.values
         return total
-    whole = np.full(num_rows, np.nan, np.float32)
+    whole, worst = np.full(num_rows, np.nan, np.float32), np.full(num_rows, -1.0)
     if expected is None or expected.shape != whole.shape:
         expected = np.zeros(num_rows, np.float32)
     for part in parts:
         rows = slice(part.start, part.start + len(part.values))
-        is_worse = np.isnan(whole[rows]) | ~(
-            np.abs(part.values - expected[rows]) <= np.abs(whole[rows] - expected[rows])
-        )
-        whole[rows] = np.where(is_worse, part.values, whole[rows])
+        distance = np.nan_to_num(np.abs(part.values - expected[rows]), nan=np.inf)
+        whole[rows] = np.where(distance > worst[rows], part.values, whole[rows])
+        worst[rows] = np.maximum(distance, worst[rows])
     return whole
 
 
@@ -98,12 +97,13 @@ def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Ite
 
 
 def _linear_parts(path: str, module: LinearBase, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
-    parent, _, own_name = path.rpartition(".")
+    own_name = path.rpartition(".")[2]
+    parent = path.removesuffix(own_name)
     names = packed.get(own_name, [own_name])
-    yield from _split(module, _apply(module, *_input_range(module)), [f"{parent}.{name}.weight" for name in names])
+    yield from _split(module, _apply(module, *_input_range(module)), [f"{parent}{name}.weight" for name in names])
     if module.bias is not None:
         bias = module.bias.detach().float().cpu()
-        yield from _split(module, bias, [f"{parent}.{name}.bias" for name in names], is_summand=False)
+        yield from _split(module, bias, [f"{parent}{name}.bias" for name in names], is_summand=False)
 
 
 def _input_range(module: LinearBase) -> tuple[int, int, int]:
