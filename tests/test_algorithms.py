@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
     "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
     "offload": {"trainer__offload": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
+    "refill": {"refill__filter": "reward_spread", "refill__max_rounds": 2},
     "other-temperature": {"rollout__temperature": 0.7},
     "torch-learner": {"policy__learner": "torch"},
     "everything": {
@@ -90,6 +91,11 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert first["actor/kl_coef"] > second["actor/kl_coef"]  # far below the target at first
     if settings.get("algorithm__policy_loss", "").endswith("_cov"):
         assert first["actor/selected_fraction"] >= 0
+    if "refill__filter" in settings:
+        assert 1 <= first["rollout/num_rounds"] <= 2
+        assert first["rollout/made_up_groups"] <= first["rollout/refused_groups"]
+        if not first["rollout/made_up_groups"]:
+            assert first["rollout/groups_without_spread_ratio"] == 0
     if settings.get("correction__weights"):
         assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
     if settings.get("correction__reject"):

@@ -10,6 +10,7 @@ from rl_distill.parallel_layout import check_layout
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
+from rl_rollout.filters import resolve_filter
 from rl_rollout.loops.registry import LOOPS
 from rl_sync_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
 from rl_sync_trainer.parallel_checks import parallel_problems
@@ -126,6 +127,12 @@ def _positive(settings: Settings) -> Iterator[str]:
 def _options(settings: Settings) -> Iterator[str]:
     yield from (f"learner.{problem}" for problem in settings.learner.problems())
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
+    yield from (f"refill.{problem}" for problem in settings.refill.problems())
+    if settings.refill.filter:
+        try:
+            resolve_filter(settings.refill.filter)
+        except SettingsError as error:
+            yield f"refill.filter: {error}"
 
 
 def _optional_ranges(settings: Settings) -> Iterator[str]:

@@ -56,10 +56,9 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     """One step: a batch of rollouts, its optimizer updates, and the new weights in the engine."""
     started = time.perf_counter()
     recorder = Recorder(strict=parts.settings.metrics.strict)
-    prompts = parts.source.next(parts.settings.rollout.prompts_per_step)
     with recorder.timer("gen"):
         num_groups = await parts.stop.run(
-            collect_rollouts(parts, prompts, recorder),
+            collect_rollouts(parts, recorder),
             what=f"rollouts of step {state.step + 1}",
             deadline_s=parts.settings.rollout.deadline_s,
         )

@@ -111,6 +111,9 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
     yield "Batches"
     yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
+    if settings.refill.filter:
+        refill = settings.refill
+        yield f"             of groups that {refill.filter} keeps, in at most {refill.max_rounds} rounds of generation"
     updates = trainer.minibatches * trainer.epochs
     yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
     yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"

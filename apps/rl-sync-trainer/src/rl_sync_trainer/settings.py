@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from rl_core.records import Json
 from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.refill import RefillOptions
 from rl_rollout.rewards.options import RewardOptions
 
 
@@ -299,6 +300,7 @@ class Settings(BaseSettings):
 
     policy: PolicySettings
     prompts: PromptSettings
+    refill: RefillOptions = Field(default_factory=RefillOptions)
     reward: RewardOptions = Field(default_factory=RewardOptions)
     run: RunSettings = Field(default_factory=RunSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)

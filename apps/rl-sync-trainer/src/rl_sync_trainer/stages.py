@@ -1,7 +1,8 @@
 """Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics of the batch."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rl_distill.objectives.batch_columns import with_reward_components
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import (
+    slowest_trajectory,
     spread,
     summarize_batch,
     summarize_components,
@@ -19,42 +21,91 @@ from rl_metrics.rollout_metrics import (
     summarize_timings,
 )
 from rl_rollout.engines.replicas import publish_to
+from rl_rollout.filters import resolve_filter
+from rl_rollout.refill import refill
 from rl_rollout.rollout import GroupResult, require_some_success
 from rl_sync_trainer.assemble import Parts, gdpo_components
 
 
-async def collect_rollouts(parts: Parts, prompts: Sequence[Prompt], recorder: Recorder) -> int:
-    """Run every session of the prompts, and put each into the queue as it settles.
+async def collect_rollouts(parts: Parts, recorder: Recorder) -> int:
+    """Run every session of a step's prompts, and put into the queue what shall train.
 
     Returns:
         Groups that can train; one whose sessions all failed cannot.
     """
-    settings = parts.settings.rollout
-    parts.queue.issue(prompts, num_sessions=settings.group_size)
+    num_prompts = parts.settings.rollout.prompts_per_step
+    if not parts.settings.refill.filter:
+        groups = await run_groups(parts, parts.source.next(num_prompts), on_group=lambda group: settle(parts, group))
+        record_rollouts(parts, groups, recorder)
+        return sum(bool(group.trajectories) for group in groups)
+    found = await refill(
+        lambda prompts: run_groups(parts, prompts),
+        parts.source.next,
+        wanted=num_prompts,
+        keep=resolve_filter(parts.settings.refill.filter),
+        max_rounds=parts.settings.refill.max_rounds,
+    )
+    for group in (*found.groups, *found.failed):
+        settle(parts, group)
+    for group, reason in found.refused:
+        for index in range(len(group.sessions)):
+            parts.queue.fail(group.prompt.uid, index, reason=f"refused by {parts.settings.refill.filter}: {reason}")
+    recorder.record("rollout/num_rounds", found.num_rounds)
+    recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
+    recorder.record("rollout/made_up_groups", found.num_made_up)
+    record_rollouts(parts, [*found.groups, *found.failed], recorder)
+    return len(found.groups)
 
-    def settle(group: GroupResult) -> None:
-        for index, session in enumerate(group.sessions):
-            if session.failure is None:
-                put_session(parts, group.prompt.uid, index, session.trajectories)
-            else:
-                parts.queue.fail(group.prompt.uid, index, reason=session.failure)
-        for trajectory in group.trajectories:
-            recorder.record("timing_s/reward", trajectory.timings.reward_s)
 
-    groups = await parts.rollout.run(
+async def run_groups(
+    parts: Parts, prompts: Sequence[Prompt], *, on_group: Callable[[GroupResult], None] | None = None
+) -> list[GroupResult]:
+    """Issue prompts, and run every session of theirs."""
+    group_size = parts.settings.rollout.group_size
+    parts.queue.issue(prompts, num_sessions=group_size)
+    return await parts.rollout.run(
         prompts,
-        num_sessions=settings.group_size,
+        num_sessions=group_size,
         sampling=parts.sampling,
         seed=parts.settings.run.seed,
-        on_group=settle,
+        on_group=on_group,
     )
+
+
+def settle(parts: Parts, group: GroupResult) -> None:
+    """Put the sessions of a group into the queue, those that failed with their reasons."""
+    for index, session in enumerate(group.sessions):
+        if session.failure is None:
+            put_session(parts, group.prompt.uid, index, session.trajectories)
+        else:
+            parts.queue.fail(group.prompt.uid, index, reason=session.failure)
+
+
+def record_rollouts(parts: Parts, groups: Sequence[GroupResult], recorder: Recorder) -> None:
+    """Record what sessions cost, and write down which was the slowest.
+
+    Raises:
+        RolloutError: Every session failed.
+    """
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", sum(len(group.failures) for group in groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     timings = [trajectory.timings for trajectory in trajectories]
-    parts.record(recorder, summarize_timings(Batch.from_trajectories(trajectories), timings))
+    for timing in timings:
+        recorder.record("timing_s/reward", timing.reward_s)
+    batch = Batch.from_trajectories(trajectories)
+    parts.record(recorder, summarize_timings(batch, timings))
     parts.record(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
-    return sum(bool(group.trajectories) for group in groups)
+    slowest = trajectories[slowest_trajectory(timings)]
+    parts.say(
+        "slowest_session",
+        prompt_uid=slowest.prompt_uid,
+        session_index=slowest.session_index,
+        output_index=slowest.output_index,
+        prompt_tokens=slowest.num_prompt_tokens,
+        response_tokens=slowest.num_response_tokens,
+        **asdict(slowest.timings),
+    )
 
 
 def put_session(parts: Parts, prompt_uid: str, index: int, trajectories: Sequence[Trajectory]) -> None:

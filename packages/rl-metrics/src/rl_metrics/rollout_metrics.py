@@ -123,12 +123,17 @@ def summarize_timings(batch: Batch, timings: Sequence[Timings]) -> dict[str, flo
     metrics: dict[str, float] = {}
     for name, values in costs.items():
         metrics |= spread(f"agent_loop/{name}", values)
-    slowest = int(np.argmax(costs["generate_sequences"] + costs["tool_calls"] + costs["compute_score"]))
+    slowest = slowest_trajectory(timings)
     prompt_length = float(batch.dense("num_prompt_tokens")[slowest])
     metrics |= {f"agent_loop/slowest/{name}": float(values[slowest]) for name, values in costs.items()}
     metrics["agent_loop/slowest/prompt_length"] = prompt_length
     metrics["agent_loop/slowest/response_length"] = float(batch.ragged("input_ids").lengths[slowest]) - prompt_length
     return metrics
+
+
+def slowest_trajectory(timings: Sequence[Timings]) -> int:
+    """Index of the trajectory with the largest generate + tools + reward time; the first of several."""
+    return int(np.argmax([timing.generate_s + timing.tools_s + timing.reward_s for timing in timings]))
 
 
 def summarize_speed(*, num_tokens: int, num_trajectories: int, step_s: float, num_devices: int = 1) -> dict[str, float]:

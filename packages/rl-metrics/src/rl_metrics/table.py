@@ -146,6 +146,14 @@ ROLLOUT = (
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
+    one("rollout/num_rounds", "rounds", "Rounds of generation in a step, where groups are refilled.", reduction="sum"),
+    one("rollout/refused_groups", "groups", "Groups that the filter refused.", reduction="sum"),
+    one(
+        "rollout/made_up_groups",
+        "groups",
+        "Refused groups that trained all the same, as rounds ran out.",
+        reduction="sum",
+    ),
     one(
         "rollout/failed_sessions",
         "sessions",

@@ -1,0 +1,47 @@
+"""Which groups are worth training on; another package adds a filter with the entry point group `rl_rollout.filters`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.errors import SettingsError
+from rl_core.registry import Registry
+from rl_rollout.rewards.custom import load_object
+from rl_rollout.rollout import GroupResult
+
+GroupFilter = Callable[[GroupResult], str | None]
+"""Why a group shall not train, in a few words; None keeps it."""
+
+FILTERS: Registry[Any] = Registry(
+    "group filter",
+    {"reward_spread": "rl_rollout.filters:reward_spread"},
+    group="rl_rollout.filters",
+)
+
+
+def reward_spread(group: GroupResult) -> str | None:
+    """Refuse a group whose sessions all got the same reward: it has no advantage to learn from (DAPO, 2025).
+
+    A session counts with the reward of its last trajectory.
+    """
+    rewards = {session.trajectories[-1].reward for session in group.sessions if _trains(session)}
+    if len(rewards) > 1:
+        return None
+    return f"every session has the reward {next(iter(rewards))}" if rewards else "no session can train"
+
+
+def resolve_filter(reference: str) -> GroupFilter:
+    """The group filter of a name, or of `path.py:function`.
+
+    Raises:
+        SettingsError: There is no such name, file or function.
+    """
+    if ":" not in reference and not reference.endswith(".py"):
+        return FILTERS.get(reference)  # type: ignore[no-any-return]
+    found = load_object(reference)
+    if not callable(found):
+        raise SettingsError(f"group filter {reference!r} must be a function of one GroupResult; found {found!r}.")
+    return found  # type: ignore[no-any-return]
+
+
+def _trains(session: Any) -> bool:
+    return session.failure is None and bool(session.trajectories)

@@ -1,0 +1,112 @@
+"""Dynamic sampling: groups that teach nothing are replaced by groups of other prompts, a bounded number of times."""
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import Prompt
+from rl_rollout.filters import GroupFilter
+from rl_rollout.rollout import GroupResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefillOptions:
+    """Whether and how groups are replaced.
+
+    Attributes:
+        filter: Which groups are kept: "reward_spread" (those whose rewards differ), a filter of another package, or
+            `path.py:function`; empty keeps all.
+        max_rounds: Rounds of generation in a step, the first one among them. After the last, groups that were refused
+            make up what is missing.
+    """
+
+    filter: str = ""
+    max_rounds: int = 4
+
+    def problems(self) -> Iterator[str]:
+        """What cannot be."""
+        if self.max_rounds < 1:
+            yield f"max_rounds must be at least 1; found {self.max_rounds}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refilled:
+    """What came of all rounds.
+
+    Attributes:
+        groups: What trains, at most as many as wanted: first those that were kept, then those that make up for the
+            missing, each in the order in which they were asked for.
+        refused: Groups that do not train, with the reason.
+        failed: Groups whose sessions all failed.
+        num_rounds: Rounds of generation.
+        num_made_up: How many of `groups` the filter had refused.
+    """
+
+    groups: tuple[GroupResult, ...]
+    refused: tuple[tuple[GroupResult, str], ...]
+    failed: tuple[GroupResult, ...]
+    num_rounds: int
+    num_made_up: int
+
+
+async def refill(
+    run: Callable[[Sequence[Prompt]], Awaitable[Sequence[GroupResult]]],
+    take: Callable[[int], Sequence[Prompt]],
+    *,
+    wanted: int,
+    keep: GroupFilter,
+    max_rounds: int,
+) -> Refilled:
+    """Run groups of prompts until there are enough that the filter keeps.
+
+    Args:
+        run: Runs all sessions of prompts, such as `Rollout.run` with its arguments.
+        take: The next prompts.
+        wanted: Groups that shall train.
+        keep: See `GroupFilter`.
+        max_rounds: Most calls of `run`.
+
+    Raises:
+        SettingsError: wanted or max_rounds is below 1.
+        DataError: The filter raised.
+    """
+    if wanted < 1 or max_rounds < 1:
+        raise SettingsError(f"a refill needs wanted >= 1 and max_rounds >= 1; found {wanted} and {max_rounds}.")
+    kept: list[GroupResult] = []
+    refused: list[tuple[GroupResult, str]] = []
+    failed: list[GroupResult] = []
+    num_rounds = 0
+    while len(kept) < wanted and num_rounds < max_rounds:
+        num_rounds += 1
+        for group in await run(take(wanted - len(kept))):
+            if not group.trajectories:
+                failed.append(group)
+            elif (reason := _reason(keep, group)) is None:
+                kept.append(group)
+            else:
+                refused.append((group, reason))
+    missing = wanted - len(kept)
+    made_up = [group for group, _ in refused[:missing]]
+    return Refilled(
+        groups=(*kept, *made_up),
+        refused=tuple(refused[len(made_up) :]),
+        failed=tuple(failed),
+        num_rounds=num_rounds,
+        num_made_up=len(made_up),
+    )
+
+
+def _reason(keep: GroupFilter, group: GroupResult) -> str | None:
+    try:
+        reason = keep(group)
+    except Exception as error:
+        raise DataError(
+            f"the group filter raised {type(error).__name__}: {error} for prompt {group.prompt.uid}. Let it return "
+            "None to keep a group, or say why not."
+        ) from error
+    if reason is not None and not isinstance(reason, str):
+        raise DataError(
+            f"the group filter must return None to keep a group, or a text that says why not; found {reason!r} for "
+            f"prompt {group.prompt.uid}."
+        )
+    return reason
