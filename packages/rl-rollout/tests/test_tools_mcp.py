@@ -235,7 +235,7 @@ def test_the_loop_starts_the_servers_of_its_settings_and_ends_them():
     tokenizer = make_tokenizer()
     asked = json.dumps({"name": "add", "arguments": {"a": 20, "b": 22}})
     speaker = Speaker(tokenizer, in_turn(f"<tool_call>{asked}</tool_call>{END}", f"42{END}"))
-    options = {"mcp_servers": {"calculator": {"command": list(COMMAND), "tools": ["add"]}}}
+    options = {"mcp_servers": {"calculator": {"command": ["python", SCRIPT], "tools": ["add"]}}}
     (group,) = run_loop(resolve_loop("tools", options), speaker, [chat_prompt(tokenizer, "20+22?")], num_sessions=2)
     assert group.failures == ()
     assert [t.extras["tool_calls"] for t in group.trajectories] == [{"ok": 1}] * 2

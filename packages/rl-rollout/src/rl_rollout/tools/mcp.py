@@ -310,6 +310,8 @@ class _Connection:
 
 def _guarded(command: tuple[str, ...]) -> tuple[str, ...]:
     """A command that the kernel kills with this process, however that ends; the library only closes its input."""
+    if command[0] == "python":
+        command = (sys.executable, *command[1:])
     return (sys.executable, "-I", "-S", "-c", GUARD, *command) if sys.platform == "linux" else command
 
 

@@ -14,7 +14,7 @@ class McpServerOptions:
     """One MCP server: a command to start, or the address of one that runs.
 
     Attributes:
-        command: Program and arguments; it speaks MCP over stdin and stdout.
+        command: Program and arguments; it speaks MCP over stdin and stdout. "python" is the interpreter that runs this.
         env: Its environment, beside PATH, HOME, USER, SHELL, TERM and LOGNAME.
         cwd: Its working directory.
         url: Address of a server that speaks streamable HTTP.

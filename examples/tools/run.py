@@ -1,0 +1,25 @@
+"""Prepare the tools example where needed, then train it.
+
+python examples/tools/run.py [any option of `rl-sync-trainer train`]
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import prepare
+
+SETTINGS = Path(__file__).parent / "settings.toml"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the example; the trainer takes this process's place."""
+    if "--help" not in arguments and not prepare.is_prepared():
+        prepare.prepare()
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "rl_sync_trainer.main", "train", str(SETTINGS), *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

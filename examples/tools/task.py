@@ -1,0 +1,70 @@
+"""The problems: products of two-digit numbers, and the two ways in which a demonstration answers them."""
+
+import random
+from dataclasses import dataclass
+
+SMALLEST, LARGEST = 10, 99
+NUM_VALIDATION = 256
+NUM_TEST = 256
+PAD_TOKEN = "<pad>"
+END_TOKEN = "<eos>"
+CALL, BETWEEN, CLOSE = '<tool_call>{"name": "multiply", "arguments": {"left": ', ', "right": ', "}}</tool_call>"
+"""A call in the hermes format, in three tokens around its numbers."""
+CHARACTERS = "0123456789*=[]"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'user' %}{{ message.content }}="
+    "{% elif message.role == 'tool' %}[{{ message.content }}]"
+    "{% else %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>"
+    "{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One product.
+
+    Attributes:
+        left: First factor, 10 to 99.
+        right: Second factor, 10 to 99.
+    """
+
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        """Such as "37*58"."""
+        return f"{self.left}*{self.right}"
+
+    @property
+    def answer(self) -> str:
+        """Such as "2146"."""
+        return str(self.left * self.right)
+
+    @property
+    def hasty_answer(self) -> str:
+        """The product of the tens, such as "1500" for 37*58: right for one problem in a hundred."""
+        return str(self.left // 10 * (self.right // 10) * 100)
+
+    @property
+    def call(self) -> str:
+        """The call of the calculator that answers the question."""
+        return f"{CALL}{self.left}{BETWEEN}{self.right}{CLOSE}"
+
+
+def split_problems(seed: int = 0) -> dict[str, list[Problem]]:
+    """All 8,100 problems, shuffled, in three parts that share none.
+
+    `train` is learnt from, `validation` may be looked at to choose settings, `test` is only reported.
+    """
+    factors = range(SMALLEST, LARGEST + 1)
+    problems = [Problem(left, right) for left in factors for right in factors]
+    random.Random(seed).shuffle(problems)
+    held_out = NUM_VALIDATION + NUM_TEST
+    return {
+        "train": problems[held_out:],
+        "validation": problems[:NUM_VALIDATION],
+        "test": problems[NUM_VALIDATION:held_out],
+    }
