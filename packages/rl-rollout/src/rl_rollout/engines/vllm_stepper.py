@@ -68,13 +68,7 @@ class VLLMStepper:
         self._version = 0
         self._num_ranks = options.tensor_parallel_size
         self._receiver = BroadcastReceiver(num_workers=self._num_ranks)
-        num_threads = options.num_threads or torch.get_num_threads()
-        with (
-            unchanged_process(num_threads),
-            worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
-            self._shut_down_on_error(),
-        ):
-            self._engine = LLMEngine.from_engine_args(_engine_args(model_dir, options))
+        self._engine = self._start_engine(model_dir, options)
         _engines_in_process.add(id(self))
         self._client: Any = self._engine.engine_core
         self._core: Any = self._client.engine_core
@@ -184,6 +178,15 @@ class VLLMStepper:
         self._running.clear()
         del self._engine, self._client, self._core
         gc.collect()
+
+    def _start_engine(self, model_dir: Path, options: VLLMOptions) -> LLMEngine:
+        num_threads = options.num_threads or torch.get_num_threads()
+        with (
+            unchanged_process(num_threads),
+            worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
+            self._shut_down_on_error(),
+        ):
+            return LLMEngine.from_engine_args(_engine_args(model_dir, options))
 
     def _take_workers(self) -> WorkerWatch:
         """Watch the workers' processes, and let nothing of them outlive them."""
