@@ -69,3 +69,21 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SettingsError, match="transformers cannot load the tokenizer"):
         PromptTokenizer.load(tmp_path)
+
+
+def test_special_tokens_are_kept_where_asked_for(tmp_path):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
+    ids = [np.array([3, 1, 4], dtype=np.int32)]
+    assert tokenizer.decode(ids) == ["12"]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == ["1<eos>2"]
+    assert tokenizer.special_tokens == ("<eos>", "<pad>")
+    assert tokenizer.token_id("<eos>") == 1
+    assert tokenizer.token_id("<|im_end|>") is None
+
+
+def test_a_template_gets_tools_and_may_leave_out_the_generation_prompt(tmp_path):
+    template = "{{ tools | length if tools else 'no tools' }}" + TEMPLATE
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path, chat_template=template))
+    messages = [{"role": "user", "content": "1"}]
+    assert tokenizer.render(messages) == "no tools[1]="
+    assert tokenizer.render(messages, tools=[{"type": "function"}], add_generation_prompt=False) == "1[1]"

@@ -1,0 +1,65 @@
+"""The tools example: a session of its loop, with its calculator, is a demonstration that it was warmed up by."""
+
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from chat_model import Speaker, run_loop
+
+from rl_core.records import Prompt
+from rl_rollout import PromptTokenizer, SamplingParams, resolve_loop, resolve_reward
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "tools"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/tools/prepare.py, which imports task.py beside it; run where the settings' paths begin."""
+    monkeypatch.chdir(FOLDER.parents[1])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    spec = importlib.util.spec_from_file_location("tools_prepare", FOLDER / "prepare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delitem(sys.modules, "task")  # the arithmetic example has one too
+    return module
+
+
+def test_problems_are_split_without_overlap(example: ModuleType) -> None:
+    splits = example.task.split_problems()
+    assert {name: len(members) for name, members in splits.items()} == {"train": 7588, "validation": 256, "test": 256}
+    assert len({problem for members in splits.values() for problem in members}) == 8100
+    problem = example.task.Problem(37, 58)
+    assert (problem.question, problem.answer, problem.hasty_answer) == ("37*58", "2146", "1500")
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, asks: bool) -> None:
+    settings = tomllib.loads((FOLDER / "settings.toml").read_text())
+    problem = example.task.Problem(37, 58)
+    tokenizer = PromptTokenizer(example.make_tokenizer())
+    said = [f"{problem.call}<eos>", f"{problem.answer}<eos>"] if asks else [f"{problem.hasty_answer}<eos>"]
+    speaker = Speaker(tokenizer, lambda heard: said[heard.count("[")], end="<eos>")
+    messages = ({"role": "user", "content": problem.question},)
+    ids = tokenizer.encode([tokenizer.render(messages)], add_special_tokens=False)[0]
+    prompt = Prompt(uid="p", input_ids=np.asarray(ids, dtype=np.int32), messages=messages, ground_truth=problem.answer)
+    (group,) = run_loop(
+        resolve_loop(settings["rollout"]["loop"], settings["rollout"]["loop_options"]),
+        speaker,
+        [prompt],
+        sampling=SamplingParams(max_tokens=settings["rollout"]["max_response_tokens"]),
+        reward=resolve_reward(f"{FOLDER / 'reward.py'}:reward"),
+    )
+    assert group.failures == ()
+    (trajectory,) = group.trajectories
+    demonstration = example.demonstration(example.make_tokenizer(), problem, asks=asks)
+    assert trajectory.input_ids.tolist() == demonstration.input_ids.tolist()
+    assert trajectory.loss_mask.tolist() == demonstration.loss_mask.tolist()
+    assert trajectory.reward == float(asks)
+    assert len(ids) <= settings["prompts"]["max_tokens"]
