@@ -1,0 +1,86 @@
+"""This project's agent loop on its vLLM engine as one system of benchmarks/rollout.py."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from _rollout_protocol import serve
+from _rollout_workload import Preset
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from rl_core import Prompt
+from rl_core.publish import ProofTolerances, publish_weights
+from rl_core.transports import TensorTransport
+from rl_core.weights import Canary
+from rl_rollout import RewardInput, RewardScorer, Rollout, SamplingParams, SingleTurnLoop, quick
+from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.vllm import VLLMEngine
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@quick
+def no_reward(_: RewardInput) -> float:
+    """Nothing to compute."""
+    return 0.0
+
+
+class Ours:
+    """Prompts through `Rollout`, as the trainer runs them."""
+
+    def __init__(self, policy: Path, preset: Preset) -> None:
+        """Load the model."""
+        self._preset = preset
+        self._weights = load_file(policy / "model.safetensors")
+        options = VLLMOptions(max_model_len=preset.prompt_tokens + preset.max_tokens, kv_cache_gib=2.0)
+        self._engine = VLLMEngine(policy, options)
+        self._version = 0
+        self._canary = asyncio.run(self._start())
+
+    async def _start(self) -> Canary:
+        await self._engine.start()
+        sequences = [np.arange(2, 10, dtype=np.int32)]
+        return Canary(sequences=sequences, logprobs=await self._engine.score(sequences))
+
+    def generate(self, prompts: NDArray[np.int32], *, seed: int) -> int:
+        """See `System.generate`."""
+        return asyncio.run(self._generate(prompts, seed))
+
+    async def _generate(self, prompts: NDArray[np.int32], seed: int) -> int:
+        scorer = RewardScorer(no_reward)
+        rollout = Rollout(self._engine, SingleTurnLoop(), scorer=scorer, decode=lambda sequences: [""] * len(sequences))
+        groups = await rollout.run(
+            [Prompt(uid=str(index), input_ids=ids) for index, ids in enumerate(prompts)],
+            num_sessions=self._preset.group_size,
+            sampling=SamplingParams(max_tokens=self._preset.max_tokens),
+            seed=seed,
+        )
+        scorer.close()
+        return sum(trajectory.num_response_tokens for group in groups for trajectory in group.trajectories)
+
+    def update(self) -> dict[str, float]:
+        """See `System.update`: what the trainer does after an optimizer step, and `copy_` of every tensor."""
+        targets = {name: torch.empty_like(tensor) for name, tensor in self._weights.items()}
+        started = time.perf_counter()
+        for name, tensor in self._weights.items():
+            targets[name].copy_(tensor)
+        copied = time.perf_counter()
+        self._version += 1
+        asyncio.run(self._publish())
+        return {
+            "ours_s": time.perf_counter() - copied,
+            "copy_s": copied - started,
+            "num_bytes": sum(tensor.nbytes for tensor in self._weights.values()),
+        }
+
+    async def _publish(self) -> None:
+        update = TensorTransport().pack(self._weights, version=self._version, tied=TIED)
+        await publish_weights(update, [self._engine], canary=self._canary, tolerances=ProofTolerances())
+
+
+if __name__ == "__main__":
+    sys.exit(serve(Ours))

@@ -1,0 +1,204 @@
+"""Our agent loop on vLLM side by side with vLLM's and transformers' own generate; weight updates with a copy.
+
+    nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--quick] [--json FILE]
+
+The systems are processes that take turns, a batch each; benchmarks/README.md says what is timed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _peer import Peer, PeerFailedError
+from _rollout_workload import PRESETS, WORKLOADS, write_policy
+
+BENCHMARKS = Path(__file__).resolve().parent
+OURS, VLLM, TRANSFORMERS, COPY = "ours", "vllm", "transformers", "copy"
+SYSTEMS = {OURS: "our_rollout.py", VLLM: "vllm_rollout.py", TRANSFORMERS: "transformers_rollout.py"}
+UPDATE = "weight_update"
+OPERATION_TIMEOUT_S = 600.0
+TARGETS = {("equal", VLLM): 0.95, ("ragged", VLLM): 0.95, ("ragged", TRANSFORMERS): 1.0}
+"""Least ratio of our tokens/s to another's."""
+MOST_COPIES = 3.0
+"""Most time of a weight update, in plain copies of its bytes."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
+    options = parse(words)
+    if min(options.rounds, options.threads) < 1:
+        sys.stderr.write(f"error: numbers must be at least 1; found {words}\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    report: dict[str, Any] = {
+        "benchmark": "rollout",
+        "date": time.strftime("%Y-%m-%d"),
+        "preset": options.preset,
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "environment": {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]},
+        "results": [],
+        "comparisons": [],
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder:
+            for workload in WORKLOADS:
+                write_policy(PRESETS[options.preset], workload, Path(folder) / workload)
+                run_workload(workload, options, Path(folder), report)
+    except PeerFailedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    print_report(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {options.json}")
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="nox -s bench -- rollout", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", choices=list(PRESETS), default="6m", help="size of policy and batch")
+    parser.add_argument("--rounds", type=int, default=5, help="timed batches of each system, after a warm-up")
+    parser.add_argument("--threads", type=int, default=1, help="of each system")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(words)
+    if options.quick:
+        options.preset, options.rounds = "tiny", 2
+    return options
+
+
+def run_workload(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
+    """A batch of each system in turns, who begins moving on; then, once, the weight updates.
+
+    Raises:
+        PeerFailedError: A system failed.
+    """
+    speeds: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS}
+    with ExitStack() as stack:
+        peers = {system: stack.enter_context(start(system, workload, options, folder)) for system in SYSTEMS}
+        for number in range(options.rounds + 1):
+            order = list(SYSTEMS)
+            for system in order[number % len(order) :] + order[: number % len(order)]:
+                request = {"operation": "generate", "seed": number}
+                answer = peers[system].ask(request, timeout_s=OPERATION_TIMEOUT_S)
+                speeds[system].append((answer["wall_s"], answer["num_tokens"]))
+            tell(workload, number, {system: of[-1] for system, of in speeds.items()})
+        report["versions"] = peers[OURS].ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)
+        if workload == WORKLOADS[0]:
+            asked = [
+                peers[OURS].ask({"operation": "update"}, timeout_s=OPERATION_TIMEOUT_S)
+                for _ in range(options.rounds + 1)
+            ]
+            updates = asked[1:]
+    for system, rounds in speeds.items():
+        report["results"].append(generation_row(system, workload, rounds[1:]))
+    for (of, peer), wanted in TARGETS.items():
+        if of == workload:
+            report["comparisons"].append(compared(workload, peer, speeds[OURS][1:], speeds[peer][1:], wanted))
+    if workload == WORKLOADS[0]:
+        add_updates(report, updates)
+
+
+def start(system: str, workload: str, options: argparse.Namespace, folder: Path) -> Peer:
+    """Start a system and wait until its model is there."""
+    script = str(BENCHMARKS / "peers" / SYSTEMS[system])
+    words = [f"--policy={folder / workload}", f"--preset={options.preset}", f"--threads={options.threads}"]
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": str(options.threads),
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Peer(system, [sys.executable, script, *words], folder, variables=variables)
+
+
+def generation_row(system: str, workload: str, rounds: Sequence[tuple[float, int]]) -> dict[str, Any]:
+    """A system's result: the median of its rounds."""
+    return {
+        "system": system,
+        "workload": workload,
+        "tokens_per_s": round(median(tokens / wall_s for wall_s, tokens in rounds), 1),
+        "wall_s": round(median(wall_s for wall_s, _ in rounds), 4),
+        "rounds": [{"wall_s": round(wall_s, 4), "num_tokens": tokens} for wall_s, tokens in rounds],
+    }
+
+
+def compared(
+    workload: str, peer: str, ours: Sequence[tuple[float, int]], theirs: Sequence[tuple[float, int]], wanted: float
+) -> dict[str, Any]:
+    """Our speed over another's, in the median of the rounds' ratios."""
+    ratios = [
+        (own_tokens / own_s) / (tokens / wall_s)
+        for (own_s, own_tokens), (wall_s, tokens) in zip(ours, theirs, strict=True)
+    ]
+    ratio = median(ratios)
+    return {
+        "workload": workload,
+        "peer": peer,
+        "ratio": round(ratio, 3),
+        "ratio_of_rounds": [round(one, 3) for one in ratios],
+        "wanted": wanted,
+        "is_met": ratio >= wanted,
+    }
+
+
+def add_updates(report: dict[str, Any], updates: Sequence[dict[str, float]]) -> None:
+    """Put the weight updates, and the copies beside them, into the report."""
+    for system, name in ((OURS, "ours_s"), (COPY, "copy_s")):
+        wall_s = median(of[name] for of in updates)
+        row = {"system": system, "workload": UPDATE, "tokens_per_s": None, "wall_s": round(wall_s, 6)}
+        report["results"].append({**row, "num_bytes": updates[0]["num_bytes"]})
+    ratios = [of["ours_s"] / of["copy_s"] for of in updates]
+    report["comparisons"].append(
+        {
+            "workload": UPDATE,
+            "peer": COPY,
+            "ratio": round(median(ratios), 2),
+            "ratio_of_rounds": [round(one, 2) for one in ratios],
+            "wanted": MOST_COPIES,
+            "is_met": median(ratios) <= MOST_COPIES,
+        }
+    )
+
+
+def tell(workload: str, number: int, found: dict[str, tuple[float, int]]) -> None:
+    """One line as a round ends."""
+    name = f"round {number}" if number else "warm-up"
+    speeds = ", ".join(f"{system} {tokens / wall_s:,.0f} tokens/s" for system, (wall_s, tokens) in found.items())
+    say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {speeds}")
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The tables."""
+    say(f"\n  {'workload':15}{'system':14}{'tokens/s':>10}{'wall s':>10}")
+    for row in report["results"]:
+        speed = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
+        say(f"  {row['workload']:15}{row['system']:14}{speed:>10}{row['wall_s']:>10.3f}")
+    say("\ntargets")
+    for of in report["comparisons"]:
+        rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
+        what = "the time" if of["workload"] == UPDATE else "the speed"
+        verdict = "met" if of["is_met"] else "missed"
+        say(
+            f"  {of['workload']}: {of['ratio']} times {what} of {of['peer']} ({rounds}); "
+            f"wanted {of['wanted']}: {verdict}"
+        )
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
