@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from chat_model import Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
+from chat_model import CHATML, Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
 
 from rl_core.errors import EngineError, SettingsError
 from rl_core.records import Prompt
@@ -156,27 +156,26 @@ def test_what_goes_wrong_goes_back_to_the_model_and_is_counted(said, outcome, to
 
 
 def test_the_other_sessions_are_untouched():
-    """Sessions of eight prompts: one's engine fails, one's template fails, one's tool hangs, the others answer."""
-    speaker = Speaker(
-        TOKENIZER, lambda heard: f"It is 6.{END}" if "tool\n" in heard else f"{call('add', a=1, b=2)}{END}"
+    """Of eight prompts one finds the engine without memory, one is empty, one refused by the template, one too long."""
+    refusing = make_tokenizer(
+        CHATML + "{% if messages[0].content == 'bad' %}{{ raise_exception('a bad prompt') }}{% endif %}"
     )
-    respond = speaker.engine._script
 
-    def script(request, index):
-        if "user\n3?" in text(request.input_ids):
+    def say(heard):
+        if "user\n3?" in heard:
             raise EngineError("no memory")
-        return respond(request, index)
+        return f"It is 6.{END}" if "tool\n" in heard else f"{call('add', a=1, b=2)}{END}"
 
-    speaker.engine._script = script
     prompts = [chat_prompt(TOKENIZER, f"{index}?", uid=f"p{index}") for index in range(8)]
     prompts[5] = Prompt(uid="p5", input_ids=np.zeros(0, np.int32))
-    prompts[6] = Prompt(uid="p6", input_ids=np.ones(1, np.int32), messages=({"role": "user"}, {"content": 3}))
+    prompts[6] = Prompt(uid="p6", input_ids=np.ones(1, np.int32), messages=({"role": "user", "content": "bad"},))
     prompts[7] = chat_prompt(TOKENIZER, "7" * 5000, uid="p7")
-    groups = run_loop(loop(), speaker, prompts, num_sessions=2)
+    groups = run_loop(loop(), Speaker(refusing, say), prompts, num_sessions=2)
     failed = {group.prompt.uid: group.failures for group in groups if group.failures}
-    assert set(failed) == {"p3", "p5", "p6", "p7"} or set(failed) == {"p3", "p5", "p7"}
+    assert set(failed) == {"p3", "p5", "p6", "p7"}
     assert failed["p3"] == ("EngineError: no memory",) * 2
     assert "An empty prompt has nothing to continue" in failed["p5"][0]
+    assert "prompt p6: the chat template refuses the messages (TemplateError: a bad prompt)" in failed["p6"][0]
     assert "must be at most max_model_len = 4096" in failed["p7"][0]
     for group in groups:
         if group.prompt.uid not in failed:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rl_core.errors import DataError, SettingsError, ToolError
+from rl_core.errors import DataError, MissingExtraError, SettingsError, ToolError
 from rl_rollout.tools import CallOptions, ToolBox, ToolCall, ToolRunner
 
 
@@ -199,3 +199,16 @@ def test_impossible_options_are_refused(options):
         CallOptions(**options)
     with pytest.raises(SettingsError, match="on_large_result must be"):
         CallOptions(on_large_result="drop")
+
+
+def test_without_the_libraries_the_extras_are_named(monkeypatch):
+    from rl_rollout.tools import tool
+    from rl_rollout.tools.servers import McpServerOptions, connect_server
+
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[tools\]'"):
+        tool(lambda: "x")
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    monkeypatch.delitem(sys.modules, "rl_rollout.tools.mcp", raising=False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[mcp\]'"):
+        connect_server("x", McpServerOptions(command=("python",)))
