@@ -58,6 +58,8 @@ class EngineCalls:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the file's content travels where the engine cannot see the file."""
+        if update.broadcast is not None:
+            return await self._take(replace(update, tensors=None), None)
         if update.file is None:
             raise EngineError(
                 "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
@@ -66,7 +68,10 @@ class EngineCalls:
         if self._sees_files is None:
             self._sees_files = await self._call("sees", update.file)
         content = None if self._sees_files else np.memmap(update.file, dtype=np.uint8, mode="r")
-        receipt: WeightReceipt = await self._call("update_weights", replace(update, tensors=None), content)
+        return await self._take(replace(update, tensors=None), content)
+
+    async def _take(self, update: WeightUpdate, content: NDArray[np.uint8] | None) -> WeightReceipt:
+        receipt: WeightReceipt = await self._call("update_weights", update, content)
         return receipt
 
     async def abort(self, request_ids: Collection[str]) -> None:
