@@ -39,7 +39,7 @@ PRESETS = {
         hidden_size=64, num_layers=2, vocab_size=16, num_prompts=4, group_size=2, prompt_tokens=4, max_tokens=8
     ),
     "6m": Preset(
-        hidden_size=256, num_layers=6, vocab_size=256, num_prompts=64, group_size=4, prompt_tokens=32, max_tokens=256
+        hidden_size=256, num_layers=6, vocab_size=128, num_prompts=64, group_size=4, prompt_tokens=32, max_tokens=128
     ),
 }
 """By name: for the smoke test, and for two cores."""
