@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSpec, TransferQueue
+from rl_core.broadcast import BroadcastTransport
 from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
@@ -201,8 +202,18 @@ def make_queue(settings: Settings) -> TransferQueue:
 
 
 def make_transport(settings: Settings) -> WeightTransport:
-    """Tensors within a process, a file in shared memory between two."""
-    return TensorTransport() if settings.rollout.placement == "inline" else SharedFileTransport()
+    """Tensors within a process; between two a file in shared memory, or buckets over the network."""
+    weights = settings.weights
+    if settings.rollout.placement == "inline":
+        return TensorTransport()
+    if weights.transport == "file":
+        return SharedFileTransport()
+    return BroadcastTransport(
+        backend=weights.transport,
+        host=weights.host,
+        bucket_bytes=weights.bucket_mib << 20,
+        deadline_s=weights.deadline_s,
+    )
 
 
 @contextmanager

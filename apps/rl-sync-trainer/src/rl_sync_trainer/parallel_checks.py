@@ -48,6 +48,12 @@ def _replica_problems(settings: Settings) -> Iterator[str]:
             f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
             'own: set rollout.placement to "process" or "ray"; found "inline".'
         )
+    if settings.weights.transport != "file" and (placement == "inline" or settings.rollout.engine != "vllm"):
+        yield (
+            f'weights.transport = "{settings.weights.transport}" is for vLLM in processes of its own: set '
+            f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r} and '
+            f"engine {settings.rollout.engine!r}."
+        )
     if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
         yield (
             "replicas.gpus must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 for a "

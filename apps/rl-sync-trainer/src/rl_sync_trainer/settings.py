@@ -130,6 +130,24 @@ class ReplicaSettings:
     restarts: int = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSettings:
+    """How the learner's weights reach engines in processes of their own.
+
+    Attributes:
+        transport: "file" (in shared memory of this machine; an engine elsewhere gets its bytes), or buckets over the
+            network by "gloo" (CPUs) or "nccl" (GPUs; engine and learner need different ones).
+        host: Address of this machine, as the engines reach it; for gloo and nccl.
+        bucket_mib: Size of a bucket.
+        deadline_s: Longest wait for a bucket.
+    """
+
+    transport: Literal["file", "gloo", "nccl"] = "file"
+    host: str = "127.0.0.1"
+    bucket_mib: int = 256
+    deadline_s: float = 60.0
+
+
 OptionValue = bool | int | float | str
 """What an option of an advantage or a policy loss can be."""
 
@@ -300,6 +318,7 @@ class Settings(BaseSettings):
 
     policy: PolicySettings
     prompts: PromptSettings
+    weights: WeightSettings = Field(default_factory=WeightSettings)
     refill: RefillOptions = Field(default_factory=RefillOptions)
     reward: RewardOptions = Field(default_factory=RewardOptions)
     run: RunSettings = Field(default_factory=RunSettings)
