@@ -8,6 +8,7 @@ The store is open to everybody who reaches its port, as those of torch.distribut
 """
 
 import json
+import logging
 import threading
 import time
 import uuid
@@ -15,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
-import structlog
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -23,7 +23,7 @@ from rl_core.broadcast_group import SENDER, BroadcastGroup, open_store
 from rl_core.errors import DeadlineError, NotReadyError, RLError, TransferError
 from rl_core.weights import Broadcast, WeightUpdate, digest_tensor
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 JOINS = "joins"
 LOOK_S = 0.02
@@ -129,7 +129,7 @@ class BroadcastTransport:
         try:
             engine.send(packed[1], self._meeting, self._device)
         except RLError as error:
-            log.warning("weights_not_sent", engine=name, version=packed[0], error=str(error))
+            log.warning("weights_not_sent engine=%s version=%s error=%s", name, packed[0], error)
             self._engines.pop(name, None)
             engine.close()
 
