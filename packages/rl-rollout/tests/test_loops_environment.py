@@ -153,7 +153,7 @@ def test_each_session_has_an_environment_of_its_own_which_is_closed(file):
         arguments={"most": 2},
     )
     assert [t.reward for group in groups for t in group.trajectories] == [1.0] * 3 + [-0.5] * 3
-    from rl_rollout.tools.files import load_attribute
+    from rl_rollout.user_files import load_attribute
 
     assert sorted(load_attribute(f"{file}:closed", kind="list")) == [2, 2, 2, 40, 40, 40]
 
@@ -174,7 +174,7 @@ def test_a_broken_environment_fails_its_session_with_the_reason(file, how, messa
     (group,) = play(f"{file}:Broken", lambda _: f"x{END}", arguments={"how": how}, timeout_s=0.05)
     (failure,) = group.failures
     assert re.match(message, failure), failure
-    from rl_rollout.tools.files import load_attribute
+    from rl_rollout.user_files import load_attribute
 
     load_attribute(f"{file}:gate", kind="event").set()
 

@@ -58,7 +58,7 @@ def test_missing_files_and_malformed_references(tmp_path):
     with pytest.raises(SettingsError, match=r"the file .*/none\.py does not exist"):
         load_function(f"{tmp_path}/none.py:reward")
     for reference in ("reward.py", "reward.py:", ":reward"):
-        with pytest.raises(SettingsError, match=r"must be given as path\.py:function"):
+        with pytest.raises(SettingsError, match=r"must be given as path\.py:name"):
             load_function(reference)
     (tmp_path / "reward.txt").write_text("")
     with pytest.raises(SettingsError, match="is not a Python file"):

@@ -5,8 +5,8 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
-from rl_rollout.rewards.custom import load_object
 from rl_rollout.rollout import GroupResult
+from rl_rollout.user_files import load_attribute
 
 GroupFilter = Callable[[GroupResult], str | None]
 """Why a group shall not train, in a few words; None keeps it."""
@@ -37,7 +37,7 @@ def resolve_filter(reference: str) -> GroupFilter:
     """
     if ":" not in reference and not reference.endswith(".py"):
         return FILTERS.get(reference)  # type: ignore[no-any-return]
-    found = load_object(reference)
+    found = load_attribute(reference, kind="group filter")
     if not callable(found):
         raise SettingsError(f"group filter {reference!r} must be a function of one GroupResult; found {found!r}.")
     return found  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.protocol import RewardResult
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.blocking import BlockingCalls
-from rl_rollout.tools.files import load_attribute
+from rl_rollout.user_files import load_attribute
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")
 

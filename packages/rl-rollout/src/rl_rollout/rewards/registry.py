@@ -8,8 +8,9 @@ from typing import Any
 from rl_core.errors import SettingsError
 from rl_core.records import Json
 from rl_core.registry import Registry, nearest_name
-from rl_rollout.rewards.custom import check_callable, load_object
+from rl_rollout.rewards.custom import check_callable
 from rl_rollout.rewards.protocol import RewardFunction
+from rl_rollout.user_files import load_attribute
 
 REWARDS: Registry[Any] = Registry(
     "reward function",
@@ -46,7 +47,7 @@ def resolve_reward(
         MissingExtraError: It needs a library that is not installed.
     """
     is_path = ":" in reference or reference.endswith(".py")
-    found = load_object(reference) if is_path else REWARDS.get(reference)
+    found = load_attribute(reference, kind="reward function") if is_path else REWARDS.get(reference)
     return bind_options(found, {} if options is None else options, name=reference, parts=parts or {})
 
 

@@ -268,7 +268,7 @@ def function_name(function: Any) -> str:
     if not hasattr(named, "__qualname__"):
         named = type(named)
     name, module = named.__qualname__, getattr(named, "__module__", "") or ""
-    if module.startswith("rl_reward_"):
+    if module.startswith("rl_file_"):
         code = getattr(named, "__code__", None)
         return f"{Path(code.co_filename).name if code else module}:{name}"
     return name if module.startswith("rl_rollout.") else f"{module}.{name}"

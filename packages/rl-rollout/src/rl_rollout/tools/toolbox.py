@@ -6,9 +6,9 @@ from typing import Any
 from rl_core.errors import SettingsError
 from rl_core.records import Json
 from rl_core.registry import Registry
-from rl_rollout.tools.files import load_attribute
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import Tool, tool_schema
+from rl_rollout.user_files import load_attribute
 
 TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
 

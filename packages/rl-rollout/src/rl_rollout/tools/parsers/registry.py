@@ -2,8 +2,8 @@
 
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
-from rl_rollout.tools.files import load_attribute
 from rl_rollout.tools.parsers.protocol import ToolParser
+from rl_rollout.user_files import load_attribute
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool parser",
