@@ -13,7 +13,7 @@ class CharacterTokenizer:
     def __init__(self, chat_template="[...]="):
         self.chat_template = chat_template
 
-    def apply_chat_template(self, messages, *, chat_template, add_generation_prompt, tokenize):
+    def apply_chat_template(self, messages, *, chat_template, tools, add_generation_prompt, tokenize):
         assert add_generation_prompt
         assert not tokenize
         return "".join(f"[{message['content']}]" for message in messages) + "="

@@ -124,6 +124,7 @@ def build_root(spec: Spec) -> None:
     sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not Path(path).is_symlink()]
     devices = [(f"/dev/{name}", os.open(f"/dev/{name}", os.O_PATH)) for name in DEVICES]  # the new root may hide them
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    make_work_folder(spec, root)  # first: what can be read may lie below it, such as a Python in /tmp
     for path, source in sources:
         bind(source, root + path)
         set_attributes(root + path, READ_ONLY | NO_SUID | NO_DEVICES, flags=RECURSIVE)
@@ -136,7 +137,6 @@ def build_root(spec: Spec) -> None:
     Path(root, "proc").mkdir()
     with contextlib.suppress(OSError):  # a container that hides parts of its own /proc gives no new one
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    make_work_folder(spec, root)
     os.chdir(root)
     check(LIBC.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     check(LIBC.umount2(b".", MNT_DETACH), "umount2")
