@@ -76,6 +76,14 @@ def test_lock_leaves_out_what_breaks_vllm_on_cpu():
     assert names & {"torchvision", "torchaudio", "torchcodec", "triton"} == set()
 
 
+def test_tests_that_need_vllm_run_in_the_workspace():
+    """`unit` leaves out what has vllm in its name; `tests` runs the files that noxfile.py lists."""
+    noxfile = (ROOT / "noxfile.py").read_text()
+    files = [f"packages/rl-rollout/tests/{file.name}" for file in ROOT.glob("packages/rl-rollout/tests/test_*vllm*.py")]
+    assert len(files) >= 3
+    assert [file for file in files if f'"{file}"' not in noxfile] == []
+
+
 def test_lock_and_noxfile_name_the_same_torch():
     torch_pin = re.search(r'^TORCH = "(.*)"$', (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE)
     assert torch_pin is not None
