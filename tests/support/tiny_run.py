@@ -63,6 +63,7 @@ max_tokens = 8
 function = "{folder}/reward.py:reward"
 
 [rollout]
+audit_share = 1.0
 engine = "transformers"
 prompts_per_step = {prompts_per_step}
 group_size = {group_size}

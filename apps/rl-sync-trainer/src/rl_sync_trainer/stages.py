@@ -89,6 +89,8 @@ def record_rollouts(parts: Parts, groups: Sequence[GroupResult], recorder: Recor
     """
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", sum(len(group.failures) for group in groups))
+    recorder.record("rollout/audited_sessions", sum(group.num_audited for group in groups))
+    recorder.record("rollout/audit_failures", sum(group.num_audit_failures for group in groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     timings = [trajectory.timings for trajectory in trajectories]
     for timing in timings:

@@ -146,6 +146,19 @@ ROLLOUT = (
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
+    one(
+        "rollout/audited_sessions",
+        "sessions",
+        "Sessions whose tokens were compared with the engine's.",
+        reduction="sum",
+    ),
+    one(
+        "rollout/audit_failures",
+        "sessions",
+        "Audited sessions with a token that the engine did not sample; they failed.",
+        reduction="sum",
+        healthy=Band(high=0.0, source=BY_DESIGN),
+    ),
     one("rollout/num_rounds", "rounds", "Rounds of generation in a step, where groups are refilled.", reduction="sum"),
     one("rollout/refused_groups", "groups", "Groups that the filter refused.", reduction="sum"),
     one(
