@@ -1,6 +1,6 @@
 """Our agent loop on vLLM side by side with vLLM's and transformers' own generate; weight updates with a copy.
 
-    nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--quick] [--json FILE]
+    nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
 
 The systems are processes that take turns, a batch each; benchmarks/README.md says what is timed.
 """
@@ -35,8 +35,8 @@ MOST_COPIES = 3.0
 def main(words: Sequence[str]) -> int:
     """Run the comparison and give the exit status: 0 unless a system fails; targets are reported."""
     options = parse(words)
-    if min(options.rounds, options.threads) < 1:
-        sys.stderr.write(f"error: numbers must be at least 1; found {words}\n")
+    if min(options.rounds, options.threads) < 1 or not set(options.workload) <= set(WORKLOADS):
+        sys.stderr.write(f"error: numbers must be at least 1, --workload of {', '.join(WORKLOADS)}; found {words}\n")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
     report: dict[str, Any] = {
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     }
     try:
         with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder:
-            for workload in WORKLOADS:
+            for workload in options.workload:
                 write_policy(PRESETS[options.preset], workload, Path(folder) / workload)
                 run_workload(workload, options, Path(folder), report)
     except PeerFailedError as error:
@@ -70,9 +70,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), default="6m", help="size of policy and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed batches of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
+    parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
     parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
+    options.workload = options.workload.split(",")
     if options.quick:
         options.preset, options.rounds = "tiny", 2
     return options
@@ -95,7 +97,7 @@ def run_workload(workload: str, options: argparse.Namespace, folder: Path, repor
                 speeds[system].append((answer["wall_s"], answer["num_tokens"]))
             tell(workload, number, {system: of[-1] for system, of in speeds.items()})
         report["versions"] = peers[OURS].ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)
-        if workload == WORKLOADS[0]:
+        if workload == options.workload[0]:
             asked = [
                 peers[OURS].ask({"operation": "update"}, timeout_s=OPERATION_TIMEOUT_S)
                 for _ in range(options.rounds + 1)
@@ -106,7 +108,7 @@ def run_workload(workload: str, options: argparse.Namespace, folder: Path, repor
     for (of, peer), wanted in TARGETS.items():
         if of == workload:
             report["comparisons"].append(compared(workload, peer, speeds[OURS][1:], speeds[peer][1:], wanted))
-    if workload == WORKLOADS[0]:
+    if workload == options.workload[0]:
         add_updates(report, updates)
 
 
