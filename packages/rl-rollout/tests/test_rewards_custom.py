@@ -87,3 +87,11 @@ def test_names_of_the_registry():
 
 def test_compiled_callables_without_a_signature_pass():
     assert check_callable(max, name="max") is max
+
+
+def test_a_file_is_imported_anew_for_each_run(tmp_path):
+    (tmp_path / "counting.py").write_text(
+        "calls = 0\ndef reward(given):\n    global calls\n    calls += 1\n    return calls\n"
+    )
+    first, second = (load_function(f"{tmp_path}/counting.py:reward") for _ in range(2))
+    assert (first(None), first(None), second(None)) == (1, 2, 1)

@@ -14,12 +14,13 @@ from rl_core.registry import nearest_name
 TRACEBACK_LINES = 6
 
 
-def load_attribute(reference: str, *, kind: str) -> Any:
+def load_attribute(reference: str, *, kind: str, is_fresh: bool = False) -> Any:
     """Import a file and take one name from it.
 
     Args:
         reference: `path.py:name`; a relative path starts at the working directory.
         kind: What it is, for messages, such as "tool".
+        is_fresh: Import the file anew; otherwise two names of one file share what it keeps.
 
     Raises:
         SettingsError: The file is missing, raises when imported, or has no such name.
@@ -30,7 +31,7 @@ def load_attribute(reference: str, *, kind: str) -> Any:
     path = Path(path_text)
     if not path.is_file():
         raise SettingsError(f"{kind} {reference!r}: the file {path.absolute()} does not exist.")
-    module = _import_file(path, what=f"{kind} {reference!r}")
+    module = _import_file(path, what=f"{kind} {reference!r}", is_fresh=is_fresh)
     if not hasattr(module, name):
         own = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise SettingsError(
@@ -40,10 +41,10 @@ def load_attribute(reference: str, *, kind: str) -> Any:
     return getattr(module, name)
 
 
-def _import_file(path: Path, *, what: str) -> ModuleType:
+def _import_file(path: Path, *, what: str, is_fresh: bool) -> ModuleType:
     version = f"{path.resolve()} {path.stat().st_mtime_ns}"
     module_name = f"rl_file_{path.stem}_{blake2b(version.encode(), digest_size=4).hexdigest()}"
-    if module_name in sys.modules:  # two names of one file share what it keeps
+    if module_name in sys.modules and not is_fresh:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

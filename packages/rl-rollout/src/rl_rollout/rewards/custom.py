@@ -17,7 +17,7 @@ def load_function(reference: str) -> RewardFunction:
     Raises:
         SettingsError: The file is missing, raises when imported, or has no such function.
     """
-    return check_callable(load_attribute(reference, kind="reward function"), name=reference)
+    return check_callable(load_attribute(reference, kind="reward function", is_fresh=True), name=reference)
 
 
 def check_callable(function: Any, *, name: str) -> RewardFunction:

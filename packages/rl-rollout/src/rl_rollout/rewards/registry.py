@@ -47,7 +47,7 @@ def resolve_reward(
         MissingExtraError: It needs a library that is not installed.
     """
     is_path = ":" in reference or reference.endswith(".py")
-    found = load_attribute(reference, kind="reward function") if is_path else REWARDS.get(reference)
+    found = load_attribute(reference, kind="reward function", is_fresh=True) if is_path else REWARDS.get(reference)
     return bind_options(found, {} if options is None else options, name=reference, parts=parts or {})
 
 
