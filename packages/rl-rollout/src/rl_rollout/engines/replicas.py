@@ -71,6 +71,7 @@ class ReplicatedEngine:
         self._news = asyncio.Event()
         self._waiting: set[int] = set()
         self._is_paused = False
+        self._is_asleep = False
         for index, replica in enumerate(replicas):
             if isinstance(replica, ProcessEngine):
                 replica.on_restart = self._reviver(index)
@@ -123,7 +124,9 @@ class ReplicatedEngine:
     async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
         """See `publish_to`; a replica that dies on the way gets the update when it is there again."""
         with self._publishing(_Published(update=update, canary=canary, tolerances=tolerances)):
-            reports = await self._publish_to_all()
+            reports: list[PublishReport] = []
+            for _ in range(MAX_ATTEMPTS):  # all may die on the way, and come back
+                reports = reports or await self._publish_to_all()
             if not reports:
                 raise self._nobody_left()
         return replace(
@@ -170,11 +173,14 @@ class ReplicatedEngine:
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
+        self._is_asleep = True
         await self._on_all(lambda replica: replica.sleep())
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
-        await self._on_all(lambda replica: replica.wake())
+        """See `RolloutEngine.wake`; nobody is asked while all are awake, as one that is restarted may need weights."""
+        if self._is_asleep:
+            await self._on_all(lambda replica: replica.wake())
+            self._is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`; the first error is raised when all are closed."""

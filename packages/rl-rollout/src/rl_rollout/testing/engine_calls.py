@@ -57,10 +57,14 @@ def long_request(engine: RolloutEngine) -> GenerateRequest:
 
 
 async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
-    """Start a request and return when it has some tokens, but not all."""
+    """Start a request and return when it has some tokens, but not all: others that began later have ended.
+
+    There are several of those, so that one is beside it also where an engine has replicas.
+    """
     running = asyncio.ensure_future(engine.generate(request))
     await asyncio.sleep(0)
-    await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=3, seed=1)))
+    short = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=3, seed=1))
+    await asyncio.gather(*(engine.generate(short) for _ in range(6)))
     return running
 
 
