@@ -254,3 +254,25 @@ def test_what_an_engine_says_is_the_same_through_replicas(two_processes: Replica
     assert two_processes.traits.name.startswith("2 x transformers")
     first, second = (generate(two_processes, num_samples=4, seed=3) for _ in range(2))
     assert [one.token_ids.tolist() for one in first] == [one.token_ids.tolist() for one in second]
+
+
+class Restarting(ProcessEngine):
+    """An engine whose process died after it was listed, and which nobody may wait for."""
+
+    def __init__(self) -> None:
+        """No process is started."""
+        super().__init__("transformers", Path("nowhere"))
+        self.states = ["serving", "restarting"]
+
+    @property
+    def state(self) -> str:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    async def wake(self) -> None:
+        raise AssertionError("it was asked while it is being started again")
+
+
+def test_an_engine_that_dies_between_two_looks_is_not_waited_for() -> None:
+    replica = Restarting()
+    asyncio.run(ReplicatedEngine([replica]).wake())
+    assert replica.states == ["restarting"]

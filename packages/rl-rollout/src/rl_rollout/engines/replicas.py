@@ -71,7 +71,6 @@ class ReplicatedEngine:
         self._news = asyncio.Event()
         self._waiting: set[int] = set()
         self._is_paused = False
-        self._is_asleep = False
         for index, replica in enumerate(replicas):
             if isinstance(replica, ProcessEngine):
                 replica.on_restart = self._reviver(index)
@@ -173,14 +172,11 @@ class ReplicatedEngine:
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        self._is_asleep = True
         await self._on_all(lambda replica: replica.sleep())
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`; nobody is asked while all are awake, as one that is restarted may need weights."""
-        if self._is_asleep:
-            await self._on_all(lambda replica: replica.wake())
-            self._is_asleep = False
+        """See `RolloutEngine.wake`."""
+        await self._on_all(lambda replica: replica.wake())
 
     async def close(self) -> None:
         """See `RolloutEngine.close`; the first error is raised when all are closed."""
@@ -253,9 +249,14 @@ class ReplicatedEngine:
         return EngineDiedError(f"none of {len(self._replicas)} engines serves any more. {said}")
 
     async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[Any]]) -> dict[int, Any]:
-        """Ask every replica that serves; those that die on the way have no answer."""
+        """Ask every replica that serves; those that die have no answer.
+
+        One that is started again is not waited for: it may itself wait for weights that the caller publishes next.
+        """
 
         async def one(index: int) -> Any:
+            if self._state(index) != "serving":  # it may have died since it was listed
+                return None
             try:
                 return index, await ask(self._replicas[index])
             except EngineDiedError as error:
