@@ -136,10 +136,7 @@ class QueueModel:
     def settle(self, group):
         if group.missing:
             return
-        for claim in [held for held in self.held.values() if held.task == "generate" and group in held.groups]:
-            claim.groups.remove(group)
-            if not claim.groups:
-                self.end(claim)
+        self.leave_claim(group)
         if group.keys:
             group.arrival = self.arrivals = self.arrivals + 1
         else:
@@ -147,7 +144,15 @@ class QueueModel:
             group.is_dropped, group.reason = True, f"no rows: {why}"
             self.drops["no rows"] += 1
 
+    def leave_claim(self, group):
+        """A claim goes on with its other groups."""
+        for claim in [held for held in self.held.values() if held.task == "generate" and group in held.groups]:
+            claim.groups.remove(group)
+            if not claim.groups:
+                self.end(claim)
+
     def take_out(self, group, reason, *, reissue):
+        self.leave_claim(group)
         for held in [held for held in self.held.values() if group in held.groups]:
             self.end(held)
         self.drops[reason] += 1

@@ -14,8 +14,8 @@ NUM_PROBLEMS = {"train": 32, "validation": 8, "test": 4}
 PROMPTS_PER_STEP = 4
 GROUP_SIZE = 4
 REWARDS_PER_STEP = PROMPTS_PER_STEP * GROUP_SIZE
-REWARDS_BEFORE_STEP_1 = 1 + NUM_PROBLEMS["validation"] + NUM_PROBLEMS["test"]
-"""The rehearsal, and the evaluation of the untrained policy."""
+REWARDS_BEFORE_STEP_1 = NUM_PROBLEMS["validation"] + NUM_PROBLEMS["test"]
+"""The evaluation of the untrained policy; the rehearsal imports the reward's file for itself."""
 
 REWARD = '''"""Share of even digits; from a given call on it waits, so that a test can stop the run at a known place."""
 

@@ -90,6 +90,11 @@ class Role:
         return self._state
 
     @property
+    def death(self) -> RLError | None:
+        """What its calls get once it is dead for good."""
+        return self._death() if self._state == "dead" else None
+
+    @property
     def last_heard(self) -> str:
         """The last thing that it said, and how long ago."""
         return "nothing" if self._life is None else self._life.last_heard

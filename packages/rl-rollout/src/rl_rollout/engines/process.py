@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
-from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RoleDiedError, RoleError
+from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RLError, RoleDiedError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
@@ -158,6 +158,12 @@ class ProcessEngine(EngineCalls):
         return "restarting" if is_gone else self._role.state
 
     @property
+    def death(self) -> EngineDiedError | None:
+        """Why its process ended for good, whoever noticed."""
+        error = None if self._role is None else self._role.death
+        return None if error is None else _engine_died(error)
+
+    @property
     def pid(self) -> int:
         """Of its process, on its own host."""
         if self._role is None:
@@ -201,7 +207,7 @@ class ProcessEngine(EngineCalls):
         except RoleError as error:
             if incarnation == role.incarnation and isinstance(error, RoleDiedError):
                 self._died_in = incarnation  # a call hears of it before its role does
-            raise EngineDiedError(f"the engine failed and serves no more: {error}") from error
+            raise _engine_died(error) from error
 
     async def _revive(self, roles: Sequence[RestartedRole]) -> None:
         """Bring a restarted process to where the others are."""
@@ -281,6 +287,10 @@ class HostedEngine:
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         await self._engine.close()
+
+
+def _engine_died(error: RLError) -> EngineDiedError:
+    return EngineDiedError(f"the engine failed and serves no more: {error}")
 
 
 async def _or_end(answer: Awaitable[T]) -> T:

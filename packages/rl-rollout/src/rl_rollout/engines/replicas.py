@@ -238,6 +238,11 @@ class ReplicatedEngine:
             return replica.state
         return "dead" if index in self._failed else "serving"
 
+    def _death_of(self, index: int) -> EngineDiedError | None:
+        """Why a replica serves no more; one may die while nobody asks it anything."""
+        replica = self._replicas[index]
+        return self._failed.get(index) or (replica.death if isinstance(replica, ProcessEngine) else None)
+
     def _note_death(self, index: int, error: EngineDiedError) -> None:
         self._failed[index] = error
         self._served[index] = None
@@ -245,7 +250,8 @@ class ReplicatedEngine:
         log.warning("engine_died", replica=index, state=self._state(index), error=str(error))
 
     def _nobody_left(self) -> EngineDiedError:
-        said = "; ".join(f"replica {index}: {error}" for index, error in sorted(self._failed.items()))
+        deaths = [(index, self._death_of(index)) for index in range(len(self._replicas))]
+        said = "; ".join(f"replica {index}: {death}" for index, death in deaths if death is not None)
         return EngineDiedError(f"none of {len(self._replicas)} engines serves any more. {said}")
 
     async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[Any]]) -> dict[int, Any]:
