@@ -210,6 +210,24 @@ def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_pr
     assert again[0].token_ids.tolist() == alone[0][0].token_ids.tolist() == answers[0][0].token_ids.tolist()
 
 
+def test_an_engine_that_is_killed_while_nobody_asks_it_is_told_about(tied_model_dir: Path) -> None:
+    async def go() -> None:
+        replica = hosted(tied_model_dir, index=0, max_restarts=0)
+        engine = ReplicatedEngine([replica])
+        try:
+            await engine.start()
+            os.kill(replica.pid, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while replica.state != "dead":
+                    await asyncio.sleep(0.02)
+            await engine.generate(request())
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineDiedError, match=r"engine\[0\].*killed by signal SIGKILL \(9\)"):
+        asyncio.run(go())
+
+
 def test_the_only_engine_comes_back_for_weights_that_replaced_the_ones_it_had(tied_model_dir: Path) -> None:
     """Its restart finds the file of the next version, and waits for that to be published, or for the end."""
     stored = load_file(tied_model_dir / "model.safetensors")
