@@ -2,7 +2,7 @@
 
     -> (started)                                <- "ready", once the model is loaded
     -> {"operation": "generate", "seed": n}     <- {"wall_s": s, "num_tokens": n}
-    -> {"operation": "update"}                  <- {"ours_s": s, "copy_s": s, "num_bytes": n}, of our engine alone
+    -> {"operation": "update"}                  <- {"ours_s": s, "copy_s": s, "copy_in_place_s": s, "num_bytes": n}
     -> {"operation": "versions"}                <- {package: version}
     -> {"operation": "quit"}, or end of input   <- (ends with status 0)
 
@@ -35,7 +35,7 @@ class System(Protocol):
         """Sampled responses with their logprobs to [N, P] prompts; gives the number of sampled tokens."""
 
     def update(self) -> dict[str, float]:
-        """New weights for the engine, with their proof, and a plain copy of as many bytes."""
+        """New weights for the engine, with their proof, and plain copies of them, into new memory and over the old."""
 
 
 def serve(opened: Callable[[Path, Preset], System]) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-WORKLOADS = ("equal", "ragged")
+UPDATE = "weight_update"
+WORKLOADS = ("equal", "ragged", UPDATE)
 END_TOKEN = 1
 
 
@@ -41,8 +42,13 @@ PRESETS = {
     "6m": Preset(
         hidden_size=256, num_layers=6, vocab_size=128, num_prompts=64, group_size=4, prompt_tokens=32, max_tokens=128
     ),
+    "77m": Preset(
+        hidden_size=768, num_layers=8, vocab_size=8192, num_prompts=16, group_size=4, prompt_tokens=32, max_tokens=128
+    ),
 }
-"""By name: for the smoke test, and for two cores."""
+"""By name: for the smoke test, for generation on two cores, and for weights of which there are many."""
+UPDATE_PRESETS = {"tiny": "tiny", "6m": "77m", "77m": "77m"}
+"""Whose weights are updated where generation is with another preset."""
 
 
 def make_prompts(preset: Preset, *, seed: int) -> NDArray[np.int32]:

@@ -1,6 +1,7 @@
 """Our agent loop on vLLM side by side with vLLM's and transformers' own generate; weight updates with a copy.
 
-    nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
+    nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--quick] [--json FILE]
+        [--workload equal,ragged,weight_update]
 
 The systems are processes that take turns, a batch each; benchmarks/README.md says what is timed.
 """
@@ -19,15 +20,17 @@ from statistics import median
 from typing import Any
 
 from _peer import Peer, PeerFailedError
-from _rollout_workload import PRESETS, WORKLOADS, write_policy
+from _rollout_workload import PRESETS, UPDATE, UPDATE_PRESETS, WORKLOADS, write_policy
 
 BENCHMARKS = Path(__file__).resolve().parent
 OURS, VLLM, TRANSFORMERS, COPY = "ours", "vllm", "transformers", "copy"
 SYSTEMS = {OURS: "our_rollout.py", VLLM: "vllm_rollout.py", TRANSFORMERS: "transformers_rollout.py"}
-UPDATE = "weight_update"
 OPERATION_TIMEOUT_S = 600.0
 TARGETS = {("equal", VLLM): 0.95, ("ragged", VLLM): 0.95, ("ragged", TRANSFORMERS): 1.0}
 """Least ratio of our tokens/s to another's."""
+UPDATE_TIMES = {OURS: "ours_s", COPY: "copy_s"}
+WARM_UPS = 3
+"""Updates until the allocator has what it needs."""
 MOST_COPIES = 3.0
 """Most time of a weight update, in plain copies of its bytes."""
 
@@ -52,8 +55,8 @@ def main(words: Sequence[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder:
             for workload in options.workload:
-                write_policy(PRESETS[options.preset], workload, Path(folder) / workload)
-                run_workload(workload, options, Path(folder), report)
+                run = run_updates if workload == UPDATE else run_workload
+                run(workload, options, Path(folder), report)
     except PeerFailedError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -67,7 +70,7 @@ def main(words: Sequence[str]) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- rollout", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", choices=list(PRESETS), default="6m", help="size of policy and batch")
+    parser.add_argument("--preset", choices=list(UPDATE_PRESETS), default="6m", help="size of policy and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed batches of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
     parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
@@ -81,14 +84,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run_workload(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """A batch of each system in turns, who begins moving on; then, once, the weight updates.
+    """A batch of each system in turns, who begins moving on.
 
     Raises:
         PeerFailedError: A system failed.
     """
     speeds: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS}
+    write_policy(PRESETS[options.preset], workload, folder / workload)
     with ExitStack() as stack:
-        peers = {system: stack.enter_context(start(system, workload, options, folder)) for system in SYSTEMS}
+        peers = {
+            system: stack.enter_context(start(system, folder / workload, options.preset, options)) for system in SYSTEMS
+        }
         for number in range(options.rounds + 1):
             order = list(SYSTEMS)
             for system in order[number % len(order) :] + order[: number % len(order)]:
@@ -97,31 +103,41 @@ def run_workload(workload: str, options: argparse.Namespace, folder: Path, repor
                 speeds[system].append((answer["wall_s"], answer["num_tokens"]))
             tell(workload, number, {system: of[-1] for system, of in speeds.items()})
         report["versions"] = peers[OURS].ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)
-        if workload == options.workload[0]:
-            asked = [
-                peers[OURS].ask({"operation": "update"}, timeout_s=OPERATION_TIMEOUT_S)
-                for _ in range(options.rounds + 1)
-            ]
-            updates = asked[1:]
     for system, rounds in speeds.items():
         report["results"].append(generation_row(system, workload, rounds[1:]))
     for (of, peer), wanted in TARGETS.items():
         if of == workload:
             report["comparisons"].append(compared(workload, peer, speeds[OURS][1:], speeds[peer][1:], wanted))
-    if workload == options.workload[0]:
-        add_updates(report, updates)
 
 
-def start(system: str, workload: str, options: argparse.Namespace, folder: Path) -> Peer:
+def run_updates(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
+    """New weights for our engine, and a copy of them, in turns.
+
+    Raises:
+        PeerFailedError: The engine failed.
+    """
+    preset = UPDATE_PRESETS[options.preset]
+    write_policy(PRESETS[preset], workload, folder / workload)
+    with start(OURS, folder / workload, preset, options) as peer:
+        updates = []
+        for number in range(options.rounds + WARM_UPS):
+            updates.append(peer.ask({"operation": "update"}, timeout_s=OPERATION_TIMEOUT_S))
+            name = "warm-up" if number < WARM_UPS else f"round {number - WARM_UPS + 1}"
+            times = ", ".join(f"{what} {updates[-1][key] * 1e3:,.0f} ms" for what, key in UPDATE_TIMES.items())
+            say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {times}")
+    add_updates(report, updates[WARM_UPS:])
+
+
+def start(system: str, policy: Path, preset: str, options: argparse.Namespace) -> Peer:
     """Start a system and wait until its model is there."""
     script = str(BENCHMARKS / "peers" / SYSTEMS[system])
-    words = [f"--policy={folder / workload}", f"--preset={options.preset}", f"--threads={options.threads}"]
+    words = [f"--policy={policy}", f"--preset={preset}", f"--threads={options.threads}"]
     variables = {
         "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": str(options.threads),
         "HF_HUB_OFFLINE": "1",
     }
-    return Peer(system, [sys.executable, script, *words], folder, variables=variables)
+    return Peer(system, [sys.executable, script, *words], policy.parent, variables=variables)
 
 
 def generation_row(system: str, workload: str, rounds: Sequence[tuple[float, int]]) -> dict[str, Any]:
@@ -156,10 +172,11 @@ def compared(
 
 def add_updates(report: dict[str, Any], updates: Sequence[dict[str, float]]) -> None:
     """Put the weight updates, and the copies beside them, into the report."""
-    for system, name in ((OURS, "ours_s"), (COPY, "copy_s")):
+    for system, name in UPDATE_TIMES.items():
         wall_s = median(of[name] for of in updates)
         row = {"system": system, "workload": UPDATE, "tokens_per_s": None, "wall_s": round(wall_s, 6)}
         report["results"].append({**row, "num_bytes": updates[0]["num_bytes"]})
+    report["results"][-1]["wall_s_in_place"] = round(median(of["copy_in_place_s"] for of in updates), 6)
     ratios = [of["ours_s"] / of["copy_s"] for of in updates]
     report["comparisons"].append(
         {

@@ -14,7 +14,7 @@ PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "rollout.py")]
 def test_every_system_generates_and_the_report_has_what_is_promised(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     file = tmp_path / "results.json"
-    words = ["--quick", "--workload", "ragged", "--json", str(file)]
+    words = ["--quick", "--workload", "ragged,weight_update", "--json", str(file)]
     done = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())

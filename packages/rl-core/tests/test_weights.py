@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core import Canary
 from rl_core.errors import ShapeError
-from rl_core.weights import digest_tensor, probe_tensor, probe_vector, tensor_crc32c
+from rl_core.weights import digest_tensor, digest_tensors, probe_tensor, probe_vector, tensor_crc32c
 
 
 def test_the_probe_vector_is_fixed():
@@ -66,6 +66,16 @@ def test_a_checksum_is_of_the_bytes(dtype, shape):
     digest = digest_tensor(tensor)
     assert (digest.shape, digest.dtype) == (shape, str(dtype).split(".")[1])
     assert digest.crc32c == tensor_crc32c(tensor)
+
+
+def test_digests_of_many_tensors_stay_with_their_names():
+    tensors = {f"layer.{index}": torch.full((index + 1, 3), float(index)) for index in range(40)}
+    digests = digest_tensors(tensors)
+    assert list(digests) == list(tensors)
+    for name, tensor in tensors.items():
+        alone = digest_tensor(tensor)
+        assert (digests[name].shape, digests[name].crc32c) == (alone.shape, alone.crc32c)
+        assert digests[name].probe.tolist() == alone.probe.tolist()
 
 
 def test_a_checksum_of_a_known_text():

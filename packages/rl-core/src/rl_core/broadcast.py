@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rl_core.broadcast_group import SENDER, BroadcastGroup, open_store
 from rl_core.errors import DeadlineError, NotReadyError, RLError, TransferError
-from rl_core.weights import Broadcast, WeightUpdate, digest_tensor
+from rl_core.weights import Broadcast, WeightUpdate, digest_tensors
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class BroadcastTransport:
         """See `WeightTransport.pack`; waits for engines that still take the last update."""
         if self._is_closed.is_set():
             raise NotReadyError("the weight transport is closed. Make a new one.")
-        digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+        digests = digest_tensors(tensors)
         copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors.values()]
         self._finish_sends()
         with self._lock:

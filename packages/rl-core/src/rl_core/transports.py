@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import NotReadyError
-from rl_core.weights import WeightUpdate, digest_tensor
+from rl_core.weights import WeightUpdate, digest_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ class TensorTransport:
 
     def pack(self, tensors: Mapping[str, "torch.Tensor"], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
         """See `WeightTransport.pack`."""
-        digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+        digests = digest_tensors(tensors)
         return WeightUpdate(version=version, digests=digests, tensors=dict(tensors), tied=dict(tied))
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class SharedFileTransport:
         """See `WeightTransport.pack`."""
         from safetensors.torch import save_file
 
-        digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+        digests = digest_tensors(tensors)
         folder = Path(self._folder.name)
         if not folder.is_dir():
             raise NotReadyError(f"the weight transport is closed; its folder {folder} is gone. Make a new one.")

@@ -6,7 +6,9 @@ its weights cannot be compared byte by byte, but its live layers must map the pr
 numbers. A canary (known sequences with the learner's logprobs) closes the loop through the whole model.
 """
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -17,6 +19,9 @@ from rl_core.records import FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
+
+MAX_DIGEST_THREADS = 4
+"""Memory is the limit beyond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +188,9 @@ def digest_tensor(tensor: "torch.Tensor") -> TensorDigest:
         crc32c=tensor_crc32c(tensor),
         probe=probe_tensor(tensor),
     )
+
+
+def digest_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, TensorDigest]:
+    """Digest of each tensor, several at once."""
+    with ThreadPoolExecutor(min(MAX_DIGEST_THREADS, os.cpu_count() or 1), "digest") as threads:
+        return dict(zip(tensors, threads.map(digest_tensor, tensors.values()), strict=True))

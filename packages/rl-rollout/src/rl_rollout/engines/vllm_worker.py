@@ -4,6 +4,7 @@ With tensor parallel each rank is a process of its own, to which no tensor is pa
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,13 +44,13 @@ class WorkerExtension:
             crc32c of each tensor as this rank got it.
         """
         model = self.model_runner.get_model()
-        arrived: dict[str, int] = {}
-        with _opened(source) as tensors:
+        sums: dict[str, Future[int]] = {}
+        with _opened(source) as tensors, ThreadPoolExecutor(1, "checksums of weights") as thread:
             initialize_layerwise_reload(model)
-            model.load_weights(_arriving(tensors, set(tied), arrived))
+            model.load_weights(_arriving(tensors, set(tied), thread, sums))
             finalize_layerwise_reload(model, self.model_runner.model_config)
-        repack_output_head(model)
-        return arrived
+            repack_output_head(model)
+            return {name: checksum.result() for name, checksum in sums.items()}
 
     @torch.inference_mode()
     def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
@@ -141,11 +142,11 @@ def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tupl
 
 
 def _arriving(
-    tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], arrived: dict[str, int]
+    tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], thread: Executor, sums: dict[str, Future[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Sum up each tensor as it passes, and drop those that the model serves from another."""
+    """Have each tensor summed up as it passes, and drop those that the model serves from another."""
     for name, tensor in tensors:
-        arrived[name] = tensor_crc32c(tensor)
+        sums[name] = thread.submit(tensor_crc32c, tensor)
         if name not in tied:
             yield name, tensor
 
