@@ -1,13 +1,10 @@
 """Runs a reward function on the responses of a group, with deadlines, and checks what it gives."""
 
 import asyncio
-import dis
 import functools
 import inspect
 import math
-import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +19,7 @@ from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
 from rl_rollout.rewards.rate_limit import RateLimit
 from rl_rollout.rewards.threaded import CallThreads
+from rl_rollout.user_errors import describe_raised, is_meant_for_us
 
 NO_LIMIT_S = 1e9
 FAILED_COMPONENT = "reward_failed"
@@ -181,7 +179,7 @@ class RewardScorer:
         try:
             value = await self._score_one(given)
         except BaseException as error:
-            if _is_meant_for_us(error):
+            if is_meant_for_us(error):
                 raise
             return self._raised(given, error, started_at=started_at)
         return self._checked(given, value, started_at=started_at)
@@ -202,7 +200,7 @@ class RewardScorer:
         try:
             value = self._function(given)
         except BaseException as error:
-            if _is_meant_for_us(error):
+            if is_meant_for_us(error):
                 raise
             return self._raised(given, error, started_at=started_at)
         return self._checked(given, value, started_at=started_at)
@@ -223,11 +221,7 @@ class RewardScorer:
         return Scored(failure=failure, reward_s=reward_s, failure_names=("bad_value",))
 
     def _raised(self, given: RewardInput, error: BaseException, *, started_at: float) -> Scored:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        failure = (
-            f"{self._about(given)} raised {shown_error(error)} "
-            f"({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
-        )
+        failure = describe_raised(self._about(given), error)
         names = [cls.__name__ for cls in type(error).__mro__]
         if not isinstance(error, NOT_WORTH_A_RETRY):
             names.append("raised")
@@ -294,31 +288,3 @@ def marked(scored: Scored) -> Scored:
         return replace(scored, result=mark, failure=None)
     components = {**scored.result.components, FAILED_COMPONENT: 0.0}
     return replace(scored, result=replace(scored.result, components=components))
-
-
-def _is_meant_for_us(error: BaseException) -> bool:
-    """True for a cancellation or Ctrl-C from outside, False for what a reward function raised itself."""
-    if isinstance(error, asyncio.CancelledError):
-        task = _current_task()
-        return task is not None and task.cancelling() > 0
-    if isinstance(error, KeyboardInterrupt):
-        is_main = threading.current_thread() is threading.main_thread()
-        return is_main and not _was_raised_by_a_statement(error)
-    return False
-
-
-def _current_task() -> "asyncio.Task[Any] | None":
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # a thread without a loop
-        return None
-
-
-def _was_raised_by_a_statement(error: BaseException) -> bool:
-    """True when the innermost frame has a `raise`; a signal interrupts other instructions, or comes from asyncio."""
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    if innermost is None or Path(innermost.tb_frame.f_code.co_filename).parent.name == "asyncio":
-        return False
-    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
