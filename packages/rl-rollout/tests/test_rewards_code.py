@@ -253,7 +253,7 @@ def test_by_name_with_options_through_the_scorer():
         ({"mode": "some"}, "mode of reward 'code' must be one of"),
         ({"compare": "bytes"}, "compare of reward 'code' must be one of"),
         ({"total_s": 0}, "total_s of reward 'code' must be above 0"),
-        ({"limits": {"wall": 3}}, "refuses its options: .*'wall'"),
+        ({"limits": {"wall": 3}}, "limits of reward 'code' have no 'wall'. Did you mean 'wall_s'"),
         ({"limits": {"wall_s": -3}}, "sandbox limit wall_s must be at least"),
         ({"tests": 3}, "has no option 'tests'"),
         ({"sandbox": 3}, "has no option 'sandbox'"),

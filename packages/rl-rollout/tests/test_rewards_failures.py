@@ -58,6 +58,7 @@ async def a_coroutine():
 BAD_VALUES = [
     (10**6000, "gave reward = an integer of 19932 bits"),
     (BadRepr(), "whose repr raises RuntimeError"),
+    (np.array(0.5), r"The `.item\(\)` of a single value is one"),
     (BadMapping(), "gave a BadMapping that cannot be read"),
     (BadInt(3), "gave a BadInt that cannot be read"),
     (b"1.0", r"\(bytes\)"),

@@ -16,8 +16,11 @@ def encode(text):
     return [ord(character) for character in text]
 
 
+END = 0
+
+
 def decode(sequences):
-    return ["".join(map(chr, ids.tolist())) for ids in sequences]
+    return ["".join(chr(token) for token in ids.tolist() if token != END) for ids in sequences]
 
 
 def given(text="18", **columns):
@@ -35,7 +38,7 @@ def judge_model(answer):
     """A judge that says one thing, or what a function of its question says."""
     say = answer if callable(answer) else lambda _question: answer
     engine = ScriptedEngine(
-        lambda request, _index: encode(say(decode([request.input_ids])[0])), end_token_ids=[ord(".")]
+        lambda request, _index: [*encode(say(decode([request.input_ids])[0])), END], end_token_ids=[END]
     )
     asyncio.run(engine.start())
     return JudgeModel(engine=engine, encode=encode, decode=decode)
@@ -83,6 +86,9 @@ def test_a_long_response_loses_its_middle():
         ("I know nothing, yes", {"parse": "yes_no"}, 1.0),
         ("<score>4</score> of 10", {"parse": r"<score>(\d+)</score>"}, 0.4),
         ("-1", {"low": -1.0, "high": 1.0}, 0.0),
+        ("Score: 7. The 2nd proof is better", {}, 0.7),
+        ("Between 1, 2 and 3, I say 4", {}, 0.4),
+        ("It is 6.", {}, 0.6),
     ],
 )
 def test_how_scores_are_read(answer, options, reward):
@@ -94,6 +100,8 @@ def test_how_scores_are_read(answer, options, reward):
     [
         ("I cannot say", {}, "the judge's answer has no score .*'I cannot say'"),
         ("maybe", {"parse": "yes_no"}, "has no score"),
+        ("1,5", {}, "has no score"),
+        ("1,500.25", {}, "has no score"),
         ("11", {}, "must be from 0 to 10; found 11"),
         ("score: high", {"parse": r"score: (\w+)"}, "'high' for a score, which is no number"),
         ("score: nan", {"parse": r"score: (\w+)"}, "must be from 0 to 10; found nan"),
@@ -121,6 +129,16 @@ def test_an_engine_that_fails_or_a_missing_column_fails_that_session_alone():
     assert [one.result is None for one in scored] == [False, True, True, False]
     assert "out of memory" in scored[1].failure
     assert "KeyError: 'level'" in scored[2].failure
+
+
+def test_an_answer_that_is_cut_is_no_score_unless_it_is_meant_to_be():
+    answer = "There are 3 errors in the proof, so it is a 2."
+    with pytest.raises(
+        RuntimeError, match=r"cut at max_tokens = 25; raise it, .*accept_cut.* ends: '.*3 errors in the'"
+    ):
+        score(answer, max_tokens=25)
+    assert score(answer, max_tokens=len(answer) + 1).reward == pytest.approx(0.2)
+    assert score("yes, it is", max_tokens=3, parse="yes_no", accept_cut=True).reward == 1.0
 
 
 def test_an_aborted_answer_is_no_score():

@@ -5,12 +5,13 @@ import os
 import re
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.records import Json, Prompt
+from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, CodeTests, read_tests, same_output, same_value
 from rl_rollout.rewards.outputs import cut
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -82,6 +83,11 @@ class CodeReward:
                 raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")
         if not self.total_s > 0:
             raise SettingsError(f"total_s of reward 'code' must be above 0; found {self.total_s!r}.")
+        known = [limit.name for limit in fields(SandboxLimits)]
+        for name in sorted(set(self.limits) - set(known)):
+            raise SettingsError(
+                f"limits of reward 'code' have no {name!r}.{nearest_name(name, known)} Known: {', '.join(known)}."
+            )
         if self.max_concurrency is None:
             object.__setattr__(self, "max_concurrency", os.cpu_count() or 1)
         options = SandboxOptions(

@@ -14,8 +14,8 @@ from rl_rollout.rewards.outputs import shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
-# "8/10" and "8 out of 10" are scores of 8.
-NUMBER = re.compile(r"(?<![\w./])(?<!/ )(?<!out of )-?\d+(?:\.\d+)?(?![\w.]*\d)")
+# "8/10" and "8 out of 10" are scores of 8; "2nd" and "1,5" are none.
+NUMBER = re.compile(r"(?<![\w./])(?<!\d,)(?<!/ )(?<!out of )-?\d+(?:\.\d+)?(?!\w|[.,][\w.]*\d)")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -55,7 +55,7 @@ class JudgeReward:
     """What a judge says of a response, scaled so that `low` is 0 and `high` is 1.
 
     The answer is drawn greedily unless temperature says otherwise. The last match counts. An answer without a
-    score between low and high is a failure. Component: `score`, as the judge gave it; its answer is in the extras.
+    score between low and high is a failure, and so is one that was cut: its verdict was still to come. Component: `score`, as the judge gave it; its answer is in the extras.
 
     Attributes:
         model: Engine and tokens of the judge; no setting, given by whoever builds the reward.
@@ -66,6 +66,7 @@ class JudgeReward:
         low: Lowest score.
         high: Highest score.
         max_tokens: Most tokens of the answer.
+        accept_cut: True reads an answer that ended at max_tokens too, such as a verdict of a single token.
         temperature: 0 is greedy.
         seed: Of the draw; None draws without.
         max_response_characters: Longest response that is shown; of a longer one the middle is left out.
@@ -77,6 +78,7 @@ class JudgeReward:
     low: float = 0.0
     high: float = 1.0
     max_tokens: int = 512
+    accept_cut: bool = False
     temperature: float = 0.0
     seed: int | None = None
     max_response_characters: int = 100_000
@@ -132,7 +134,7 @@ class JudgeReward:
         """Score one response.
 
         Raises:
-            NoScoreError: The answer was aborted, or has no score between low and high.
+            NoScoreError: The answer was aborted or cut, or has no score between low and high.
             EngineError: The engine cannot serve the request.
         """
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
@@ -141,6 +143,11 @@ class JudgeReward:
         (answer,) = self.model.decode([generation.token_ids])
         if generation.finish_reason == "abort":
             raise NoScoreError(f"the judge's answer was aborted after {len(generation.token_ids)} tokens.")
+        if generation.finish_reason == "length" and not self.accept_cut:
+            raise NoScoreError(
+                f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or let accept_cut = true read "
+                f"what is there. The answer ends: {shown(answer[-200:], max_characters=220)}."
+            )
         score = self.score_in(answer)
         reward = (score - self.low) / (self.high - self.low)
         return RewardResult(reward=reward, components={"score": score}, extras={"judge_answer": answer[-2000:]})

@@ -88,8 +88,9 @@ def _finite(value: Any, *, name: str) -> float:
     if inspect.isawaitable(value):
         _discard(value)
         raise DataError(f"{_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
+    hint = " The `.item()` of a single value is one." if type(value).__name__ in ("Tensor", "ndarray") else ""
     raise DataError(
-        f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number."
+        f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number.{hint}"
     )
 
 
