@@ -133,9 +133,7 @@ def test_an_engine_that_fails_or_a_missing_column_fails_that_session_alone():
 
 def test_an_answer_that_is_cut_is_no_score_unless_it_is_meant_to_be():
     answer = "There are 3 errors in the proof, so it is a 2."
-    with pytest.raises(
-        RuntimeError, match=r"cut at max_tokens = 25; raise it, .*accept_cut.* ends: '.*3 errors in the'"
-    ):
+    with pytest.raises(RuntimeError, match=r"cut at max_tokens = 25; .*accept_cut.* ends: '.*3 errors in the'"):
         score(answer, max_tokens=25)
     assert score(answer, max_tokens=len(answer) + 1).reward == pytest.approx(0.2)
     assert score("yes, it is", max_tokens=3, parse="yes_no", accept_cut=True).reward == 1.0

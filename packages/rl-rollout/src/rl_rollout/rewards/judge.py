@@ -55,7 +55,8 @@ class JudgeReward:
     """What a judge says of a response, scaled so that `low` is 0 and `high` is 1.
 
     The answer is drawn greedily unless temperature says otherwise. The last match counts. An answer without a
-    score between low and high is a failure, and so is one that was cut: its verdict was still to come. Component: `score`, as the judge gave it; its answer is in the extras.
+    score between low and high is a failure, and so is one that was cut: its verdict was still to come. Component: `score`, as
+    the judge gave it; its answer is in the extras.
 
     Attributes:
         model: Engine and tokens of the judge; no setting, given by whoever builds the reward.
@@ -145,8 +146,8 @@ class JudgeReward:
             raise NoScoreError(f"the judge's answer was aborted after {len(generation.token_ids)} tokens.")
         if generation.finish_reason == "length" and not self.accept_cut:
             raise NoScoreError(
-                f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or let accept_cut = true read "
-                f"what is there. The answer ends: {shown(answer[-200:], max_characters=220)}."
+                f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or let accept_cut = true "
+                f"read what is there. The answer ends: {shown(answer[-200:], max_characters=220)}."
             )
         score = self.score_in(answer)
         reward = (score - self.low) / (self.high - self.low)
