@@ -55,8 +55,8 @@ class JudgeReward:
     """What a judge says of a response, scaled so that `low` is 0 and `high` is 1.
 
     The answer is drawn greedily unless temperature says otherwise. The last match counts. An answer without a
-    score between low and high is a failure, and so is one that was cut: its verdict was still to come. Component: `score`, as
-    the judge gave it; its answer is in the extras.
+    score between low and high is a failure, and so is one that was cut: its verdict was still to come.
+    Component: `score`, as the judge gave it; its answer is in the extras.
 
     Attributes:
         model: Engine and tokens of the judge; no setting, given by whoever builds the reward.
