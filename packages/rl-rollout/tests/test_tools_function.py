@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import json
+import re
 import threading
 from dataclasses import dataclass
 from typing import Literal
@@ -100,6 +102,63 @@ def test_results_that_are_no_text_become_json():
     assert call(anything, {"kind": "text"}) == "é"
     assert json.loads(call(anything, {"kind": "place"})) == [{"city": "Bern", "floor": 0}]
     assert call(anything, {"kind": "none"}) == "null"
+
+
+def undecided(kind):
+    async def later():
+        return "late"
+
+    async def stream():
+        yield "late"
+
+    def rows():
+        yield "late"
+
+    return {
+        "coroutine": later,
+        "async generator": stream,
+        "generator": rows,
+        "Future": asyncio.Future,
+        "in a list": lambda: [later()],
+    }[kind]()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("coroutine", "gave a coroutine that was never awaited. It must be an `async def` that awaits it."),
+        ("in a list", "gave a coroutine that was never awaited"),
+        ("Future", "gave a Future that was never awaited"),
+        ("async generator", "gave an async generator: it uses `yield`. It must return its result."),
+        ("generator", "gave a generator: it uses `yield`"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_result_that_nobody_awaited_is_an_error_and_warns_nobody(kind, message, is_async):
+    if is_async:
+
+        @tool
+        async def ask(kind: str):
+            return undecided(kind)
+
+    else:
+
+        @tool
+        def ask(kind: str):
+            if kind == "Future":
+                return asyncio.Future(loop=loop)
+            return undecided(kind)
+
+    async def everything():
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        with pytest.raises(ToolError, match=re.escape(f"the tool {message}")):
+            await ask.call({"kind": kind})
+
+    loop = None
+    asyncio.run(everything())
+    gc.collect()
 
 
 def test_a_decorated_function_is_still_called_as_one():

@@ -34,8 +34,23 @@ async def fail(kind="value"):
         "tool": ToolError("the shop is closed"),
         "timeout": TimeoutError("its own"),
         "cancelled": asyncio.CancelledError(),
-        "exit": RuntimeError("x" * 10_000_000),
+        "long": RuntimeError("x" * 10_000_000),
+        "exit": SystemExit(3),
+        "closed": GeneratorExit(),
+        "interrupt": KeyboardInterrupt(),
+        "mute": Mute(),
+        "mute tool": MuteToolError(),
+        "surrogate": ToolError("\ud800!"),
     }[kind]
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no str")
+
+
+class MuteToolError(Mute, ToolError):
+    pass
 
 
 async def hang():
@@ -55,8 +70,21 @@ async def give(value=None):
     return value
 
 
+def nothing():
+    yield
+
+
+class Blunt:
+    """A tool whose `call` is no `async def`."""
+
+    name, description, parameters = "blunt", "", {}
+
+    def call(self, arguments):
+        return "text"
+
+
 FUNCTIONS = {"say": say, "fail": fail, "hang": hang, "stubborn": stubborn, "give": give}
-TOOLBOX = ToolBox([AsyncTool(name, function) for name, function in FUNCTIONS.items()])
+TOOLBOX = ToolBox([AsyncTool(name, function) for name, function in FUNCTIONS.items()] + [Blunt()])
 
 
 def run(*calls, **options):
@@ -74,22 +102,37 @@ def call(name, **arguments):
     ("asked", "outcome", "text"),
     [
         (call("say"), "ok", "hello"),
-        (call("sey"), "unknown_tool", "Error: unknown tool 'sey'. Did you mean 'say'? Known: fail, give, hang, say"),
+        (
+            call("sey"),
+            "unknown_tool",
+            "Error: unknown tool 'sey'. Did you mean 'say'? Known: blunt, fail, give, hang, ",
+        ),
         (ToolCall(name="", fault="a tool call is not JSON."), "malformed_call", "Error: a tool call is not JSON."),
         (call("fail"), "raised", "Error: fail raised ValueError: no such thing"),
         (call("fail", kind="data"), "bad_arguments", "Error: wrong arguments for fail: x must be positive"),
         (call("fail", kind="tool"), "raised", "Error: the shop is closed"),
         (call("fail", kind="timeout"), "raised", "Error: fail raised TimeoutError: its own"),
         (call("fail", kind="cancelled"), "raised", "Error: fail was cancelled."),
+        (call("fail", kind="exit"), "raised", "Error: fail called sys.exit(3)."),
+        (call("fail", kind="closed"), "raised", "Error: fail raised GeneratorExit"),
+        (call("fail", kind="interrupt"), "raised", "Error: fail raised KeyboardInterrupt"),
+        (call("fail", kind="mute"), "raised", "Error: fail raised Mute: (its text cannot be shown)"),
+        (call("fail", kind="mute tool"), "raised", "Error: (its text cannot be shown)"),
+        (call("fail", kind="surrogate"), "raised", "Error: ?!"),
+        (call("\ud800"), "unknown_tool", "Error: unknown tool '"),
+        (call("blunt"), "raised", "Error: blunt raised TypeError: object str can't be used in 'await' expression"),
+        (call("give", value=nothing()), "raised", "Error: the tool gave a generator: it uses `yield`."),
         (call("say", txt="?"), "raised", "Error: say raised TypeError"),
         (call("give", value=3), "raised", "Error: give gave no text (int)."),
         (call("give", value="\ud800"), "ok", "?"),
     ],
 )
 def test_whatever_happens_is_text_and_an_outcome(asked, outcome, text):
-    (result,) = run(asked)
+    result, other = run(asked, call("say"))
     assert (result.outcome, result.is_error) == (outcome, outcome != "ok")
     assert result.text.startswith(text)
+    result.text.encode()
+    assert (other.outcome, other.text) == ("ok", "hello")  # whatever its neighbour does
 
 
 def test_a_tool_that_hangs_is_left_behind_and_the_others_give_their_results():
@@ -124,7 +167,7 @@ def test_ten_megabytes_are_cut_or_refused():
         "too_large",
         "Error: the result of give has 10000000 characters, more than 100. Ask for less.",
     )
-    (error,) = run(call("fail", kind="exit"))
+    (error,) = run(call("fail", kind="long"))
     assert len(error.text) < 600
     (fits,) = run(call("give", value="x" * 100), max_result_chars=100)
     assert (fits.outcome, len(fits.text)) == ("ok", 100)
@@ -176,19 +219,28 @@ def test_cancelling_the_run_cancels_the_tools():
     asyncio.run(everything())
 
 
-def test_a_function_that_exits_is_an_error_of_the_tool():
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SystemExit(3), "it called sys.exit(3)"),
+        (KeyboardInterrupt(), "it raised KeyboardInterrupt: "),
+        (GeneratorExit(), "it raised GeneratorExit: "),
+        (asyncio.CancelledError(), "it raised CancelledError: "),
+    ],
+)
+def test_a_function_that_raises_what_ends_threads_is_an_error_of_the_tool(error, text):
     pytest.importorskip("pydantic")
     from rl_rollout.tools import tool
 
     @tool
     def leave() -> str:
-        sys.exit(3)
+        raise error
 
     async def everything():
         return await ToolRunner(ToolBox([leave])).run([call("leave")])
 
     (result,) = asyncio.run(everything())
-    assert (result.outcome, result.text) == ("raised", "Error: leave raised RuntimeError: it called sys.exit(3)")
+    assert (result.outcome, result.text) == ("raised", f"Error: leave raised RuntimeError: {text}")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ToolError
+from rl_rollout.rewards.outputs import shown, shown_error
 from rl_rollout.rewards.threaded import CallThreads
 
 FOREVER_S = 1e9
@@ -54,9 +55,11 @@ class BlockingCalls:
         try:
             return _Outcome(value=function())
         except SystemExit as error:
-            return _Outcome(error=RuntimeError(f"it called sys.exit({error.code!r})"))
+            return _Outcome(error=RuntimeError(f"it called sys.exit({shown(error.code)})"))
         except Exception as error:
             return _Outcome(error=error)
+        except BaseException as error:  # nobody interrupts or cancels this thread: it is the function's own
+            return _Outcome(error=RuntimeError(f"it raised {shown_error(error)}"))
         finally:
             with self._lock:
                 self._num_running -= 1

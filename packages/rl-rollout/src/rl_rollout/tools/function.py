@@ -1,14 +1,13 @@
 """Tools that are Python functions."""
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
 from typing import Any, overload
 
 from rl_core.errors import SettingsError
 from rl_core.records import Json
 from rl_rollout.tools.blocking import BlockingCalls
+from rl_rollout.tools.results import result_text
 from rl_rollout.tools.signatures import Signature
 
 
@@ -60,7 +59,7 @@ class FunctionTool:
 
         Raises:
             DataError: The arguments do not fit the signature.
-            ToolError: Too many earlier calls still hang.
+            ToolError: Too many earlier calls still hang, or the function gave something that nobody awaited.
         """
         bound = self._signature.bind(arguments)
         if self._is_async:
@@ -103,14 +102,3 @@ def tool(
     if function is not None:
         return FunctionTool(function, name=name, description=description)
     return lambda given: FunctionTool(given, name=name, description=description)
-
-
-def result_text(value: Any) -> str:
-    """What a tool returned, as the model reads it."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
+from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
+from rl_rollout.tools.results import refuse_unfinished
 from rl_rollout.tools.toolbox import ToolBox
+from rl_rollout.user_errors import is_meant_for_us
 
 MAX_ERROR_CHARS = 500
 
@@ -52,7 +55,7 @@ class ToolRunner:
         self._toolbox = toolbox
         self._options = options or CallOptions()
         self._slots = asyncio.Semaphore(self._options.max_concurrency)
-        self._left: set[asyncio.Future[str]] = set()
+        self._left: set[asyncio.Task[_Attempt]] = set()
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run all calls at once; the results are in the order of the calls."""
@@ -68,7 +71,7 @@ class ToolRunner:
             return await self._call(tool, call)
 
     async def _call(self, tool: Tool, call: ToolCall) -> ToolResult:
-        task = asyncio.ensure_future(tool.call(call.arguments))
+        task = asyncio.create_task(_attempt(tool, call))
         try:
             await asyncio.wait({task}, timeout=self._options.timeout_s)
         finally:
@@ -78,30 +81,28 @@ class ToolRunner:
             return _failed(call, "timed_out", f"{call.name} gave nothing for {self._options.timeout_s:g} s.")
         return self._settled(call, task)
 
-    def _settled(self, call: ToolCall, task: asyncio.Future[str]) -> ToolResult:
-        if task.cancelled():
+    def _settled(self, call: ToolCall, task: asyncio.Task["_Attempt"]) -> ToolResult:
+        if task.cancelled():  # by somebody who looks for tasks to cancel: nobody of ours did
             return _failed(call, "raised", f"{call.name} was cancelled.")
-        error = task.exception()
+        value, error = task.result()
+        if isinstance(error, asyncio.CancelledError):
+            return _failed(call, "raised", f"{call.name} was cancelled.")
+        if isinstance(error, SystemExit):
+            return _failed(call, "raised", f"{call.name} called sys.exit({shown(error.code)}).")
         if isinstance(error, DataError):
-            return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {error}")
+            return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {_words(error)}")
         if isinstance(error, ToolError):
-            return _failed(call, "raised", str(error))
+            return _failed(call, "raised", _words(error))
         if error is not None:
-            return _failed(call, "raised", f"{call.name} raised {type(error).__name__}: {error}")
-        text: object = task.result()
-        if not isinstance(text, str):
-            return _failed(call, "raised", f"{call.name} gave no text ({type(text).__name__}).")
-        return self._sized(call, text.encode(errors="replace").decode())  # no tokenizer takes lone surrogates
+            return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
+        if not isinstance(value, str):
+            return _failed(call, "raised", f"{call.name} gave no text ({type(value).__name__}).")
+        return self._sized(call, _printable(value))
 
-    def _leave(self, task: asyncio.Future[str]) -> None:
+    def _leave(self, task: asyncio.Task["_Attempt"]) -> None:
         task.cancel()
         self._left.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Future[str]) -> None:
-        self._left.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not warn
+        task.add_done_callback(self._left.discard)
 
     def _sized(self, call: ToolCall, text: str) -> ToolResult:
         limit = self._options.max_result_chars
@@ -114,6 +115,36 @@ class ToolRunner:
         return ToolResult(call=call, text=text[:limit] + note, outcome="truncated")
 
 
+async def _attempt(tool: Tool, call: ToolCall) -> "_Attempt":
+    """Call once. What a tool raises stays here: SystemExit, say, would end the event loop as a task's error."""
+    try:
+        value: object = await tool.call(call.arguments)
+        refuse_unfinished(value)
+    except BaseException as error:
+        if is_meant_for_us(error):
+            raise
+        return _Attempt(error=error)
+    return _Attempt(value=value)
+
+
+class _Attempt(NamedTuple):
+    """What a tool gave, or raised."""
+
+    value: object = None
+    error: BaseException | None = None
+
+
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
-    shown = message if len(message) <= MAX_ERROR_CHARS else message[: MAX_ERROR_CHARS - 3] + "..."
-    return ToolResult(call=call, text=f"Error: {shown}", outcome=outcome)
+    return ToolResult(
+        call=call, text=_printable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
+    )
+
+
+def _words(error: Exception) -> str:
+    """An error's text, without its type."""
+    return shown_error(error).partition(": ")[2]
+
+
+def _printable(text: str) -> str:
+    """A text without lone surrogates, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
