@@ -1,4 +1,4 @@
-"""The tools example: a session of its loop, with its calculator, is a demonstration that it was warmed up by."""
+"""The tools example: a session of its loop is a demonstration of its warm-up; training finds the calculator."""
 
 import importlib.util
 import sys
@@ -9,8 +9,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 from chat_model import Speaker, run_loop
+from train_process import TrainProcess
 
 from rl_core.records import Prompt
+from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout import PromptTokenizer, SamplingParams, resolve_loop, resolve_reward
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "tools"
@@ -63,3 +65,31 @@ def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, asks: boo
     assert trajectory.loss_mask.tolist() == demonstration.loss_mask.tolist()
     assert trajectory.reward == float(asks)
     assert len(ids) <= settings["prompts"]["max_tokens"]
+
+
+@pytest.mark.slow
+def test_the_policy_learns_to_ask_the_calculator(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End to end: real vLLM and Megatron, and a calculator behind an MCP server; from a shorter warm-up."""
+    monkeypatch.setattr(example, "WARM_UP_STEPS", 150)
+    monkeypatch.setattr(example, "PREPARED", tmp_path / "prepared")
+    example.prepare()
+    prepared = ("policy", *(f"{split}.parquet" for split in ("train", "validation", "test")))
+    places = zip(("policy.path", "prompts.train", "prompts.validation", "prompts.test"), prepared, strict=True)
+    words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}", "--trainer.steps=5"]
+    words += [f"--{setting}={tmp_path / 'prepared' / name}" for setting, name in places]
+    process = TrainProcess(words, output=tmp_path / "output.txt", environment={"OMP_NUM_THREADS": "2"})
+    try:
+        assert process.wait(deadline_s=600.0) == 0, process.text
+        assert process.leftovers() == []
+    finally:
+        process.end()
+
+    rows = [row.metrics for row in read_metrics(tmp_path / "tools" / "metrics.jsonl")]
+    rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1
+    for row in rows[1:]:
+        assert row["agent_loop/tool_calls/max"] > 0
+        assert row["rollout/failed_sessions"] == row["rollout/audit_failures"] == 0
+        assert row["rollout/audited_sessions"] == row["rollout/num_trajectories"] == 256
