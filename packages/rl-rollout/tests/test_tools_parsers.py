@@ -41,6 +41,21 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_ca
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', ["the arguments of add must be a JSON object"]),
         ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', ["the arguments of add are not JSON"]),
         (f"<tool_call>{'[' * 100_000}</tool_call>", ["a tool call is not JSON"]),
+        ('<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>', [("add", {"a": 1})]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {}}</tool_call>', [("add", {"a": 1})]),
+        ('<tool_call>{"name": "add", "id": "1"}</tool_call>', [("add", {})]),
+        ('<tool_call>{"name": "add", "a": 1}</tool_call>', ["the call of add has no arguments"]),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [("?", {})]),
+        (f"<think>I could {HERMES} or not", []),
+        (f"<think>hm</think>{HERMES}<think>and {HERMES}", [("add", {"a": 1, "b": 2})]),
+        (f"{HERMES}<think>{HERMES}</think>", [("add", {"a": 1, "b": 2})]),
+        (f"I could {HERMES}</think>{HERMES}", [("add", {"a": 1, "b": 2})]),
+        (f"</think>{HERMES}</think>", [("add", {"a": 1, "b": 2})]),
+        (f"with <tool_call> then.</think>{HERMES}", [("add", {"a": 1, "b": 2})]),
+        ("with <tool_call> then.</think>It is 3.", []),
+        ("<think>x</think><tool_call>{</think>", ["a tool call has no </tool_call>"]),
+        ('{"name": "add", "arguments": {}}</tool_call>', ["a tool call has no <tool_call>"]),
+        (f"{HERMES}</tool_call>", [("add", {"a": 1, "b": 2})]),
         (f"<tool_call>oops</tool_call>{HERMES}", ["a tool call is not JSON", ("add", {"a": 1, "b": 2})]),
     ],
 )
@@ -73,7 +88,25 @@ CODER = (
             "</function></tool_call>",
             [("find", {"where": {"a": [1]}, "deep": True})],
         ),
-        ("<tool_call><function=add>", ["a tool call has no </tool_call>"]),
+        ("<function=add>\n<parameter=a>1</parameter></function>", [("add", {"a": 1})]),
+        ("Now.<function=add></function>\n</tool_call><|im_end|>", [("add", {})]),
+        ("<tool_call>\n<function=add></function><|im_end|>", [("add", {})]),
+        (f"<function=add></function>{CODER}", [("add", {}), ("add", {"a": 1, "note": "12\nlines"})]),
+        (
+            f"<tool_call><function=add>{CODER}",
+            ["a tool call has no </function>", ("add", {"a": 1, "note": "12\nlines"})],
+        ),
+        ("<think><function=add></function>", []),
+        ("<function=add></function></think>3", []),
+        (
+            "<tool_call><function=add><parameter=note><think>\n</think></parameter></function></tool_call>",
+            [("add", {"note": "<think>\n</think>"})],
+        ),
+        ("<tool_call><function=></function></tool_call>", ["a tool call has no <function=NAME>"]),
+        ("<function=add", ["a tool call has no </function>"]),
+        ("<parameter=a>1</parameter></tool_call>", ["a tool call has no <function="]),
+        ("<tool_call><function=add>", ["a tool call has no </function>"]),
+        ("<tool_call>", ["a tool call has no </function>"]),
         ("<tool_call>add</tool_call>", ["a tool call has no <function=NAME>"]),
         ("<tool_call><function=add><parameter=a>1</function></tool_call>", ["the parameters of add cannot be read"]),
         ("<tool_call><function=add>a = 1</function></tool_call>", ["the parameters of add cannot be read"]),
@@ -105,7 +138,14 @@ COMMENT = (
         (" to=functions.add<|channel|>commentary<|message|>{oops<|call|>", ["the arguments of add are not JSON"], ""),
         (" to=functions.add<|channel|>commentary<|message|>{}", ["the call of add does not end with <|call|>"], ""),
         (" to=functions.add<|channel|>commentary<|call|>", ["the call of add has no <|message|>"], ""),
-        ("just text", [], ""),
+        ("just text", [], None),
+        ("It goes to=you<|return|>", [], None),
+        ("<|message|>Three<|return|>", [], "Three"),
+        ("<|channel|>commentary to=<|message|>{}<|call|>", ["a call has no recipient"], ""),
+        ("<|channel|>commentary to=<|message|>{}<|end|>", ["a call has no recipient"], ""),
+        ("<|channel|>commentary to=functions.<|message|>{}<|call|>", ["a call has no recipient"], ""),
+        ("<|channel|>commentary<|message|>{}<|call|>", ["a call has no recipient"], ""),
+        ("<|channel|>commentary<|message|>I look it up.<|end|>" + COMMENT, [("add", {"a": 1, "b": 2})], ""),
     ],
 )
 def test_gpt_oss(text, calls, answer):
@@ -117,9 +157,103 @@ def test_gpt_oss(text, calls, answer):
         assert one.startswith(expected) if isinstance(expected, str) else one == expected
 
 
+WRITE = '{"name": "write", "arguments": {"text": "use </think>, <think>, </tool_call> and <tool_call>"}}'
+
+
+@pytest.mark.parametrize("before", ["", "Now.", "<think>hm</think>", "hm</think>"])
+def test_marks_in_the_arguments_are_arguments(before):
+    expected = [("write", {"text": "use </think>, <think>, </tool_call> and <tool_call>"}), ("add", {"a": 1, "b": 2})]
+    assert read("hermes", f"{before}<tool_call>{WRITE}</tool_call>{HERMES}") == expected
+
+
+COLOR = {"$defs": {"Color": {"enum": ["1", "red"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}}
+STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [STRING, NULL]}, "12345", "12345"),
+        ({"anyOf": [STRING, NULL]}, "null", None),
+        ({"anyOf": [STRING, NULL]}, "None", "None"),
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": ["string", "null"]}, "\nnull\n", None),
+        ({"oneOf": [STRING, INTEGER]}, "5", "5"),
+        ({"anyOf": [INTEGER, NULL]}, "5", 5),
+        ({"anyOf": [INTEGER, NULL]}, "None", None),
+        ({"type": ["integer"]}, "5", 5),
+        (STRING, "null", "null"),
+        ({"enum": ["1", "red"]}, "1", "1"),
+        ({"enum": ["1", "red"]}, "2", "2"),
+        ({"enum": [1, 2, "auto"]}, "1", 1),
+        ({"enum": [1, 2, "auto"]}, "auto", "auto"),
+        ({"const": "7"}, "7", "7"),
+        ({"$ref": "#/$defs/Color"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"}, "1", "1"),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, NULL]}, "null", None),
+        ({"$ref": "#/$defs/Loop"}, "1", 1),
+        ({"$ref": "#/$defs/None"}, "1", 1),
+        ({"$ref": "other.json"}, "1", 1),
+        ({"allOf": [STRING, INTEGER]}, "1", 1),
+        ({"anyOf": [{}, STRING]}, "1", 1),
+        ({}, "NaN", "NaN"),
+        (True, "[1]", [1]),
+        (False, "True", "True"),
+        (None, "word", "word"),
+        (3, "3", 3),
+        ({"type": "number"}, "2.5", 2.5),
+        ({"type": "boolean"}, "False", False),
+        ({"type": {}, "enum": 3, "anyOf": {}, "allOf": None, "$ref": []}, "1", 1),
+    ],
+)
+def test_qwen3_coder_reads_values_as_the_schema_allows(schema, text, value):
+    found = TOOL_PARSERS.get("qwen3_coder")().parse(
+        f"<function=f><parameter=x>{text}</parameter></function>",
+        parameters={"f": {"properties": {"x": schema}} | COLOR},
+    )
+    (call,) = found.calls
+    assert call.fault is None
+    assert call.arguments == {"x": value}
+    assert type(call.arguments["x"]) is type(value)
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["string", "null", "#/$defs/a", "#/$defs/b", "#"]),
+    lambda odd: (
+        st.lists(odd, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "a", "b", "properties", "x"]
+            ),
+            odd,
+            max_size=4,
+        )
+    ),
+)
+
+
+@given(ODD, ODD, st.sampled_from(["1", "null", "text", "[" * 100_000]))
+def test_no_schema_raises(schema, root, text):
+    for parameters in ({"f": root}, {"f": {"properties": schema}}, {"f": {"properties": {"x": schema}, "$defs": root}}):
+        found = resolve_parser("qwen3_coder").parse(
+            f"<function=f><parameter=x>{text}</parameter></function>", parameters=parameters
+        )
+        assert found.calls[0].arguments["x"] in (1, "1", None, "null", "text", text)
+
+
+def test_schemas_that_lead_to_one_another_are_read_in_no_time():
+    names = [f"#/$defs/{index}" for index in range(30)]
+    everyone = {"anyOf": [{"$ref": name} for name in names]}
+    root = {"properties": {"x": everyone}, "$defs": {str(index): everyone for index in range(30)}}
+    started_at = time.process_time()
+    resolve_parser("qwen3_coder").parse("<function=f><parameter=x>1</parameter></function>", parameters={"f": root})
+    assert time.process_time() - started_at < 2
+
+
 PIECES = [
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">", "\n", "x", '"', "{",
-    "}", '"name"', ":", "<|channel|>", "<|message|>", "<|call|>", "<|start|>", "to=functions.", "</think>", " ", "\\",
+    "}", '"name"', ":", "<|channel|>", "<|message|>", "<|call|>", "<|start|>", "to=functions.", "</think>", "<think>", " ",
+    "<|channel|>commentary", "<|channel|>final", "to=", "<|end|>", '{"name": "a"', "\\", "\ud800",
 ]  # fmt: skip
 
 
@@ -127,6 +261,7 @@ PIECES = [
 def test_no_text_raises(name, pieces):
     for call in parse(name, "".join(pieces)).calls:
         assert call.fault is None or len(call.fault) < 1000
+        assert call.fault is not None or call.name
         json.dumps(dict(call.arguments))
 
 
@@ -135,12 +270,28 @@ def test_no_text_raises(name, pieces):
 )
 def test_hermes_arguments_come_back_as_they_were_written(arguments):
     body = json.dumps({"name": "add", "arguments": arguments})
-    if "<tool_call>" not in body and "</t" not in body:
-        assert read("hermes", f"<tool_call>{body}</tool_call>") == [("add", arguments)]
+    assert read("hermes", f"<tool_call>{body}</tool_call>") == [("add", arguments)]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gpt_oss"])
-@pytest.mark.parametrize("piece", [" ", "<", "<tool_call>", "<|message|>", "<parameter=", "x", "to=", "\n\t "])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        " ",
+        "<",
+        "<tool_call>",
+        '<tool_call>{"a',
+        "<function=",
+        "<think>",
+        "</think>",
+        "</tool_call>",
+        "<|message|>",
+        "<parameter=",
+        "x",
+        "to=",
+        "\n\t ",
+    ],
+)
 def test_long_texts_are_read_in_no_time(name, piece):
     started_at = time.process_time()
     parse(name, "<tool_call><function=a>" + piece * (300_000 // len(piece)))

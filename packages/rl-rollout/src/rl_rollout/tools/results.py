@@ -37,6 +37,11 @@ def refuse_unfinished(value: object) -> None:
         raise ToolError(f"the tool gave {_kind(value)}: it uses `yield`. It must return its result.")
 
 
+def printable(text: str) -> str:
+    """A text without lone surrogates, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
 def _plain(value: Any) -> Any:
     refuse_unfinished(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -9,7 +9,7 @@ from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
-from rl_rollout.tools.results import refuse_unfinished
+from rl_rollout.tools.results import printable, refuse_unfinished
 from rl_rollout.tools.toolbox import ToolBox
 from rl_rollout.user_errors import is_meant_for_us
 
@@ -97,7 +97,7 @@ class ToolRunner:
             return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
         if not isinstance(value, str):
             return _failed(call, "raised", f"{call.name} gave no text ({type(value).__name__}).")
-        return self._sized(call, _printable(value))
+        return self._sized(call, printable(value))
 
     def _leave(self, task: asyncio.Task["_Attempt"]) -> None:
         task.cancel()
@@ -136,15 +136,10 @@ class _Attempt(NamedTuple):
 
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
     return ToolResult(
-        call=call, text=_printable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
+        call=call, text=printable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
     )
 
 
 def _words(error: Exception) -> str:
     """An error's text, without its type."""
     return shown_error(error).partition(": ")[2]
-
-
-def _printable(text: str) -> str:
-    """A text without lone surrogates, which no tokenizer takes."""
-    return text.encode(errors="replace").decode()

@@ -8,12 +8,17 @@ from rl_rollout.tools.parsers.protocol import ParsedTurn, read_arguments
 from rl_rollout.tools.protocol import ToolCall
 
 CONTROL = re.compile(r"(<\|(?:start|message|end|call|return)\|>)")
-RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+HARMONY = re.compile(r"<\|(?:channel|message|call)\|>|^\s*to=functions\.")
+RECIPIENT = re.compile(r"\bto=([^\s<]*)")
+FORM = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>"
 CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 
 
 class GptOssParser:
-    """Each message that has a recipient is a call; the message on the final channel is the answer."""
+    """Each message that has a recipient, or ends as a call, is one; the messages on the final channel are the answer.
+
+    A message without a channel is an answer too, and so is a turn without any message, as it stands.
+    """
 
     stop_tokens = ("<|call|>",)
 
@@ -21,12 +26,14 @@ class GptOssParser:
         """See `ToolParser.parse`."""
         calls: list[ToolCall] = []
         answers: list[str] = []
+        if not HARMONY.search(text):
+            return ParsedTurn()
         for header, body, end in _messages(text):
             recipient = RECIPIENT.search(header)
             channel = CHANNEL.search(header)
-            if recipient is not None:
-                calls.append(_read(recipient[1].removeprefix("functions."), body, end=end))
-            elif channel is not None and channel[1] == "final":
+            if recipient is not None or end == "<|call|>":
+                calls.append(_read(recipient[1].removeprefix("functions.") if recipient else "", body, end=end))
+            elif channel is None or channel[1] == "final":
                 answers.append(body or "")
         return ParsedTurn(calls=tuple(calls), answer="".join(answers))
 
@@ -48,6 +55,8 @@ def _messages(text: str) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _read(name: str, body: str | None, *, end: str) -> ToolCall:
+    if not name:
+        return ToolCall(name="", fault=f"a call has no recipient. Write calls as {FORM}.")
     if body is None:
         return ToolCall(name=name, fault=f"the call of {name} has no <|message|> with its arguments.")
     if end != "<|call|>":

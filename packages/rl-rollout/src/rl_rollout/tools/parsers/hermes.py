@@ -1,14 +1,21 @@
 """Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5 and Qwen3."""
 
 import json
+import re
 from collections.abc import Mapping
 
 from rl_core.records import Json
-from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown, spoken
+from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end
+from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown
 from rl_rollout.tools.protocol import ToolCall
+from rl_rollout.tools.results import printable
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FORM = f'{OPENING}{{"name": "...", "arguments": {{...}}}}{CLOSING}'
+ARGUMENTS = ("arguments", "parameters")
+"""The key of the arguments; Llama's own form, which other models write too, has the second."""
+BESIDE = {"name", "id", "type", *ARGUMENTS}
+BRACE, END = re.compile(r"\s*(?=\{)"), re.compile(rf"\s*{CLOSING}")
+DECODER = json.JSONDecoder()
 
 
 class HermesParser:
@@ -18,23 +25,45 @@ class HermesParser:
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:  # noqa: ARG002
         """See `ToolParser.parse`."""
-        blocks = spoken(text).split(OPENING)[1:]
-        return ParsedTurn(calls=tuple(_read(block) for block in blocks))
+        blocks = call_blocks(text, openings=(OPENING,), find_end=_find_end)
+        return ParsedTurn(calls=tuple(map(_read, blocks)))
 
 
-def _read(block: str) -> ToolCall:
-    body, closing, _ = block.partition(CLOSING)
-    if not closing:
-        return ToolCall(name="", fault=f"a tool call has no {CLOSING}. Write calls as {FORM}.")
+def _find_end(text: str, _: str, start: int) -> BodyEnd:
+    """Where the JSON ends, whatever its texts have in them; where it is none, at the next `</tool_call>`."""
+    if brace := BRACE.match(text, start):
+        try:
+            _, body_end = DECODER.raw_decode(text, brace.end())
+        except (ValueError, RecursionError):
+            pass
+        else:
+            if end := END.match(text, body_end):
+                return BodyEnd(body_end, end.end(), is_closed=True)
+    return tagged_body_end(text, start)
+
+
+def _read(block: Block) -> ToolCall:
+    body = block.body
+    if not block.is_closed or not block.opening:
+        missing = CLOSING if block.opening else OPENING
+        return _faulty(f"a tool call has no {missing}.")
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return ToolCall(
-            name="", fault=f"a tool call is not JSON ({error}): {shown(body.strip())}. Write calls as {FORM}."
-        )
+        return _faulty(f"a tool call is not JSON ({error}): {shown(body.strip())}.")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return ToolCall(name="", fault=f"a tool call has no name: {shown(body.strip())}. Write calls as {FORM}.")
-    arguments = call.get("arguments", {})
+        return _faulty(f"a tool call has no name: {shown(body.strip())}.")
+    name = printable(call["name"])
+    key = next((key for key in ARGUMENTS if key in call), None)
+    if key is None:
+        if call.keys() - BESIDE:
+            return ToolCall(name=name, fault=f"the call of {name} has no arguments: {shown(body)}. Write it as {FORM}.")
+        return ToolCall(name=name)
+    arguments = call[key]
     if isinstance(arguments, str):  # some models write the arguments as a JSON text
-        return read_arguments(arguments, name=call["name"])
-    return call_with(arguments, name=call["name"])
+        return read_arguments(arguments, name=name)
+    return call_with(arguments, name=name)
+
+
+def _faulty(fault: str) -> ToolCall:
+    return ToolCall(name="", fault=f"{fault} Write calls as {FORM}.")

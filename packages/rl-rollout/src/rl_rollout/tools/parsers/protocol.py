@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rl_core.records import Json
+from rl_rollout.rewards.outputs import cut
+from rl_rollout.rewards.outputs import shown as shown_value
 from rl_rollout.tools.protocol import ToolCall
 
-THINK_END = "</think>"
 MAX_SHOWN = 120
 
 
@@ -26,7 +27,10 @@ class ParsedTurn:
 
 
 class ToolParser(Protocol):
-    """Reads one format; a call that cannot be read is a ToolCall with a fault, never an exception."""
+    """Reads one format.
+
+    Whatever the text and the schemas are, nothing is raised: a call that cannot be read is a ToolCall with a fault.
+    """
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
@@ -41,11 +45,6 @@ class ToolParser(Protocol):
             parameters: JSON schema of the arguments of each tool, by name.
         """
         ...
-
-
-def spoken(text: str) -> str:
-    """A turn without its thinking: a call that is only thought about is none."""
-    return text.rpartition(THINK_END)[2]
 
 
 def read_arguments(text: str, *, name: str) -> ToolCall:
@@ -66,5 +65,6 @@ def call_with(arguments: Json, *, name: str) -> ToolCall:
 
 def shown(value: object) -> str:
     """A value, short enough for a message."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    if isinstance(value, str):
+        return cut(value, max_characters=MAX_SHOWN)
+    return shown_value(value, max_characters=MAX_SHOWN)

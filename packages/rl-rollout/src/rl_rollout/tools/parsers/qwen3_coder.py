@@ -1,38 +1,62 @@
 """Calls as `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`: Qwen3-Coder."""
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_core.records import Json
-from rl_rollout.tools.parsers.protocol import ParsedTurn, spoken
+from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end, unclosed
+from rl_rollout.tools.parsers.protocol import ParsedTurn
+from rl_rollout.tools.parsers.schema_types import allowed_types
 from rl_rollout.tools.protocol import ToolCall
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-FORM = f"{OPENING}<function=NAME><parameter=KEY>VALUE</parameter></function>{CLOSING}"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+FORM = f"{OPENING}{FUNCTION}NAME><parameter=KEY>VALUE</parameter>{FUNCTION_END}{CLOSING}"
+BARE_BOUNDARY = re.compile(f"{OPENING}|{FUNCTION}|{FUNCTION_END}")
+INNER = re.compile(rf"\s*{FUNCTION}")
+CLOSING_TOO = re.compile(rf"(?:\s*{CLOSING})?")
 
 
 class Qwen3CoderParser:
-    """XML-like calls; a value is a text where the tool's schema says string, else JSON."""
+    """XML-like calls, also those without `<tool_call>` or `</tool_call>`, which the models forget at times.
+
+    A value is a text where the tool's schema allows a string, else JSON; "null" is None where that is allowed too.
+    """
 
     stop_tokens = ()
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """See `ToolParser.parse`."""
-        blocks = spoken(text).split(OPENING)[1:]
+        blocks = call_blocks(text, openings=(OPENING, FUNCTION), find_end=_find_end)
         return ParsedTurn(calls=tuple(_read(block, parameters) for block in blocks))
 
 
-def _read(block: str, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCall:
-    body, closing, _ = block.partition(CLOSING)
-    body = body.strip()
-    if not closing:
-        return ToolCall(name="", fault=f"a tool call has no {CLOSING}. Write calls as {FORM}.")
-    if not body.startswith("<function=") or not body.endswith("</function>"):
+def _find_end(text: str, opening: str, start: int) -> BodyEnd:
+    if opening == OPENING:
+        end = tagged_body_end(text, start)
+        inner = INNER.match(text, start)
+        if end.is_closed or inner is None:
+            return end
+        start = inner.end()
+    boundary = BARE_BOUNDARY.search(text, start)
+    if boundary is None or boundary[0] != FUNCTION_END:
+        return unclosed(boundary, text)
+    after = CLOSING_TOO.match(text, boundary.end())
+    return BodyEnd(boundary.end(), after.end() if after else boundary.end(), is_closed=True)
+
+
+def _read(block: Block, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCall:
+    if not block.is_closed or not block.opening:
+        missing = FUNCTION_END if block.opening else FUNCTION
+        return ToolCall(name="", fault=f"a tool call has no {missing}. Write calls as {FORM}.")
+    body = (FUNCTION + block.body if block.opening == FUNCTION else block.body).strip()
+    head, _, inner = body.removeprefix(FUNCTION).removesuffix(FUNCTION_END).partition(">")
+    name = head.strip()
+    if not body.startswith(FUNCTION) or not body.endswith(FUNCTION_END) or not name:
         return ToolCall(name="", fault=f"a tool call has no <function=NAME>...</function>. Write calls as {FORM}.")
-    name, _, inner = body.removeprefix("<function=").removesuffix("</function>").partition(">")
-    name = name.strip()
-    properties = parameters.get(name, {}).get("properties", {})
+    root = parameters.get(name)
+    properties = root.get("properties") if isinstance(root, Mapping) else None
     before, *blocks = inner.split("<parameter=")
     arguments: dict[str, Any] = {}
     is_readable = not before.strip()
@@ -41,18 +65,24 @@ def _read(block: str, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCall:
         value, end, after = rest.partition("</parameter>")
         is_readable &= bool(end) and not after.strip()
         key = key.strip()
-        arguments[key] = _value(value.removeprefix("\n").removesuffix("\n"), properties.get(key, {}))
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        arguments[key] = _value(value.removeprefix("\n").removesuffix("\n"), schema, root)
     if not is_readable:
         return ToolCall(name=name, fault=f"the parameters of {name} cannot be read. Write calls as {FORM}.")
     return ToolCall(name=name, arguments=arguments)
 
 
-def _value(text: str, schema: Mapping[str, Json]) -> Any:
-    """JSON where the schema allows more than a string, and where it can be read so; else the text."""
-    if schema.get("type") == "string" or (not schema.get("type") and "enum" in schema and text in schema["enum"]):
-        return text
+def _value(text: str, schema: object, root: object) -> Any:
+    """The text where the schema allows a string; else JSON where it can be read so, else the text."""
+    types = allowed_types(schema, text, root=root)
+    if types is not None and "string" in types:
+        return None if text.strip() == "null" and "null" in types else text
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        words = {"True": True, "False": False, "None": None}
+        words = {"True": True, "False": False, "None": None} if types is not None else {}
         return words.get(text.strip(), text)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
