@@ -21,7 +21,7 @@ from rl_rollout import (
     audit_trajectory,
     quick,
 )
-from rl_rollout.audit import RecordingEngine
+from rl_rollout.audit import RecordingEngine, audit_session
 from rl_rollout.engines.scripted import ScriptedEngine
 
 
@@ -118,6 +118,77 @@ def test_turns_used_twice_are_found():
         audit_trajectory(twice, SPANS)
 
 
+def cut_at(trajectory, stop, **changes):
+    names = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+    return replace(trajectory, **{name: getattr(trajectory, name)[:stop] for name in names}, **changes)
+
+
+def masked_before(trajectory, start, **changes):
+    """The trajectory, training only what comes from start on."""
+    is_kept = np.arange(len(trajectory.input_ids)) >= start
+    return replace(
+        trajectory,
+        loss_mask=trajectory.loss_mask & is_kept,
+        rollout_logprobs=np.where(is_kept, trajectory.rollout_logprobs, 0).astype(np.float32),
+        policy_versions=np.where(is_kept, trajectory.policy_versions, -1).astype(np.int32),
+        **changes,
+    )
+
+
+def test_a_session_that_goes_on_in_a_trajectory_where_earlier_turns_are_masked_passes():
+    session = [cut_at(TRAJECTORY, 5), masked_before(TRAJECTORY, 6, output_index=1)]
+    audit_session(session, SPANS)
+    audit_session(session[::-1], SPANS, group=session)
+    audit_session([masked_before(TRAJECTORY, 6), cut_at(TRAJECTORY, 4, output_index=1)], SPANS)
+
+
+@pytest.mark.parametrize(
+    ("session", "position"),
+    [
+        ([TRAJECTORY, replace(TRAJECTORY, output_index=1)], 2),
+        ([cut_at(TRAJECTORY, 4), replace(TRAJECTORY, output_index=1)], 2),
+        ([TRAJECTORY, masked_before(TRAJECTORY, 7, output_index=1)], 7),
+        ([masked_before(TRAJECTORY, 6), cut_at(TRAJECTORY, 3), masked_before(TRAJECTORY, 7, output_index=2)], 7),
+    ],
+)
+def test_a_token_that_a_session_trains_twice_is_found(session, position):
+    message = rf"token {position} \(\d\) is trained by output 0 of its session too, but was sampled once"
+    with pytest.raises(DataError, match=message):
+        audit_session(session, SPANS)
+    with pytest.raises(DataError, match=message):  # the later turn was sampled again, with another logprob
+        audit_session(session, [*SPANS, span([8, 9, 5, 6, 2, 2], [7, 1], [-0.3, -0.9], 4), span([8], [9], [-1], 3)])
+
+
+def test_equal_tokens_that_were_sampled_twice_may_train_twice():
+    session = [TRAJECTORY, replace(TRAJECTORY, output_index=1)]
+    audit_session(session, [*SPANS, *SPANS])
+    with pytest.raises(DataError, match="token 6"):  # its first turn was sampled twice, its second once
+        audit_session(session, [*SPANS, SPANS[0]])
+    other = replace(TRAJECTORY, session_index=1)
+    with pytest.raises(DataError, match="token 2"):  # the second time was the other session's
+        audit_session(session, [*SPANS, *SPANS], group=[*session, other])
+
+
+def test_sessions_may_share_what_was_sampled_once():
+    other = replace(TRAJECTORY, session_index=1)
+    audit_session([TRAJECTORY], SPANS, group=[TRAJECTORY, other])
+    audit_session([other], SPANS, group=[TRAJECTORY, other])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("input_ids", np.float32, "input_ids of dtype float32 .*; expected a NumPy array of integers"),
+        ("loss_mask", np.int32, "loss_mask of dtype int32 .*; expected a NumPy array of booleans"),
+        ("rollout_logprobs", np.int32, "rollout_logprobs of dtype int32 .* floats"),
+        ("policy_versions", np.float64, "policy_versions of dtype float64 .* integers"),
+    ],
+)
+def test_columns_of_another_kind_are_refused(name, dtype, message):
+    with pytest.raises(DataError, match=message):
+        audit_trajectory(replace(TRAJECTORY, **{name: getattr(TRAJECTORY, name).astype(dtype)}), SPANS)
+
+
 def test_nothing_trained_passes_without_requests():
     nothing = Trajectory(
         prompt_uid="p",
@@ -200,8 +271,8 @@ class Tampering(SingleTurnLoop):
         return results
 
 
-def run(loop, **options):
-    engine = ScriptedEngine({(1, 2): [[3, 4], [5, 6], [7, 8]]})
+def run(loop, *, says=((3, 4), (5, 6), (7, 8)), **options):
+    engine = ScriptedEngine({(1, 2): [list(said) for said in says]})
     scorer = RewardScorer(quick(lambda _given: 1.0))
     rollout = Rollout(
         engine,
@@ -249,8 +320,26 @@ def test_trajectories_under_anothers_name_are_found():
             return [SessionResult(trajectories=results[0].trajectories), *results[1:]][::-1]
 
     first, *_ = run(Misnaming())
-    assert first.num_audit_failures == 2
-    assert "the loop must name this trajectory ('u0', 0, 0)" in first.failures[0]
+    assert [session.failure is None for session in first.sessions] == [False, True, False]
+    assert first.failures[0] == (
+        "agent loop Misnaming gave a trajectory named ('u0', 2, 0) (prompt, session, output); expected ('u0', 0, 0)."
+    )
+
+
+def test_a_loop_that_trains_a_response_twice_fails_these_sessions():
+    class Doubling(SingleTurnLoop):
+        """Session 1 gives its response twice; the engine gives session 2 the same one, which trains it too."""
+
+        async def run_group(self, prompt, *, num_sessions, context):
+            results = await super().run_group(prompt, num_sessions=num_sessions, context=context)
+            (trajectory,) = results[1].trajectories
+            results[1] = SessionResult(trajectories=(trajectory, replace(trajectory, output_index=1)))
+            return results
+
+    for group in run(Doubling(), says=[[3, 4], [5, 6], [5, 6]]):
+        assert [session.failure is None for session in group.sessions] == [True, False, True]
+        assert (group.num_audited, group.num_audit_failures) == (3, 1)
+        assert "token 2 (5) is trained by output 0 of its session too" in group.failures[0]
 
 
 def test_the_record_is_a_copy():

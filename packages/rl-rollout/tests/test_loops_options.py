@@ -95,7 +95,8 @@ def test_loops_by_name_take_their_options():
         ("tools", {"mcp_servers": {"a": {"url": "x", "start_timeout_s": 0}}}, "needs start_timeout_s > 0"),
         ("environment", {}, "agent loop 'environment' needs the option 'environment'"),
         ("environment", {"environment": "chess"}, "unknown environment 'chess'"),
-        ("environment", {"environment": "e.py:E", "timeout_s": 0}, "needs timeout_s > 0; found 0"),
+        ("environment", {"environment": "e.py:E", "timeout_s": 0}, "needs timeout_s > 0 .*; found 0.0 and 8192"),
+        ("environment", {"environment": "e.py:E", "max_observation_chars": 0}, "max_observation_chars >= 1; found 60"),
     ],
 )
 def test_unknown_loops_and_impossible_options_are_refused(name, options, message):

@@ -139,7 +139,7 @@ def test_a_loop_that_gives_too_few_results_fails_the_group():
             return []
 
     (result,) = run(SeededEngine(), prompts(1), loop=Short())
-    assert result.failures == ("the agent loop gave 0 results for 2 sessions",) * 2
+    assert result.failures == ("agent loop Short gave 0 results for 2 sessions",) * 2
 
 
 def test_an_engine_that_gives_too_few_responses_fails_the_group():

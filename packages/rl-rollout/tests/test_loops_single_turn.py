@@ -1,4 +1,5 @@
 import asyncio
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -164,7 +165,11 @@ def test_session_loop_runs_sessions_at_once_and_alone():
             return SessionResult()
 
     sessions = run(FixedEngine(generation(1), generation(2), generation(3)), loop=Pairs())
-    assert [session.failure for session in sessions] == [None, "KeyError: 'tool'", None]
+    assert [session.failure is None for session in sessions] == [True, False, True]
+    assert re.fullmatch(
+        r"agent loop Pairs raised KeyError: 'tool' \(test_loops_single_turn.py, line \d+, in run_session\)",
+        sessions[1].failure,
+    )
 
 
 def test_session_seeds_are_the_samples_of_one_request_and_turns_differ():

@@ -92,6 +92,12 @@ def test_failed_sessions_do_not_count_for_the_spread() -> None:
     assert reward_spread(group("a", None)) == "no session can train"
 
 
+def test_a_reward_that_is_no_number_is_no_spread() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert reward_spread(group("a", nan, nan)) == "no session can train"
+    assert reward_spread(group("a", 1, nan, inf)) == "every session has the reward 1"
+
+
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=3), max_size=30), st.data())
 def test_never_more_groups_than_wanted_and_none_twice(rewards: list[list[float | None]], data: st.DataObject) -> None:
     wanted, max_rounds = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))

@@ -10,6 +10,14 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.records import NO_VERSION, BoolArray, FloatArray, IntArray, Trajectory
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
+COLUMN_KINDS = (
+    ("input_ids", "iu", "integers"),
+    ("loss_mask", "b", "booleans"),
+    ("rollout_logprobs", "f", "floats"),
+    ("policy_versions", "iu", "integers"),
+)
+"""Each token column, its kinds of dtype as NumPy names them, and the same in words."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions:
@@ -89,6 +97,42 @@ class RecordingEngine:
         return getattr(self._engine, name)
 
 
+def audit_session(
+    trajectories: Sequence[Trajectory], spans: Sequence[SampledSpan], *, group: Sequence[Trajectory] = ()
+) -> None:
+    """Prove each trajectory of a session, and that the session trains no token twice.
+
+    A session that goes on in several trajectories trains each sampled token in one of them, and masks it in the others.
+    Two trajectories may train equal tokens after equal ones only where the engine sampled them that often; sessions
+    may share what was sampled once.
+
+    Args:
+        trajectories: All of a session.
+        spans: What the engine gave to the prompt's sessions, in any order.
+        group: All trajectories of the prompt's sessions, these ones included, which may need spans too.
+
+    Raises:
+        DataError: A token breaks this; the message names its trajectory and position.
+    """
+    for trajectory in trajectories:
+        audit_trajectory(trajectory, spans)
+    for index, trajectory in enumerate(trajectories[1:], start=1):
+        _check_once(trajectory, earlier=trajectories[:index], spans=spans, group=group or trajectories)
+
+
+def check_dtypes(trajectory: Trajectory) -> None:
+    """Refuse token columns that are something else than a Trajectory says.
+
+    Raises:
+        DataError: A column is no NumPy array, or not of integers, booleans or floats as it must be.
+    """
+    for name, kinds, words in COLUMN_KINDS:
+        column = getattr(trajectory, name)
+        if not isinstance(column, np.ndarray) or column.dtype.kind not in kinds:
+            found = getattr(column, "dtype", "none")
+            raise DataError(f"{name} of dtype {found} ({type(column).__name__}); expected a NumPy array of {words}.")
+
+
 def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
     """Prove that each trained token was sampled, after exactly the tokens that stand before it.
 
@@ -102,8 +146,9 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
         spans: What the engine gave to the prompt's sessions, in any order.
 
     Raises:
-        DataError: A token breaks this; the message names its position.
+        DataError: A token breaks this, and the message names its position; or a column has another dtype.
     """
+    check_dtypes(trajectory)
     mask = trajectory.loss_mask
     untouched = (trajectory.rollout_logprobs == 0) & (trajectory.policy_versions == NO_VERSION)
     for position in np.flatnonzero(~mask & ~untouched)[:1]:
@@ -139,6 +184,49 @@ def _prove(trajectory: Trajectory, span: SampledSpan, unproven: BoolArray) -> bo
     proven &= trajectory.policy_versions[start:stop] == span.policy_versions[:num_same]
     unproven[start:stop] &= ~proven
     return True
+
+
+def _check_once(
+    trajectory: Trajectory,
+    *,
+    earlier: Sequence[Trajectory],
+    spans: Sequence[SampledSpan],
+    group: Sequence[Trajectory],
+) -> None:
+    """Refuse a token that an earlier trajectory of the session trains too, unless it was sampled for both."""
+    trained_before = np.sum([_trains_too(trajectory, other) for other in earlier], axis=0)
+    if not trained_before.any():
+        return
+    num_trained = np.sum([_trains_too(trajectory, other) for other in group], axis=0)
+    num_sampled = np.sum([_samples(trajectory, span) for span in spans], axis=0)
+    for position in np.flatnonzero((trained_before > 0) & (num_trained > num_sampled))[:1]:
+        first = next(other for other in earlier if _trains_too(trajectory, other)[position])
+        raise DataError(
+            f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) is trained by output "
+            f"{first.output_index} of its session too, but was sampled once. Train it in one of them, and mask it in "
+            "the other."
+        )
+
+
+def _trains_too(trajectory: Trajectory, other: Trajectory) -> BoolArray:
+    """[T] bool, tokens that both train, after the same tokens and with the same logprob and version."""
+    size = min(len(trajectory.input_ids), len(other.input_ids))
+    is_shared = np.zeros(len(trajectory.input_ids), dtype=np.bool_)
+    is_shared[:size] = trajectory.loss_mask[:size] & other.loss_mask[:size]
+    if not is_shared.any():
+        return is_shared
+    is_same = trajectory.input_ids[:size] == other.input_ids[:size]
+    is_shared[:size] &= np.logical_and.accumulate(is_same)
+    is_shared[:size] &= trajectory.rollout_logprobs[:size] == other.rollout_logprobs[:size]
+    is_shared[:size] &= trajectory.policy_versions[:size] == other.policy_versions[:size]
+    return is_shared
+
+
+def _samples(trajectory: Trajectory, span: SampledSpan) -> BoolArray:
+    """[T] bool, tokens of a trajectory that a span gave, after these tokens and with this logprob and version."""
+    unproven = np.ones(len(trajectory.input_ids), dtype=np.bool_)
+    _prove(trajectory, span, unproven)
+    return ~unproven
 
 
 def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, position: int) -> str:

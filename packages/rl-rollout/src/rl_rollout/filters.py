@@ -1,10 +1,12 @@
 """Which groups are worth training on; another package adds a filter with the entry point group `rl_rollout.filters`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
+from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.user_files import load_attribute
 
@@ -21,7 +23,7 @@ FILTERS: Registry[Any] = Registry(
 def reward_spread(group: GroupResult) -> str | None:
     """Refuse a group whose sessions all got the same reward: it has no advantage to learn from (DAPO, 2025).
 
-    A session counts with the reward of its last trajectory.
+    A session counts with the reward of its last trajectory; one without a finite reward does not count.
     """
     rewards = {session.trajectories[-1].reward for session in group.sessions if _trains(session)}
     if len(rewards) > 1:
@@ -43,5 +45,8 @@ def resolve_filter(reference: str) -> GroupFilter:
     return found  # type: ignore[no-any-return]
 
 
-def _trains(session: Any) -> bool:
-    return session.failure is None and bool(session.trajectories)
+def _trains(session: SessionResult) -> bool:
+    if session.failure is not None or not session.trajectories:
+        return False
+    reward = session.trajectories[-1].reward
+    return reward is not None and math.isfinite(reward)

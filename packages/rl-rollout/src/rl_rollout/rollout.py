@@ -9,11 +9,13 @@ import structlog
 
 from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_core.records import Group, IntArray, Prompt, Trajectory
-from rl_rollout.audit import AuditOptions, RecordingEngine, audit_trajectory
+from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, SessionResult, describe_error, stable_seed
+from rl_rollout.loops.outcomes import check_sessions
+from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, SessionResult, describe_failure, stable_seed
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.scorer import RewardScorer
+from rl_rollout.user_errors import ends_the_run
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +34,7 @@ class GroupResult:
 
     prompt: Prompt
     sessions: tuple[SessionResult, ...]
-    error: Exception | None = None
+    error: BaseException | None = None
     num_audited: int = 0
     num_audit_failures: int = 0
 
@@ -155,9 +157,14 @@ class Rollout:
 
         Returns:
             One result a prompt, in the order of `prompts`.
+
+        Raises:
+            SettingsError: num_sessions is below 1, or the loop cannot start.
+            DataError: Two prompts have one uid.
         """
         if num_sessions < 1:
             raise SettingsError(f"num_sessions must be at least 1; found {num_sessions}.")
+        _check_distinct(prompts)
         await self.start()
         on_group_error: BaseException | None = None
         try:
@@ -199,14 +206,14 @@ class Rollout:
 
     async def _run_loop(self, prompt: Prompt, num_sessions: int, context: LoopContext) -> GroupResult:
         try:
-            sessions = await self._loop.run_group(prompt, num_sessions=num_sessions, context=context)
-        except Exception as error:
-            failed = SessionResult(failure=describe_error(error))
+            given = await self._loop.run_group(prompt, num_sessions=num_sessions, context=context)
+        except BaseException as error:
+            if ends_the_run(error):
+                raise
+            failed = SessionResult(failure=describe_failure(self._loop, error))
             return GroupResult(prompt=prompt, sessions=(failed,) * num_sessions, error=error)
-        if len(sessions) != num_sessions:
-            failed = SessionResult(failure=f"the agent loop gave {len(sessions)} results for {num_sessions} sessions")
-            return GroupResult(prompt=prompt, sessions=(failed,) * num_sessions)
-        return GroupResult(prompt=prompt, sessions=tuple(sessions))
+        sessions = check_sessions(given, loop=self._loop, prompt=prompt, num_sessions=num_sessions)
+        return GroupResult(prompt=prompt, sessions=sessions)
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
         """The result, with the sessions failed whose tokens are not those that were sampled."""
@@ -217,9 +224,7 @@ class Rollout:
                 continue
             num_audited += 1
             try:
-                for output_index, trajectory in enumerate(session.trajectories):
-                    _check_keys(trajectory, prompt=result.prompt, session_index=index, output_index=output_index)
-                    audit_trajectory(trajectory, recording.spans)
+                audit_session(session.trajectories, recording.spans, group=result.trajectories)
             except DataError as error:
                 num_failures += 1
                 log.error("audit_failed", prompt=result.prompt.uid, session=index, reason=str(error))
@@ -233,11 +238,15 @@ class Rollout:
         return draw < audit.share * (1 << SEED_BITS)
 
 
-def _check_keys(trajectory: Trajectory, *, prompt: Prompt, session_index: int, output_index: int) -> None:
-    found = (trajectory.prompt_uid, trajectory.session_index, trajectory.output_index)
-    expected = (prompt.uid, session_index, output_index)
-    if found != expected:
-        raise DataError(f"the loop must name this trajectory {expected} (prompt, session, output); found {found}.")
+def _check_distinct(prompts: Sequence[Prompt]) -> None:
+    seen: set[str] = set()
+    for position, prompt in enumerate(prompts):
+        if prompt.uid in seen:
+            raise DataError(
+                f"prompts of a run must have distinct uids; prompts[{position}] has {prompt.uid!r} again. Give each "
+                "its own, or ask for more sessions of one prompt."
+            )
+        seen.add(prompt.uid)
 
 
 def _seeded(sampling: SamplingParams, seed: int | None, prompt: Prompt) -> SamplingParams:

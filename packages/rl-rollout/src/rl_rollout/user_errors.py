@@ -33,6 +33,11 @@ def is_meant_for_us(error: BaseException) -> bool:
     return False
 
 
+def ends_the_run(error: BaseException) -> bool:
+    """True for what no session may keep to itself: a cancellation from outside, and any KeyboardInterrupt."""
+    return isinstance(error, KeyboardInterrupt) or is_meant_for_us(error)
+
+
 def _current_task() -> "asyncio.Task[Any] | None":
     try:
         return asyncio.current_task()

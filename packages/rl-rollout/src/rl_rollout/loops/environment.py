@@ -9,12 +9,12 @@ from rl_core.records import Json, Prompt
 from rl_core.registry import Registry
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.episode import Episode
-from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_error
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.protocol import RewardResult
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.blocking import BlockingCalls
+from rl_rollout.user_errors import ends_the_run
 from rl_rollout.user_files import load_attribute
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")
@@ -28,6 +28,8 @@ class EnvironmentOptions:
         environment: Name, or `path.py:Class`.
         arguments: Keyword arguments that each environment is made with.
         timeout_s: Longest time of one `reset` or `step`; then the session fails.
+        max_observation_chars: Longest observation, in characters; of a longer one the model gets the beginning, with a
+            note.
         limits: How far a session goes.
         turns: How turns are joined.
     """
@@ -35,6 +37,7 @@ class EnvironmentOptions:
     environment: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 60.0
+    max_observation_chars: int = 8192
     limits: TurnLimits = field(default_factory=TurnLimits)
     turns: TurnFormat = field(default_factory=TurnFormat)
 
@@ -42,18 +45,21 @@ class EnvironmentOptions:
         """Refuse what cannot be meant.
 
         Raises:
-            SettingsError: timeout_s is not positive.
+            SettingsError: timeout_s or max_observation_chars is not positive.
         """
-        if not self.timeout_s > 0:
-            raise SettingsError(f"an environment needs timeout_s > 0; found {self.timeout_s}.")
+        if not self.timeout_s > 0 or self.max_observation_chars < 1:
+            raise SettingsError(
+                "an environment needs timeout_s > 0 and max_observation_chars >= 1; found "
+                f"{self.timeout_s} and {self.max_observation_chars}."
+            )
 
 
 class EnvironmentLoop(SessionLoop):
     """Generates, lets the environment step, appends what it observed as masked tokens, and again.
 
-    A session's reward is the sum of what its steps gave; where none gave any, the scorer judges the last turn. The time
-    of steps that gave a reward is `reward_s`, that of the others and of `reset` is `tools_s`. A turn that was cut for
-    length is the last one, and is stepped too.
+    A session's reward is the sum of what its steps gave, and so is each component; where none gave any, the scorer
+    judges the last turn. The time of steps that gave a reward is `reward_s`, that of the others and of `reset` is
+    `tools_s`. A turn that was cut for length is the last one, and is stepped too.
     """
 
     Options = EnvironmentOptions
@@ -92,7 +98,12 @@ class EnvironmentLoop(SessionLoop):
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
         """See `SessionLoop.run_session`."""
         joined = self._ready
-        episode = Episode(self._make, self._blocking, timeout_s=self._options.timeout_s)
+        episode = Episode(
+            self._make,
+            self._blocking,
+            timeout_s=self._options.timeout_s,
+            max_observation_chars=self._options.max_observation_chars,
+        )
         try:
             observation = await episode.reset(prompt)
             conversation = Conversation(
@@ -106,8 +117,10 @@ class EnvironmentLoop(SessionLoop):
             conversation.add_tools_time(episode.other_s)
             try:
                 return await self._converse(conversation, episode)
-            except Exception as error:
-                return conversation.failed(describe_error(error))
+            except BaseException as error:
+                if ends_the_run(error):
+                    raise
+                return conversation.failed(describe_failure(self, error))
         finally:
             await episode.close()
 
@@ -133,9 +146,9 @@ class EnvironmentLoop(SessionLoop):
 
     async def _settled(self, conversation: Conversation, episode: Episode, *, ended_by: str) -> SessionResult:
         extras: dict[str, Json] = {"ended_by": ended_by, "num_turns": conversation.num_turns}
-        if episode.reward is None:
+        if episode.earned is None:
             return await conversation.scored(extras=extras)
-        scored = Scored(result=RewardResult(reward=episode.reward), reward_s=episode.reward_s)
+        scored = Scored(result=episode.earned, reward_s=episode.reward_s)
         return conversation.settled(scored, extras=extras)
 
     @property

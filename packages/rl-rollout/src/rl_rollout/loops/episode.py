@@ -3,16 +3,18 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import numpy as np
 import structlog
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, RolloutError
 from rl_core.records import Prompt
-from rl_rollout.loops.protocol import describe_error
-from rl_rollout.rewards.outputs import read_output
+from rl_rollout.rewards.outputs import read_output, shown, shown_error
+from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.tools.blocking import BlockingCalls
+from rl_rollout.user_errors import describe_raised, ends_the_run
 
 log = structlog.get_logger(__name__)
 
@@ -27,8 +29,11 @@ class Environment(Protocol):
         """What the model reads after the prompt; None adds nothing."""
         ...
 
-    def step(self, text: str) -> tuple[str, float | None, bool]:
-        """What the model reads after its turn, the reward of the turn if it has one, and whether this was the last."""
+    def step(self, text: str) -> tuple[str, RewardOutput | None, bool]:
+        """What the model reads after its turn, the reward of the turn if it has one, and whether this was the last.
+
+        A reward is a number, or a mapping with "reward" and named components, as reward functions give them.
+        """
         ...
 
 
@@ -36,59 +41,69 @@ class Episode:
     """An environment and what it cost.
 
     Attributes:
-        reward: Sum of the rewards of the steps; None when no step gave any.
+        earned: Sum of the rewards of the steps, and of their components by name; None when no step gave any.
         reward_s: Seconds of the steps that gave a reward.
         other_s: Seconds of `reset` and of the other steps.
     """
 
-    def __init__(self, make: Callable[[], Any], blocking: BlockingCalls, *, timeout_s: float) -> None:
+    def __init__(
+        self, make: Callable[[], Any], blocking: BlockingCalls, *, timeout_s: float, max_observation_chars: int
+    ) -> None:
         """Make nothing yet.
 
         Args:
             make: Makes the environment.
             blocking: Runs what is not `async def`.
             timeout_s: Longest time of one call.
+            max_observation_chars: Longest observation; what is longer is cut.
         """
-        self.reward: float | None = None
+        self.earned: RewardResult | None = None
         self.reward_s = 0.0
         self.other_s = 0.0
         self._make = make
         self._blocking = blocking
         self._timeout_s = timeout_s
+        self._max_observation_chars = max_observation_chars
         self._environment: Any = None
 
     async def reset(self, prompt: Prompt) -> str | None:
         """Make the environment, and begin.
 
         Raises:
-            DataError: It gave something else than a text or None.
+            RolloutError: It raised, hung, or gave something else than a text or None; the message says all.
         """
         started_at = time.perf_counter()
-        self._environment = await self._blocking.run(self._make, timeout_s=self._timeout_s)
+        self._environment = await self._guarded("__init__", self._in_thread(self._make))
         observation = await self._call("reset", prompt)
         self.other_s += time.perf_counter() - started_at
         if observation is not None and not isinstance(observation, str):
-            raise DataError(f"reset must give a text or None; found {type(observation).__name__}.")
-        return observation
+            raise RolloutError(f"the environment's reset gave {_seen(observation)}; expected a text or None.")
+        return None if observation is None else self._readable(observation)
 
     async def step(self, text: str) -> tuple[str, bool]:
         """What was observed, and whether the episode is over.
 
         Raises:
-            DataError: It gave something else than observation, reward and is_done.
+            RolloutError: It raised, hung, or gave something else than observation, reward and is_done.
         """
         started_at = time.perf_counter()
         outcome = await self._call("step", text)
         elapsed_s = time.perf_counter() - started_at
-        if not isinstance(outcome, tuple | list) or len(outcome) != 3 or not isinstance(outcome[0], str):
-            raise DataError(f"step must give (observation, reward or None, is done); found {str(outcome)[:120]!r}.")
+        if not isinstance(outcome, tuple | list) or len(outcome) != 3:
+            raise RolloutError(
+                f"the environment's step gave {_seen(outcome)}; expected (observation, reward or None, is done)."
+            )
         observation, reward, is_done = outcome
+        if not isinstance(observation, str):
+            raise RolloutError(f"the environment's step gave observation = {_seen(observation)}; expected a text.")
+        if not isinstance(is_done, bool | np.bool_):
+            raise RolloutError(f"the environment's step gave is_done = {_seen(is_done)}; expected True or False.")
         if reward is None:
             self.other_s += elapsed_s
         else:
             self.reward_s += elapsed_s
-            self.reward = (self.reward or 0.0) + read_output(reward).reward
-        return observation, bool(is_done)
+            self._earn(reward)
+        return self._readable(observation), bool(is_done)
 
     async def close(self) -> None:
         """Close the environment; a failure to close it changes nothing of its session."""
@@ -96,15 +111,87 @@ class Episode:
             return
         try:
             await self._call("close")
-        except Exception as error:
-            log.warning("environment_not_closed", reason=describe_error(error))
+        except RolloutError as error:
+            log.warning("environment_not_closed", reason=str(error))
+
+    def _earn(self, reward: Any) -> None:
+        earned = self.earned or RewardResult(reward=0.0)
+        whose = "the environment's step gave"
+        try:
+            given = read_output(reward)
+            whose = "the rewards of the environment's steps add up to"
+            names = {**earned.components, **given.components}
+            self.earned = read_output(
+                RewardResult(
+                    reward=earned.reward + given.reward,
+                    components={n: earned.components.get(n, 0.0) + given.components.get(n, 0.0) for n in names},
+                    extras={**earned.extras, **given.extras},
+                )
+            )
+        except DataError as error:
+            raise RolloutError(f"{whose} {error}") from error
+        except Exception as error:  # a mapping or a number of the user's own can raise anything when it is read
+            raise RolloutError(f"{whose} a reward that cannot be read ({shown_error(error)})") from error
+
+    def _readable(self, observation: str) -> str:
+        """An observation as the model gets it: not too long, and without lone surrogates, which no tokenizer takes."""
+        limit = self._max_observation_chars
+        text = observation[:limit].encode(errors="replace").decode()
+        if len(observation) <= limit:
+            return text
+        return f"{text}\n[cut: the first {limit} of {len(observation)} characters]"
 
     async def _call(self, name: str, *arguments: Any) -> Any:
+        return await self._guarded(name, self._run(name, *arguments))
+
+    async def _run(self, name: str, *arguments: Any) -> Any:
         method = getattr(self._environment, name)
+        if not inspect.iscoroutinefunction(method):
+            return await self._in_thread(lambda: method(*arguments))
         try:
-            if not inspect.iscoroutinefunction(method):
-                return await self._blocking.run(lambda: method(*arguments), timeout_s=self._timeout_s)
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as deadline:
                 return await method(*arguments)
         except TimeoutError as error:
-            raise TimeoutError(f"the environment's {name} took longer than {self._timeout_s:g} s") from error
+            if not deadline.expired():
+                raise
+            raise _TookTooLongError from error
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        has_ended = False
+
+        def call() -> Any:
+            nonlocal has_ended
+            try:
+                return function()
+            finally:
+                has_ended = True
+
+        try:
+            return await self._blocking.run(call, timeout_s=self._timeout_s)
+        except TimeoutError as error:
+            if has_ended:  # its own
+                raise
+            raise _TookTooLongError from error
+
+    async def _guarded(self, name: str, call: Awaitable[Any]) -> Any:
+        """What a call gave.
+
+        Raises:
+            RolloutError: It raised, or took too long.
+        """
+        try:
+            return await call
+        except _TookTooLongError as error:
+            raise RolloutError(f"the environment's {name} took longer than {self._timeout_s:g} s") from error
+        except BaseException as error:
+            if ends_the_run(error):
+                raise
+            raise RolloutError(describe_raised(f"the environment's {name}", error)) from error
+
+
+class _TookTooLongError(Exception):
+    """A call did not end in time; an environment's own TimeoutError is another matter."""
+
+
+def _seen(value: Any) -> str:
+    return f"{shown(value)} ({type(value).__name__})"

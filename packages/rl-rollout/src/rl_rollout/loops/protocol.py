@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
+from rl_core.errors import RLError, RolloutError
 from rl_core.records import IntArray, Prompt, Trajectory
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.outputs import shown_error
 from rl_rollout.rewards.scorer import RewardScorer
+from rl_rollout.user_errors import describe_raised, ends_the_run
 
 SEED_BITS = 52
 """Seeds stay below 2**52, so that seed + i is exact in JSON, int64 and a double."""
@@ -81,18 +84,36 @@ class SessionLoop(ABC):
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
         """All sessions of a prompt at once."""
         sessions = (self._guarded(prompt, index, context) for index in range(num_sessions))
-        return list(await asyncio.gather(*sessions))
+        settled = await asyncio.gather(*sessions, return_exceptions=True)
+        return [  # what is left as an error is a cancellation that reached one session alone
+            SessionResult(failure=describe_failure(self, one)) if isinstance(one, BaseException) else one
+            for one in settled
+        ]
 
     async def _guarded(self, prompt: Prompt, session_index: int, context: LoopContext) -> SessionResult:
         try:
             return await self.run_session(prompt, session_index=session_index, context=context)
-        except Exception as error:
-            return SessionResult(failure=describe_error(error))
+        except BaseException as error:
+            if ends_the_run(error):
+                raise
+            return SessionResult(failure=describe_failure(self, error))
 
 
-def describe_error(error: BaseException) -> str:
-    """An error in one line, as a session's failure."""
-    return f"{type(error).__name__}: {error}"
+def describe_failure(loop: object, error: BaseException) -> str:
+    """Why a session failed in which something was raised: who raised it, what, and where.
+
+    An error of our own says it all itself; one of an engine, say, has nothing to do with the loop that got it.
+    """
+    if isinstance(error, RolloutError):
+        return str(error)
+    if isinstance(error, RLError):
+        return shown_error(error)
+    return describe_raised(loop_name(loop), error)
+
+
+def loop_name(loop: object) -> str:
+    """A loop, for messages."""
+    return f"agent loop {type(loop).__name__}"
 
 
 def stable_seed(seed: int, name: str) -> int:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from rl_core.errors import SettingsError
 from rl_core.records import IntArray, Json, Prompt
 from rl_rollout.loops.conversation import Conversation, TurnLimits
-from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_error
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
 from rl_rollout.tools.parsers import ToolParser, resolve_parser
 from rl_rollout.tools.protocol import ToolCall, ToolResult
 from rl_rollout.tools.servers import McpServerOptions, ToolServer, connect_server
+from rl_rollout.user_errors import ends_the_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +128,10 @@ class ToolsLoop(SessionLoop):
         )
         try:
             return await self._converse(conversation, joined.turns)
-        except Exception as error:
-            return conversation.failed(describe_error(error))
+        except BaseException as error:
+            if ends_the_run(error):
+                raise
+            return conversation.failed(describe_failure(self, error))
 
     async def _converse(self, conversation: Conversation, turns: Turns) -> SessionResult:
         outcomes: Counter[str] = Counter()

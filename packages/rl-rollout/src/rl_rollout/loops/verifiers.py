@@ -11,9 +11,10 @@ import numpy as np
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.records import Json, Prompt, Timings, Trajectory
-from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_error
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
 from rl_rollout.loops.sampled_sequences import columns_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.outputs import shown_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class VerifiersLoop(SessionLoop):
             self._environment = self._verifiers.load_environment(config)
             self._tasks = list(self._environment.taskset.take(self._options.max_tasks))
         except Exception as error:
-            raise SettingsError(f"verifiers refuses the environment: {describe_error(error)}") from error
+            raise SettingsError(f"verifiers refuses the environment: {shown_error(error)}") from error
         if not self._tasks:
             raise SettingsError("the taskset of the verifiers environment has no tasks.")
         is_ready = asyncio.get_running_loop().create_future()

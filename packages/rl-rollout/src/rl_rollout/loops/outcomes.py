@@ -1,0 +1,116 @@
+"""What an agent loop gave, checked before it counts: a session that is not what it must be is failed, alone."""
+
+import json
+from dataclasses import replace
+from typing import Any, get_args
+
+from rl_core.errors import DataError
+from rl_core.records import FinishReason, Prompt, Timings, Trajectory
+from rl_rollout.audit import check_dtypes
+from rl_rollout.loops.protocol import SessionResult, loop_name
+from rl_rollout.rewards.outputs import read_output, shown, shown_error
+from rl_rollout.rewards.protocol import RewardResult
+
+FINISH_REASONS = get_args(FinishReason)
+
+
+def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: int) -> tuple[SessionResult, ...]:
+    """One result a session, whatever a loop gave.
+
+    Args:
+        given: What `run_group` returned.
+        loop: Named in the reasons.
+        prompt: Of the sessions.
+        num_sessions: How many there must be; with another number of results all sessions fail.
+    """
+    name = loop_name(loop)
+    if not isinstance(given, list | tuple):
+        failure = f"{name} gave {_seen(given)}; expected a list of {num_sessions} SessionResult, one a session"
+    elif len(given) != num_sessions:
+        failure = f"{name} gave {len(given)} results for {num_sessions} sessions"
+    else:
+        return tuple(_checked(session, name=name, prompt=prompt, index=index) for index, session in enumerate(given))
+    return (SessionResult(failure=failure),) * num_sessions
+
+
+def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionResult:
+    try:
+        return _read(given, prompt=prompt, index=index)
+    except DataError as error:
+        failure = f"{name} gave {error}"
+    except Exception as error:  # a number or a mapping of the user's own can raise anything when it is read
+        failure = f"{name} gave a session that cannot be read ({shown_error(error)})"
+    kept = tuple(replace(trajectory, reward=None) for trajectory in given.trajectories) if _has_records(given) else ()
+    return SessionResult(trajectories=kept, failure=failure)
+
+
+def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
+    """The session, its rewards as floats.
+
+    Raises:
+        DataError: What is wrong, as what follows "gave".
+    """
+    if not isinstance(given, SessionResult):
+        raise DataError(f"{_seen(given)} for session {index}; expected a SessionResult.")
+    if given.failure is not None:
+        if not isinstance(given.failure, str) or not given.failure:
+            raise DataError(f"failure = {_seen(given.failure)} for session {index}; expected a reason, or None.")
+        return given if _has_records(given) else SessionResult(failure=given.failure)
+    if not _has_records(given):
+        raise DataError(
+            f"trajectories = {_seen(given.trajectories)} for session {index}; expected a tuple of Trajectory."
+        )
+    if not given.trajectories:
+        raise DataError(f"no trajectory and no failure for session {index}; expected one of them.")
+    trajectories = []
+    for output_index, trajectory in enumerate(given.trajectories):
+        _check_name(trajectory, expected=(prompt.uid, index, output_index))
+        try:
+            trajectories.append(_read_trajectory(trajectory))
+        except DataError as error:
+            raise DataError(f"trajectory {output_index} of session {index} with {error}") from error
+    return replace(given, trajectories=tuple(trajectories))
+
+
+def _check_name(trajectory: Trajectory, *, expected: tuple[str, int, int]) -> None:
+    found = (trajectory.prompt_uid, trajectory.session_index, trajectory.output_index)
+    if found != expected:
+        raise DataError(f"a trajectory named {found} (prompt, session, output); expected {expected}.")
+
+
+def _read_trajectory(trajectory: Trajectory) -> Trajectory:
+    check_dtypes(trajectory)
+    if trajectory.finish_reason not in FINISH_REASONS:
+        raise DataError(
+            f"finish_reason = {_seen(trajectory.finish_reason)}; expected {', '.join(map(repr, FINISH_REASONS))}."
+        )
+    if not isinstance(trajectory.timings, Timings):
+        raise DataError(f"timings = {_seen(trajectory.timings)}; expected Timings.")
+    if trajectory.reward is None:
+        raise DataError("reward = None; expected a finite number, or a session with a failure.")
+    if trajectory.extras:
+        _check_extras(trajectory.extras)
+    read = read_output(RewardResult(reward=trajectory.reward, components=trajectory.reward_components))
+    if type(trajectory.reward) is float and not trajectory.reward_components:
+        return trajectory
+    return replace(trajectory, reward=read.reward, reward_components=read.components)
+
+
+def _check_extras(extras: Any) -> None:
+    try:
+        json.dumps(dict(extras))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"extras that are not JSON ({shown_error(error)}).") from error
+
+
+def _has_records(session: Any) -> bool:
+    """True when all trajectories of a result are what they are called."""
+    return (
+        isinstance(session, SessionResult)
+        and isinstance(session.trajectories, list | tuple)
+        and all(isinstance(trajectory, Trajectory) for trajectory in session.trajectories)
+    )
+
+
+def _seen(value: Any) -> str:
+    return f"{shown(value)} ({type(value).__name__})"

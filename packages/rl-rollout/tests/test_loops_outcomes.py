@@ -1,0 +1,256 @@
+"""A loop that gives or raises what it must not fails these sessions, with the reason, and no others."""
+
+import asyncio
+import re
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl_core.errors import DataError
+from rl_core.records import Prompt
+from rl_rollout import (
+    AuditOptions,
+    GenerateRequest,
+    RewardScorer,
+    Rollout,
+    RolloutOptions,
+    SamplingParams,
+    SessionLoop,
+    SessionResult,
+    quick,
+)
+from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.loops import trajectory_of
+
+BAD = "p0"
+UNAUDITED = RolloutOptions(audit=AuditOptions(share=0.0))
+
+
+class UnlikeNumber:
+    def __float__(self):
+        raise OSError("no number today")
+
+
+class Unreadable(dict):
+    def items(self):
+        raise OSError("no items today")
+
+
+async def sampled(prompt, session_index, context):
+    """One response, with a reward."""
+    request = GenerateRequest(input_ids=prompt.input_ids, sampling=context.session_sampling(session_index))
+    (generation,) = await context.engine.generate(request)
+    return replace(trajectory_of(prompt, generation, session_index=session_index, generate_s=0.0), reward=1.0)
+
+
+class Changing(SessionLoop):
+    """What session 1 of the bad prompt gives is made of its trajectory."""
+
+    def __init__(self, change):
+        self._change = change
+
+    async def run_session(self, prompt, *, session_index, context):
+        trajectory = await sampled(prompt, session_index, context)
+        if (prompt.uid, session_index) == (BAD, 1):
+            return self._change(trajectory)
+        return SessionResult(trajectories=(trajectory,))
+
+
+class Whole:
+    """A loop without SessionLoop: the bad prompt's group is what `give` returns."""
+
+    def __init__(self, give):
+        self._give = give
+
+    async def run_group(self, prompt, *, num_sessions, context):
+        if prompt.uid == BAD:
+            return self._give()
+        return [SessionResult(trajectories=(await sampled(prompt, i, context),)) for i in range(num_sessions)]
+
+
+async def roll(loop, *, uids=(BAD, "p1"), options=None):
+    engine = ScriptedEngine({(1, 2): [[3, 4]]})
+    await engine.start()
+    rollout = Rollout(
+        engine,
+        loop,
+        scorer=RewardScorer(quick(lambda _given: 1.0)),
+        decode=lambda rows: ["" for _ in rows],
+        options=options,
+    )
+    prompts = [Prompt(uid=uid, input_ids=np.array([1, 2], np.int32)) for uid in uids]
+    return await rollout.run(prompts, num_sessions=3, sampling=SamplingParams(max_tokens=4))
+
+
+def run(loop, **options):
+    return asyncio.run(asyncio.wait_for(roll(loop, **options), timeout=30))
+
+
+def assert_only_session_1_failed(groups):
+    bad, good = groups
+    assert [session.failure is None for session in bad.sessions] == [True, False, True]
+    assert [trajectory.reward for trajectory in bad.trajectories] == [1.0, 1.0]
+    assert good.failures == ()
+    assert len(good.trajectories) == 3
+    return bad.sessions[1].failure
+
+
+def given(**changes):
+    return lambda t: SessionResult(trajectories=(replace(t, **changes),))
+
+
+@pytest.mark.parametrize("options", [None, UNAUDITED])
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        (lambda _: None, r"None \(NoneType\) for session 1; expected a SessionResult"),
+        (lambda t: t, r"Trajectory\(.*\.\.\. \(Trajectory\) for session 1; expected a SessionResult"),
+        (lambda _: SessionResult(trajectories=None), r"trajectories = None \(NoneType\) .* expected a tuple of Traj"),
+        (lambda _: SessionResult(trajectories=(None,)), r"trajectories = \(None,\) \(tuple\) for session 1"),
+        (lambda _: SessionResult(), "no trajectory and no failure for session 1; expected one of them"),
+        (lambda _: SessionResult(failure=OSError("x")), r"failure = OSError\('x'\) \(OSError\) for session 1"),
+        (lambda _: SessionResult(failure=""), r"failure = '' \(str\) for session 1; expected a reason"),
+        (given(output_index=-1), r"a trajectory named \('p0', 1, -1\) .*; expected \('p0', 1, 0\)"),
+        (given(session_index=0), r"a trajectory named \('p0', 0, 0\) .*; expected \('p0', 1, 0\)"),
+        (given(prompt_uid="p1"), r"a trajectory named \('p1', 1, 0\) .*; expected \('p0', 1, 0\)"),
+        (given(reward=None), "trajectory 0 of session 1 with reward = None; expected a finite number, or a session wi"),
+        (given(reward=float("nan")), r"trajectory 0 of session 1 with reward = nan \(float\); expected a finite numb"),
+        (given(reward=1e39), r"reward = 1e\+39 \(float\); expected a finite number"),
+        (given(reward="1"), r"reward = '1' \(str\); expected a finite number"),
+        (given(reward=UnlikeNumber()), r"reward = .* \(UnlikeNumber\); expected a finite number"),
+        (given(reward_components={"a": float("inf")}), r"a = inf \(float\); expected a finite number"),
+        (given(reward_components=Unreadable(a=1)), r"a session that cannot be read \(OSError: no items today\)"),
+        (given(reward_components=3), "a session that cannot be read"),
+        (given(finish_reason="done"), r"finish_reason = 'done' \(str\); expected 'stop', 'length', 'abort'"),
+        (given(timings=3.0), r"timings = 3\.0 \(float\); expected Timings"),
+        (given(extras={"a": {1}}), r"extras that are not JSON \(TypeError: Object of type set"),
+        (given(input_ids=np.array([1.0, 2.0, 3.0, 4.0])), r"input_ids of dtype float64 \(ndarray\); expected .* integ"),
+        (given(loss_mask=np.array([0, 0, 1, 1])), r"loss_mask of dtype int64 \(ndarray\); expected .* booleans"),
+        (given(policy_versions=SimpleNamespace(shape=(4,))), r"policy_versions of dtype none \(SimpleNamespace\)"),
+    ],
+)
+def test_what_is_no_session_fails_alone(change, failure, options):
+    said = assert_only_session_1_failed(run(Changing(change), options=options))
+    assert re.match(f"agent loop Changing gave .*{failure}", said), said
+
+
+def test_what_there_was_is_kept_without_a_reward():
+    bad, _ = run(Changing(given(reward=float("nan"))))
+    assert [t.reward for t in bad.sessions[1].trajectories] == [None]
+    bad, _ = run(Changing(lambda t: SessionResult(trajectories=(t, 3), failure="lost")))
+    assert bad.sessions[1] == SessionResult(failure="lost")
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1.0), np.int64(1)])
+def test_numbers_of_other_kinds_become_floats(reward):
+    bad, _ = run(Changing(given(reward=reward, reward_components={"a": np.float32(0.5)})))
+    assert bad.failures == ()
+    (trajectory,) = bad.sessions[1].trajectories
+    assert (type(trajectory.reward), trajectory.reward) == (float, 1.0)
+    assert trajectory.reward_components == {"a": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("give", "failure"),
+    [
+        (lambda: None, r"None \(NoneType\); expected a list of 3 SessionResult, one a session"),
+        (lambda: "xyz", r"'xyz' \(str\); expected a list of 3"),
+        (lambda: [None], "1 results for 3 sessions"),
+        (lambda: [None, 1, "x"], r"(None|1|'x') \(\w+\) for session \d; expected a SessionResult"),
+    ],
+)
+def test_what_is_no_group_fails_its_sessions(give, failure):
+    bad, good = run(Whole(give))
+    assert len(bad.failures) == 3
+    assert all(re.match(f"agent loop Whole gave {failure}", said) for said in bad.failures), bad.failures
+    assert (good.failures, len(good.trajectories)) == ((), 3)
+
+
+def raising(error):
+    def change(_trajectory):
+        raise error
+
+    return change
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("scope"), SystemExit(3), GeneratorExit(), KeyError("k")])
+def test_whatever_user_code_raises_fails_its_session(error):
+    said = assert_only_session_1_failed(run(Changing(raising(error))))
+    assert re.match(rf"agent loop Changing raised {type(error).__name__}: .*\(test_loops_outcomes.py, line \d+,", said)
+    bad, good = run(Whole(lambda: raising(error)(None)))
+    assert bad.failures[0].startswith(f"agent loop Whole raised {type(error).__name__}: ")
+    assert (len(bad.failures), bad.error, good.failures) == (3, error, ())
+
+
+def test_a_cancellation_that_reaches_one_session_fails_that_one():
+    class Leaking(Changing):
+        async def run_session(self, prompt, *, session_index, context):
+            if (prompt.uid, session_index) == (BAD, 1):
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0)
+            return await super().run_session(prompt, session_index=session_index, context=context)
+
+    said = assert_only_session_1_failed(run(Leaking(None)))
+    assert said.startswith("agent loop Leaking raised CancelledError: ")
+
+
+def test_a_keyboard_interrupt_passes_through():
+    with pytest.raises(KeyboardInterrupt):
+        run(Changing(raising(KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt):
+        run(Whole(lambda: raising(KeyboardInterrupt())(None)))
+
+
+class Waiting(SessionLoop):
+    """Sessions never end by themselves."""
+
+    def __init__(self):
+        self.num_waiting = 0
+        self.num_cancelled = 0
+        self.all_wait = asyncio.Event()
+
+    async def run_session(self, prompt, *, session_index, context):
+        self.num_waiting += 1
+        if self.num_waiting == 6:
+            self.all_wait.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+def test_a_cancelled_run_ends_at_once():
+    loop = Waiting()
+
+    async def cancelled():
+        run = asyncio.create_task(roll(loop))
+        await asyncio.wait_for(loop.all_wait.wait(), timeout=30)
+        run.cancel()
+        await asyncio.wait({run}, timeout=30)
+        assert run.cancelled()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(cancelled()) == set()
+    assert loop.num_cancelled == 6
+
+
+def test_ctrl_c_ends_the_run():
+    loop = Waiting()
+
+    async def interrupted():
+        interrupt = asyncio.create_task(loop.all_wait.wait())
+        interrupt.add_done_callback(lambda _: signal.raise_signal(signal.SIGINT))
+        await asyncio.wait_for(roll(loop), timeout=30)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    assert loop.num_cancelled == 6
+
+
+def test_a_uid_that_comes_twice_is_refused():
+    with pytest.raises(DataError, match=r"distinct uids; prompts\[2\] has 'b' again"):
+        run(Changing(None), uids=("a", "b", "b", "a"))
