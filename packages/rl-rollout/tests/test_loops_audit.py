@@ -261,6 +261,30 @@ def test_an_inserted_token_is_found(session, data):
         audit_trajectory(replace(trajectory, **longer), spans)
 
 
+@given(sessions(), st.data())
+def test_each_token_trains_in_one_trajectory_of_its_session(session, data):
+    trajectory, spans = session
+    trained = np.flatnonzero(trajectory.loss_mask)
+    turns = [data.draw(st.integers(0, 2)) for _ in trained]
+
+    def training(positions, output_index):
+        is_kept = np.isin(np.arange(len(trajectory.input_ids)), positions)
+        return replace(
+            trajectory,
+            output_index=output_index,
+            loss_mask=is_kept,
+            rollout_logprobs=np.where(is_kept, trajectory.rollout_logprobs, 0).astype(np.float32),
+            policy_versions=np.where(is_kept, trajectory.policy_versions, -1).astype(np.int32),
+        )
+
+    parts = [[p for p, turn in zip(trained, turns, strict=True) if turn == index] for index in range(3)]
+    audit_session([training(part, index) for index, part in enumerate(parts)], spans)
+    doubled = data.draw(st.sampled_from([int(p) for p in trained]))
+    parts[(turns[trained.tolist().index(doubled)] + data.draw(st.integers(1, 2))) % 3].append(doubled)
+    with pytest.raises(DataError, match=rf"token {doubled} .* of its session too, but was sampled once"):
+        audit_session([training(part, index) for index, part in enumerate(parts)], spans)
+
+
 class Tampering(SingleTurnLoop):
     """Edits a logprob of session 1, after sampling."""
 

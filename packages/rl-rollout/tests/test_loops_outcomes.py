@@ -185,7 +185,7 @@ def test_whatever_user_code_raises_fails_its_session(error):
     assert (len(bad.failures), bad.error, good.failures) == (3, error, ())
 
 
-def test_a_cancellation_that_reaches_one_session_fails_that_one():
+def test_a_cancellation_that_reaches_one_session_or_one_group_ends_no_other():
     class Leaking(Changing):
         async def run_session(self, prompt, *, session_index, context):
             if (prompt.uid, session_index) == (BAD, 1):
@@ -195,6 +195,17 @@ def test_a_cancellation_that_reaches_one_session_fails_that_one():
 
     said = assert_only_session_1_failed(run(Leaking(None)))
     assert said.startswith("agent loop Leaking raised CancelledError: ")
+
+    class LeakingWhole(Whole):
+        async def run_group(self, prompt, *, num_sessions, context):
+            if prompt.uid == BAD:
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0)
+            return await super().run_group(prompt, num_sessions=num_sessions, context=context)
+
+    bad, good = run(LeakingWhole(None))
+    assert bad.failures == ("agent loop LeakingWhole raised CancelledError: ",) * 3
+    assert (good.failures, len(good.trajectories)) == ((), 3)
 
 
 def test_a_keyboard_interrupt_passes_through():

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
@@ -205,26 +206,35 @@ class Rollout:
         return result
 
     async def _run_loop(self, prompt: Prompt, num_sessions: int, context: LoopContext) -> GroupResult:
+        attempt = self._attempt(prompt, num_sessions, context)
+        gathered: tuple[Any] = await asyncio.gather(attempt, return_exceptions=True)  # a cancellation stays the loop's
+        given = gathered[0]
+        if isinstance(given, BaseException):
+            failed = SessionResult(failure=describe_failure(self._loop, given))
+            return GroupResult(prompt=prompt, sessions=(failed,) * num_sessions, error=given)
+        sessions = check_sessions(given, loop=self._loop, prompt=prompt, num_sessions=num_sessions)
+        return GroupResult(prompt=prompt, sessions=sessions)
+
+    async def _attempt(self, prompt: Prompt, num_sessions: int, context: LoopContext) -> Any:
+        """What the loop gave, or the error that it raised."""
         try:
-            given = await self._loop.run_group(prompt, num_sessions=num_sessions, context=context)
+            return await self._loop.run_group(prompt, num_sessions=num_sessions, context=context)
         except BaseException as error:
             if ends_the_run(error):
                 raise
-            failed = SessionResult(failure=describe_failure(self._loop, error))
-            return GroupResult(prompt=prompt, sessions=(failed,) * num_sessions, error=error)
-        sessions = check_sessions(given, loop=self._loop, prompt=prompt, num_sessions=num_sessions)
-        return GroupResult(prompt=prompt, sessions=sessions)
+            return error
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
         """The result, with the sessions failed whose tokens are not those that were sampled."""
         sessions = list(result.sessions)
+        trajectories = result.trajectories
         num_audited = num_failures = 0
         for index, session in enumerate(sessions):
             if session.failure is not None or not self._is_chosen(result.prompt, index):
                 continue
             num_audited += 1
             try:
-                audit_session(session.trajectories, recording.spans, group=result.trajectories)
+                audit_session(session.trajectories, recording.spans, group=trajectories)
             except DataError as error:
                 num_failures += 1
                 log.error("audit_failed", prompt=result.prompt.uid, session=index, reason=str(error))

@@ -14,6 +14,7 @@ from rl_core.records import Prompt
 from rl_rollout.rewards.outputs import read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.tools.blocking import BlockingCalls
+from rl_rollout.tools.results import printable
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 log = structlog.get_logger(__name__)
@@ -134,9 +135,9 @@ class Episode:
             raise RolloutError(f"{whose} a reward that cannot be read ({shown_error(error)})") from error
 
     def _readable(self, observation: str) -> str:
-        """An observation as the model gets it: not too long, and without lone surrogates, which no tokenizer takes."""
+        """An observation as the model gets it."""
         limit = self._max_observation_chars
-        text = observation[:limit].encode(errors="replace").decode()
+        text = printable(observation[:limit])
         if len(observation) <= limit:
             return text
         return f"{text}\n[cut: the first {limit} of {len(observation)} characters]"
