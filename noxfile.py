@@ -240,8 +240,17 @@ def workspace(session: nox.Session) -> str:
 
 
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run pytest quietly for the environment: threads bounded, no network look-ups."""
-    session.run(python, "-m", "pytest", *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
+    """Run pytest quietly for the environment: threads bounded, no network look-ups; it ends with the slowest tests."""
+    session.run(
+        python,
+        "-m",
+        "pytest",
+        "--durations=15",
+        "--durations-min=5",
+        *arguments,
+        env=TEST_ENV,
+        interrupt_timeout=STOP_S,
+    )
 
 
 @nox.session
@@ -258,7 +267,9 @@ def tests(session: nox.Session) -> None:
     """Run everything CI runs: the checks, then all tests on real vLLM and Megatron; with arguments, pytest alone."""
     checks = 0
     if not session.posargs:
-        session.log("First the checks (lint, imports, types, unit, wheels), then all tests; about 15 minutes in all.")
+        session.log(
+            "First the checks (lint, imports, types, unit, wheels), then all tests; about 40 minutes in all on two cores."
+        )
         command = [sys.executable, "-m", "nox", "--sessions", *(nox.options.sessions or ())]
         checks = subprocess.run(command, cwd=ROOT, check=False).returncode
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
