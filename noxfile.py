@@ -241,16 +241,8 @@ def workspace(session: nox.Session) -> str:
 
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
     """Run pytest quietly for the environment: threads bounded, no network look-ups; it ends with the slowest tests."""
-    session.run(
-        python,
-        "-m",
-        "pytest",
-        "--durations=15",
-        "--durations-min=5",
-        *arguments,
-        env=TEST_ENV,
-        interrupt_timeout=STOP_S,
-    )
+    words = ["--durations=15", "--durations-min=5", *arguments]
+    session.run(python, "-m", "pytest", *words, env=TEST_ENV, interrupt_timeout=STOP_S)
 
 
 @nox.session
@@ -267,9 +259,7 @@ def tests(session: nox.Session) -> None:
     """Run everything CI runs: the checks, then all tests on real vLLM and Megatron; with arguments, pytest alone."""
     checks = 0
     if not session.posargs:
-        session.log(
-            "First the checks (lint, imports, types, unit, wheels), then all tests; about 40 minutes in all on two cores."
-        )
+        session.log("First the checks (lint, imports, types, unit, wheels), then all tests; on two cores 40 minutes.")
         command = [sys.executable, "-m", "nox", "--sessions", *(nox.options.sessions or ())]
         checks = subprocess.run(command, cwd=ROOT, check=False).returncode
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit

@@ -1,5 +1,4 @@
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -232,18 +231,3 @@ def test_what_it_gives_passes_the_audit():
         for trajectory in result.trajectories:
             seed = stable_seed(11, result.prompt.uid) + trajectory.session_index
             audit_trajectory(trajectory, [SampledSpan.of(result.prompt.input_ids, engine.sample(seed))])
-
-
-def test_a_step_of_512_sessions_costs_little_beside_the_engine():
-    ready = [SeededEngine().sample(i) for i in range(8)]
-
-    class Instant(SeededEngine):
-        async def generate(self, request):
-            return ready
-
-    def step():
-        started_at = time.process_time()
-        run(Instant(), prompts(*range(1, 65)), num_sessions=8)
-        return time.process_time() - started_at
-
-    assert min(step() for _ in range(5)) < 0.08

@@ -83,10 +83,10 @@ class CodeReward:
                 raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")
         if not self.total_s > 0:
             raise SettingsError(f"total_s of reward 'code' must be above 0; found {self.total_s!r}.")
-        known = [limit.name for limit in fields(SandboxLimits)]
-        for name in sorted(set(self.limits) - set(known)):
+        limits = [limit.name for limit in fields(SandboxLimits)]
+        for name in sorted(set(self.limits) - set(limits)):
             raise SettingsError(
-                f"limits of reward 'code' have no {name!r}.{nearest_name(name, known)} Known: {', '.join(known)}."
+                f"limits of reward 'code' have no {name!r}.{nearest_name(name, limits)} Known: {', '.join(limits)}."
             )
         if self.max_concurrency is None:
             object.__setattr__(self, "max_concurrency", os.cpu_count() or 1)
