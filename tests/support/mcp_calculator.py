@@ -2,11 +2,15 @@
 
 import asyncio
 import os
+import shlex
+import subprocess
 import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp_types import CallToolResult
 
+OUTPUT = os.dup(1)  # the server takes its own away from its tools
 server = MCPServer("calculator")
 
 
@@ -54,6 +58,32 @@ async def freeze() -> str:
 def flood(size: int) -> str:
     """Give size characters."""
     return "x" * size
+
+
+@server.tool()
+def babble(lines: int) -> str:
+    """Write what is no message to stdout, and bytes that are no text."""
+    for index in range(lines):
+        os.write(OUTPUT, f"line {index}\n".encode())
+    os.write(OUTPUT, b"\xff\n")
+    return "said"
+
+
+@server.tool()
+def measure() -> CallToolResult:
+    """Give a result without a text."""
+    return CallToolResult(content=[], structured_content={"width": 3, "unit": "µm"})
+
+
+@server.tool()
+def spawn(manner: str) -> str:
+    """Start a process that goes on, and tell its process id."""
+    sleep = ["sleep", "600"]
+    if manner == "orphan":
+        command = f"{shlex.join(sleep)} >/dev/null 2>&1 & echo $!"
+        return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout.strip()
+    options = {"child": {}, "own session": {"start_new_session": True}, "no environment": {"env": {}}}[manner]
+    return str(subprocess.Popen(sleep, **options).pid)
 
 
 if __name__ == "__main__":

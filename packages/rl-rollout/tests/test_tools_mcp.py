@@ -5,10 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import structlog
 
 pytest.importorskip("mcp")
 
@@ -45,6 +48,20 @@ def nothing_is_left():
     before = set(children())
     yield
     assert set(children()) == before
+
+
+def is_running(pid):
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "State:\tZ" not in status.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"{[pid for pid in pids if is_running(pid)]} of {pids} are still running"
 
 
 def using(options, ask, **call_options):
@@ -188,6 +205,86 @@ def test_a_server_that_does_not_start_is_refused_with_its_reason(options, messag
         asyncio.run(connect_and_close("bad", McpServerOptions(**options)))
 
 
+def test_a_server_without_tools_is_refused():
+    empty = "from mcp.server.mcpserver import MCPServer; MCPServer('empty').run('stdio')"
+    with pytest.raises(SettingsError, match="MCP server 'bad' has no tools"):
+        asyncio.run(connect_and_close("bad", McpServerOptions(command=(sys.executable, "-c", empty))))
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_error(self.server.status)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("status", "reason"), [(401, "Unauthorized"), (500, "Internal Server Error")])
+def test_the_status_of_a_server_that_refuses_is_told(status, reason):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as http:
+        http.status = status
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        try:
+            options = McpServerOptions(url=f"http://127.0.0.1:{http.server_port}/mcp")
+            with pytest.raises(SettingsError, match=f"did not start: .*It answered HTTP {status} {reason}"):
+                asyncio.run(connect_and_close("bad", options))
+        finally:
+            http.shutdown()
+
+
+def test_a_result_without_a_text_is_its_json():
+    async def ask(runner):
+        (result,) = await runner.run([call("measure")])
+        assert (result.outcome, json.loads(result.text)) == ("ok", {"width": 3, "unit": "µm"})
+
+    using(McpServerOptions(command=COMMAND), ask)
+
+
+def test_lines_that_are_no_messages_give_one_short_warning(caplog):
+    async def ask(runner):
+        for _ in range(2):
+            (said,) = await runner.run([call("babble", lines=20)])
+            assert said.text == "said"
+
+    with structlog.testing.capture_logs() as logs:
+        using(McpServerOptions(command=COMMAND), ask)
+    assert logs == [
+        {"event": "mcp_server_wrote_no_message", "server": "calculator", "line": "'line 0'", "log_level": "warning"}
+    ]
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
+def test_arguments_that_are_no_utf8_do_not_end_the_server():
+    async def ask(runner):
+        (pid,) = children()
+        odd, fine = await runner.run([call("environment", name="\ud800"), call("add", a=1, b=1)])
+        assert (odd.text, fine.text) == ("none", "2")
+        assert list(children()) == [pid]
+
+    using(McpServerOptions(command=COMMAND), ask)
+
+
+MANNERS = ("child", "own session", "orphan", "no environment")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a server started")
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_nothing_that_a_server_started_outlives_it(how):
+    async def ask(runner):
+        pids = [result.text for result in await runner.run([call("spawn", manner=manner) for manner in MANNERS])]
+        assert all(map(is_running, pids))
+        if how == "kill":
+            (pid,) = children()
+            os.kill(pid, signal.SIGKILL)
+            wait_until_gone(pids)  # nobody called it since
+        return pids
+
+    pids = using(McpServerOptions(command=COMMAND), ask)
+    assert not any(map(is_running, pids[:3]))  # once it is closed
+    wait_until_gone(pids)
+
+
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -244,31 +341,38 @@ def test_the_loop_starts_the_servers_of_its_settings_and_ends_them():
     assert "tool\n42" in text
 
 
-def test_a_process_that_forgets_to_close_leaves_no_server_behind(tmp_path):
-    script = (
-        "import asyncio, os, pathlib, sys\n"
-        "from rl_rollout.tools.servers import McpServerOptions, connect_server\n"
-        f"server = connect_server('c', McpServerOptions(command={COMMAND!r}))\n"
-        "tools = {tool.name: tool for tool in asyncio.run(server.start())}\n"
-        "if sys.argv[1] == 'kill':\n"  # a frozen server does not see that its input was closed
-        "    async def freeze():\n"
-        "        await asyncio.wait([asyncio.create_task(tools['freeze'].call({}))], timeout=0.5)\n"
-        "        report()\n"
-        "def report():\n"
-        "    kids = [p.parent.name for p in pathlib.Path('/proc').glob('[0-9]*/status')\n"
-        "            if f'PPid:\\t{os.getpid()}\\n' in p.read_text()]\n"
-        "    print(*kids, flush=True)\n"
-        "    if sys.argv[1] == 'kill': os.kill(os.getpid(), 9)\n"
-        "asyncio.run(freeze()) if sys.argv[1] == 'kill' else report()\n"
-    )
+FORGETFUL = f"""
+import asyncio, os, pathlib, sys
+from rl_rollout.tools.servers import McpServerOptions, connect_server
+
+server = connect_server("c", McpServerOptions(command={COMMAND!r}))
+
+async def start():
+    tools = {{tool.name: tool for tool in await server.start()}}
+    pids = [await tools["spawn"].call({{"manner": manner}}) for manner in {MANNERS!r}]
+    if sys.argv[1] == "kill":  # a frozen server does not see that its input was closed
+        await asyncio.wait([asyncio.create_task(tools["freeze"].call({{}}))], timeout=0.5)
+    return pids
+
+pids = asyncio.run(start())
+kids = [
+    path.parent.name for path in pathlib.Path("/proc").glob("[0-9]*/status")
+    if f"PPid:\\t{{os.getpid()}}\\n" in path.read_text()
+]
+print(*kids, *pids, flush=True)
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 0), ("kill", -9)])
+def test_a_process_that_forgets_to_close_leaves_nothing_behind(how, code):
     path = os.pathsep.join(p for p in sys.path if p)
-    for how in ("exit", "kill"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, how],
-            capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        assert done.returncode == (0 if how == "exit" else -9), done.stderr
-        (pid,) = done.stdout.split()
-        deadline = time.monotonic() + 60
-        while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-            assert time.monotonic() < deadline
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, how],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    pids = done.stdout.split()
+    assert len(pids) == 1 + len(MANNERS)
+    wait_until_gone(pids)

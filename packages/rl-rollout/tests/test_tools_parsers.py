@@ -252,8 +252,9 @@ def test_schemas_that_lead_to_one_another_are_read_in_no_time():
 
 PIECES = [
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">", "\n", "x", '"', "{",
-    "}", '"name"', ":", "<|channel|>", "<|message|>", "<|call|>", "<|start|>", "to=functions.", "</think>", "<think>", " ",
-    "<|channel|>commentary", "<|channel|>final", "to=", "<|end|>", '{"name": "a"', "\\", "\ud800",
+    "}", '"name"', ":", "<|channel|>", "<|message|>", "<|call|>", "<|start|>", "to=functions.", "</think>", " ",
+    "<think>", "<|channel|>commentary", "<|channel|>final", "to=", "<|end|>", '{"name": "a"', "\\",
+    "\ud800",
 ]  # fmt: skip
 
 

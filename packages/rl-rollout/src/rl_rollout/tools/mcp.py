@@ -3,21 +3,28 @@
 import asyncio
 import atexit
 import contextlib
+import json
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
+from rl_core.cluster import guard
 from rl_core.errors import MissingExtraError, SettingsError, ToolError
 from rl_core.records import Json
 from rl_core.registry import unknown_name
+from rl_rollout.rewards.outputs import shown_error
+from rl_rollout.tools import server_process
+from rl_rollout.tools.garbage import TELL, drop_tracebacks
+from rl_rollout.tools.loop_thread import LoopThread
 from rl_rollout.tools.protocol import Tool
+from rl_rollout.tools.results import printable
 from rl_rollout.tools.servers import McpServerOptions
 
 try:
@@ -28,22 +35,8 @@ except ImportError as error:
 
 log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
+IS_LINUX = sys.platform == "linux"
 STDERR_CHARS = 400
-CLOSE_S = 15.0
-"""Longest wait for a server to end; the library closes its input, after 2 s sends SIGTERM, after 2 more kills it."""
-
-
-GUARD = """\
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-os.getppid() == 1 and sys.exit()
-try:
-    os.execvp(sys.argv[1], sys.argv[1:])
-except OSError as error:
-    sys.exit(f"{sys.argv[1]}: {error.strerror}")
-"""
-"""Asks for SIGKILL when the parent dies (PR_SET_PDEATHSIG, which exec keeps), then becomes the command."""
 
 
 class McpTool:
@@ -96,7 +89,7 @@ class McpServer:
         """
         self._name = name
         self._options = options
-        self._thread: _LoopThread | None = None
+        self._thread: LoopThread | None = None
         self._connection: _Connection | None = None
         self._open: set[_Connection] = set()
         self._starting: asyncio.Task[_Connection] | None = None
@@ -104,6 +97,7 @@ class McpServer:
         self._failures = 0
         self._not_before = 0.0
         self._reason = ""
+        self._has_warned = False
 
     async def start(self) -> list[Tool]:
         """See `ToolServer.start`.
@@ -111,14 +105,17 @@ class McpServer:
         Raises:
             SettingsError: It does not start, has no tools, or not those that the options name.
         """
+        drop_tracebacks()
         if self._thread is None:
-            self._thread = _LoopThread(f"mcp-{self._name}")
+            self._thread = LoopThread(f"mcp-{self._name}")
             atexit.register(self.close)
         try:
             connection = await self._thread.run(self._connected())
         except ToolError as error:
             raise SettingsError(str(error)) from error
         tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
+        if not tools:
+            raise SettingsError(f"MCP server {self._name!r} has no tools. Give one that has, or leave it out.")
         for wanted in self._options.tools:
             if wanted not in tools:
                 raise SettingsError(f"MCP server {self._name!r}: {unknown_name('tool', wanted, tools)}")
@@ -132,7 +129,8 @@ class McpServer:
         """
         if self._thread is None:
             raise ToolError(f"the server {self._name!r} of this tool is closed.")
-        return await self._thread.run(self._call(tool, arguments))
+        readable = json.loads(printable(json.dumps(dict(arguments), ensure_ascii=False)))  # what is not ends the client
+        return await self._thread.run(self._call(tool, readable))
 
     def close(self) -> None:
         """See `ToolServer.close`."""
@@ -141,10 +139,10 @@ class McpServer:
             atexit.unregister(self.close)
             thread.close(self._disconnect())
 
-    async def _call(self, tool: str, arguments: Mapping[str, Json]) -> str:
+    async def _call(self, tool: str, arguments: dict[str, Json]) -> str:
         connection = await self._connected()
         try:
-            result = await connection.client.call_tool(tool, dict(arguments))
+            result = await connection.client.call_tool(tool, arguments)
         except asyncio.CancelledError:
             self._probe(connection)
             raise
@@ -156,6 +154,8 @@ class McpServer:
             raise ToolError(f"the server of {tool} died; the next call starts it again.") from error
         self._failures = 0
         text = "\n".join(map(_block_text, result.content))
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text or f"{tool} failed and did not say why.")
         return text
@@ -174,7 +174,7 @@ class McpServer:
         return await asyncio.shield(self._starting)  # a call that gives up leaves the start to the next
 
     async def _open_connection(self) -> "_Connection":
-        connection = _Connection(self._options)
+        connection = _Connection(self._options, on_garbage=self._warn_of_garbage)
         self._open.add(connection)
         try:
             await connection.open()
@@ -187,6 +187,11 @@ class McpServer:
             return connection
         finally:
             self._starting = None
+
+    def _warn_of_garbage(self, line: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("mcp_server_wrote_no_message", server=self._name, line=line)
 
     def _probe(self, connection: "_Connection") -> None:
         """Find out in the background whether a server that took too long is alive."""
@@ -237,7 +242,7 @@ class McpServer:
 class _Connection:
     """A client that is entered and left in one task, as the library asks."""
 
-    def __init__(self, options: McpServerOptions) -> None:
+    def __init__(self, options: McpServerOptions, *, on_garbage: Callable[[str], None]) -> None:
         self.client: Any = None
         self.tools: list[Any] = []
         self._options = options
@@ -246,6 +251,9 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._stderr: Any = None
         self._words = ""
+        self._status = ""
+        self._on_garbage = on_garbage
+        self._mark = uuid.uuid4().hex
 
     async def open(self) -> None:
         """Start the server, and list its tools; whatever goes wrong is raised once it was ended."""
@@ -270,15 +278,16 @@ class _Connection:
                 await asyncio.shield(self._task)
 
     def last_words(self) -> str:
-        """The end of what the server wrote to stderr."""
+        """The end of what the server wrote to stderr, or its last HTTP status that tells of an error."""
         if self._stderr is not None and not self._stderr.closed:
             # pread: the server writes at the file's position, which is shared
             size = os.fstat(self._stderr.fileno()).st_size
             written = os.pread(self._stderr.fileno(), STDERR_CHARS, max(0, size - STDERR_CHARS))
             self._words = written.decode(errors="replace").strip()
-        return f". It wrote: {self._words}" if self._words else ""
+        return (f". It wrote: {self._words}" if self._words else "") + self._status
 
     async def _live(self) -> None:
+        TELL.set(self._on_garbage)
         with tempfile.TemporaryFile("w+", errors="replace") as self._stderr:
             try:
                 async with self._transport() as transport, Client(transport) as client:
@@ -292,6 +301,8 @@ class _Connection:
                 self._ready.set_exception(error)
             finally:
                 self.last_words()
+                if IS_LINUX and self._options.command:
+                    guard.end_family(guard.Family(self._mark))
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
@@ -299,43 +310,35 @@ class _Connection:
         if options.url is not None:
             import httpx2  # comes with mcp
 
+            async def note_status(response: httpx2.Response) -> None:
+                if response.status_code >= 400:
+                    self._status = f". It answered HTTP {response.status_code} {response.reason_phrase}".rstrip()
+
             timeout = httpx2.Timeout(options.start_timeout_s, read=None)  # calls have their own deadlines
-            async with httpx2.AsyncClient(headers=dict(options.headers), timeout=timeout) as http_client:
+            async with httpx2.AsyncClient(
+                headers=dict(options.headers), timeout=timeout, event_hooks={"response": [note_status]}
+            ) as http_client:
                 yield streamable_http_client(options.url, http_client=http_client)
             return
-        command, *arguments = _guarded(options.command)
-        parameters = StdioServerParameters(command=command, args=arguments, env=dict(options.env), cwd=options.cwd)
+        command, *arguments = _guarded(options.command, mark=self._mark)
+        marks = f"{os.environ.get(guard.MARK_VARIABLE, '')}:{self._mark}"
+        parameters = StdioServerParameters(
+            command=command,
+            args=arguments,
+            env={**options.env, guard.MARK_VARIABLE: marks},
+            cwd=options.cwd,
+            encoding_error_handler="replace",
+        )
         yield stdio_client(parameters, errlog=self._stderr)
 
 
-def _guarded(command: tuple[str, ...]) -> tuple[str, ...]:
-    """A command that the kernel kills with this process, however that ends; the library only closes its input."""
+def _guarded(command: tuple[str, ...], *, mark: str) -> tuple[str, ...]:
+    """A command that ends with this process, however that ends, and leaves nothing; see `server_process`."""
     if command[0] == "python":
         command = (sys.executable, *command[1:])
-    return (sys.executable, "-I", "-S", "-c", GUARD, *command) if sys.platform == "linux" else command
-
-
-class _LoopThread:
-    """An event loop in a daemon thread."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run there, and wait here; cancelling the wait cancels it there."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run one last thing, and end the thread."""
-        ending = asyncio.run_coroutine_threadsafe(last, self._loop)
-        with contextlib.suppress(TimeoutError):
-            ending.result(CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+    if not IS_LINUX:
+        return command
+    return (sys.executable, "-I", "-S", server_process.__file__, guard.__file__, mark, str(os.getpid()), *command)
 
 
 async def _all_tools(client: Any) -> list[Any]:
@@ -363,4 +366,4 @@ def _leaf(error: BaseException) -> str:
     """The first error of a group, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return shown_error(error)

@@ -62,7 +62,7 @@ class ToolServer(Protocol):
         """Start it, and list its tools; a tool's call starts it again when it died.
 
         Raises:
-            SettingsError: It does not start, or has no such tool.
+            SettingsError: It does not start, or has no tools, or not those that are wanted.
         """
         ...
 

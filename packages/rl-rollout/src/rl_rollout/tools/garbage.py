@@ -1,0 +1,34 @@
+"""Lines of a server that are no messages: told once, in the place of a traceback for each."""
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from rl_rollout.rewards.outputs import shown
+
+TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell_of_garbage", default=None)
+"""Is given each such line, shortened; set where a connection lives, it holds in the tasks that the library starts."""
+
+MAX_SHOWN = 80
+
+
+class _Garbage(logging.Filter):
+    """Drops what the library mcp logs of such lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error: Any = record.exc_info[1] if record.exc_info else None
+        tell = TELL.get()
+        if tell is None or record.funcName != "_parse_line" or not isinstance(error, ValueError):
+            return True
+        errors: list[Any] = getattr(error, "errors", list)()  # pydantic has them
+        tell(shown(errors[0]["input"] if errors else str(error), max_characters=MAX_SHOWN))
+        return False
+
+
+GARBAGE = _Garbage()
+
+
+def drop_tracebacks() -> None:
+    """Drop them where TELL is set; can be called again."""
+    logging.getLogger("mcp.client.stdio").addFilter(GARBAGE)
