@@ -14,7 +14,7 @@ from rl_core.records import Prompt
 from rl_rollout.rewards.outputs import read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.tools.blocking import BlockingCalls
-from rl_rollout.tools.results import printable
+from rl_rollout.tools.results import printable, shortened
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 log = structlog.get_logger(__name__)
@@ -136,11 +136,7 @@ class Episode:
 
     def _readable(self, observation: str) -> str:
         """An observation as the model gets it."""
-        limit = self._max_observation_chars
-        text = printable(observation[:limit])
-        if len(observation) <= limit:
-            return text
-        return f"{text}\n[cut: the first {limit} of {len(observation)} characters]"
+        return printable(shortened(observation, max_chars=self._max_observation_chars))
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._guarded(name, self._run(name, *arguments))

@@ -42,6 +42,13 @@ def printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def shortened(text: str, *, max_chars: int) -> str:
+    """A text's beginning with a note of what is not there, where it is longer than it may be."""
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
+
+
 def _plain(value: Any) -> Any:
     refuse_unfinished(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -9,7 +9,7 @@ from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
-from rl_rollout.tools.results import printable, refuse_unfinished
+from rl_rollout.tools.results import printable, refuse_unfinished, shortened
 from rl_rollout.tools.toolbox import ToolBox
 from rl_rollout.user_errors import is_meant_for_us
 
@@ -111,8 +111,7 @@ class ToolRunner:
         if self._options.on_large_result == "error":
             message = f"the result of {call.name} has {len(text)} characters, more than {limit}. Ask for less."
             return _failed(call, "too_large", message)
-        note = f"\n[cut: the first {limit} of {len(text)} characters]"
-        return ToolResult(call=call, text=text[:limit] + note, outcome="truncated")
+        return ToolResult(call=call, text=shortened(text, max_chars=limit), outcome="truncated")
 
 
 async def _attempt(tool: Tool, call: ToolCall) -> "_Attempt":
