@@ -145,8 +145,11 @@ def _arriving(
     tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], thread: Executor, sums: dict[str, Future[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Have each tensor summed up as it passes, and drop those that the model serves from another."""
+    last: Future[int] | None = None
     for name, tensor in tensors:
-        sums[name] = thread.submit(tensor_crc32c, tensor)
+        if last is not None:
+            last.result()  # no more than one tensor is kept for its checksum
+        last = sums[name] = thread.submit(tensor_crc32c, tensor)
         if name not in tied:
             yield name, tensor
 
