@@ -145,7 +145,7 @@ def test_shapes_of_rewards_are_checked():
 def test_the_slowest_counts_the_reward_too():
     timings = [
         Timings(generate_s=5.0),
-        Timings(generate_s=1.0, tools_s=1.0, reward_s=4.0, num_preempted=2),
+        Timings(generate_s=1.0, tools_s=1.0, reward_s=4.0, preemptions=2),
         Timings(generate_s=2.0),
         Timings(generate_s=2.0),
     ]

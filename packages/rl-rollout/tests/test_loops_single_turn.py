@@ -80,7 +80,7 @@ def test_a_trajectory_holds_prompt_and_response_as_sampled():
         np.int32,
     ]
     assert (trajectory.prompt_uid, trajectory.session_index, trajectory.output_index) == ("p-e0", 1, 0)
-    assert (trajectory.finish_reason, trajectory.timings.num_preempted) == ("length", 2)
+    assert (trajectory.finish_reason, trajectory.timings.preemptions) == ("length", 2)
     assert (trajectory.reward, trajectory.reward_components) == (0.0, {"length": 2.0})
     assert first.trajectories[0].reward == 1.0
     assert (first.failure, second.failure) == (None, None)

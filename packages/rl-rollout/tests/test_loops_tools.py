@@ -359,7 +359,7 @@ def test_preemptions_add_up_over_the_turns():
 
     speaker.engine.generate = preempted
     (group,) = run_loop(loop(), speaker, [chat_prompt(TOKENIZER, "1+2?")])
-    assert group.trajectories[0].timings.num_preempted == 6
+    assert group.trajectories[0].timings.preemptions == 6
 
 
 def test_blocking_tools_of_many_sessions_run_beside_each_other():

@@ -50,7 +50,7 @@ class Timings:
     generate_s: float = 0.0
     tools_s: float = 0.0
     reward_s: float = 0.0
-    num_preempted: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ def summarize_timings(batch: Batch, timings: Sequence[Timings]) -> dict[str, flo
         "generate_sequences": np.asarray([t.generate_s for t in timings]),
         "tool_calls": np.asarray([t.tools_s for t in timings]),
         "compute_score": np.asarray([t.reward_s for t in timings]),
-        "num_preempted": np.asarray([t.num_preempted for t in timings], dtype=np.float64),
+        "num_preempted": np.asarray([t.preemptions for t in timings], dtype=np.float64),
     }
     metrics: dict[str, float] = {}
     for name, values in costs.items():

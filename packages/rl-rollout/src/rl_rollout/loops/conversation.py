@@ -94,7 +94,7 @@ class _Open:
             rollout_logprobs=logprobs,
             policy_versions=versions,
             finish_reason=self.finish_reason,
-            timings=Timings(generate_s=self.generate_s, tools_s=self.tools_s, num_preempted=self.num_preempted),
+            timings=Timings(generate_s=self.generate_s, tools_s=self.tools_s, preemptions=self.num_preempted),
         )
 
 

@@ -166,7 +166,7 @@ def _trajectories(episode: Any, served: Any, *, wall_s: float) -> list[Trajector
         generate_s=served.generate_s,
         tools_s=max(wall_s - served.generate_s - reward_s, 0.0),
         reward_s=reward_s,
-        num_preempted=served.num_preempted,
+        preemptions=served.num_preempted,
     )
     trajectories[-1] = replace(trajectories[-1], timings=timings)
     return trajectories
