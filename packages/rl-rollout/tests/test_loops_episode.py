@@ -9,6 +9,7 @@ import pytest
 from chat_model import Speaker, chat_prompt, make_tokenizer, run_loop
 
 from rl_rollout import RewardScorer, Rollout, SamplingParams, quick, resolve_loop
+from rl_rollout.user_errors import describe_raised
 from rl_rollout.user_files import load_attribute
 
 END = "<|im_end|>"
@@ -20,7 +21,7 @@ import threading
 
 import numpy as np
 
-closed, waiting = [], []
+closed, waiting, released = [], [], []
 gate = threading.Event()
 
 
@@ -116,6 +117,27 @@ class Waits:
 
     def close(self):
         closed.append("waits")
+
+
+class WaitsToClose(Waits):
+    async def close(self):
+        super().close()
+        await asyncio.Event().wait()
+
+
+class Stubborn:
+    """Goes on when it is cancelled."""
+
+    def reset(self, prompt):
+        return None
+
+    async def step(self, text):
+        while not released:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                pass
+        return "", 1.0, True
 '''
 
 
@@ -186,8 +208,33 @@ def test_an_environment_that_cannot_be_closed_changes_nothing_of_its_session(fil
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0]
 
 
-def test_a_cancelled_run_ends_at_once_and_closes_its_environments(file):
-    loop = resolve_loop("environment", {"environment": f"{file}:Waits"})
+def test_a_step_that_refuses_cancellation_is_left_behind(file):
+    loop = resolve_loop("environment", {"environment": f"{file}:Stubborn", "timeout_s": 0.05})
+    speaker = Speaker(TOKENIZER, lambda _: f"y{END}")
+    released = load_attribute(f"{file}:released", kind="list")
+
+    async def play_on():
+        await speaker.engine.start()
+        rollout = rollout_of(loop, speaker)
+        sampling = SamplingParams(max_tokens=20)
+        groups = await rollout.run([chat_prompt(TOKENIZER, "Play.")], num_sessions=1, sampling=sampling)
+        released.append(True)
+        rollout.close()
+        return groups
+
+    (group,) = asyncio.run(play_on())
+    assert group.failures == ("the environment's step took longer than 0.05 s",)
+
+
+def test_what_was_raised_is_told_of_groups_and_in_words_that_can_be_written():
+    group = ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("in the group"), ValueError("another")])
+    assert describe_raised("the loop", group) == "the loop raised ValueError: in the group"
+    assert describe_raised("the loop", ValueError("\ud800")) == "the loop raised ValueError: ?"
+
+
+@pytest.mark.parametrize("name", ["Waits", "WaitsToClose"])
+def test_a_cancelled_run_ends_at_once_and_closes_its_environments(file, name):
+    loop = resolve_loop("environment", {"environment": f"{file}:{name}"})
     speaker = Speaker(TOKENIZER, lambda _: f"y{END}")
     waiting, closed = (load_attribute(f"{file}:{name}", kind="list") for name in ("waiting", "closed"))
 

@@ -15,8 +15,10 @@ def describe_raised(what: str, error: BaseException) -> str:
 
     Args:
         what: Whose code it is, such as "the environment's step".
-        error: Caught; the place is its innermost line.
+        error: Caught, the first one of a group; the place is its innermost line.
     """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{what} raised {shown_error(error)}{place}"

@@ -121,6 +121,10 @@ class EnvironmentLoop(SessionLoop):
                 if ends_the_run(error):
                     raise
                 return conversation.failed(describe_failure(self, error))
+        except BaseException as error:
+            if ends_the_run(error):
+                episode.hurry()
+            raise
         finally:
             await episode.close()
 

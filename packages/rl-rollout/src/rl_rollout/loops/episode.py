@@ -11,13 +11,18 @@ import structlog
 
 from rl_core.errors import DataError, RolloutError
 from rl_core.records import Prompt
-from rl_rollout.rewards.outputs import read_output, shown, shown_error
+from rl_rollout.rewards.outputs import printable, read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.tools.blocking import BlockingCalls
-from rl_rollout.tools.results import printable, shortened
-from rl_rollout.user_errors import describe_raised, ends_the_run
+from rl_rollout.tools.results import shortened
+from rl_rollout.user_errors import describe_raised, ends_the_run, is_meant_for_us
 
 log = structlog.get_logger(__name__)
+
+HURRIED_S = 1.0
+"""Longest wait for an environment to close when the run is ending."""
+LEFT_BEHIND: set[asyncio.Task[Any]] = set()
+"""Calls that took too long and have not ended yet; kept, or they could be collected while they run."""
 
 
 class Environment(Protocol):
@@ -106,6 +111,10 @@ class Episode:
             self._earn(reward)
         return self._readable(observation), bool(is_done)
 
+    def hurry(self) -> None:
+        """The run ends: closing gets a second."""
+        self._timeout_s = min(self._timeout_s, HURRIED_S)
+
     async def close(self) -> None:
         """Close the environment; a failure to close it changes nothing of its session."""
         if not callable(getattr(self._environment, "close", None)):
@@ -145,13 +154,20 @@ class Episode:
         method = getattr(self._environment, name)
         if not inspect.iscoroutinefunction(method):
             return await self._in_thread(lambda: method(*arguments))
+        task = asyncio.create_task(_caught(method(*arguments)))
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                return await method(*arguments)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise _TookTooLongError from error
+            await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            if not task.done():  # one that will not be cancelled is left behind
+                task.cancel()
+                LEFT_BEHIND.add(task)
+                task.add_done_callback(LEFT_BEHIND.discard)
+        if not task.done():
+            raise _TookTooLongError
+        value, error = task.result()
+        if error is not None:
+            raise error
+        return value
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         has_ended = False
@@ -184,6 +200,16 @@ class Episode:
             if ends_the_run(error):
                 raise
             raise RolloutError(describe_raised(f"the environment's {name}", error)) from error
+
+
+async def _caught(call: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """What a call gave, and what it raised: SystemExit, say, would end the event loop as a task's error."""
+    try:
+        return await call, None
+    except BaseException as error:
+        if is_meant_for_us(error):
+            raise
+        return None, error
 
 
 class _TookTooLongError(Exception):

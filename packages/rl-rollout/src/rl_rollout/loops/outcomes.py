@@ -8,7 +8,7 @@ from rl_core.errors import DataError
 from rl_core.records import FinishReason, Prompt, Timings, Trajectory
 from rl_rollout.audit import check_dtypes
 from rl_rollout.loops.protocol import SessionResult, loop_name
-from rl_rollout.rewards.outputs import read_output, shown, shown_error
+from rl_rollout.rewards.outputs import printable, read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardResult
 
 FINISH_REASONS = get_args(FinishReason)
@@ -55,7 +55,8 @@ def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
     if given.failure is not None:
         if not isinstance(given.failure, str) or not given.failure:
             raise DataError(f"failure = {_seen(given.failure)} for session {index}; expected a reason, or None.")
-        return given if _has_records(given) else SessionResult(failure=given.failure)
+        failure = printable(given.failure)
+        return replace(given, failure=failure) if _has_records(given) else SessionResult(failure=failure)
     if not _has_records(given):
         raise DataError(
             f"trajectories = {_seen(given.trajectories)} for session {index}; expected a tuple of Trajectory."

@@ -1,5 +1,6 @@
 """Reward by a model that judges: an engine is asked, and its answer is read."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,14 @@ from rl_rollout.rewards.outputs import shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
-# "8/10" and "8 out of 10" are scores of 8; "2nd" and "1,5" are none.
-NUMBER = re.compile(r"(?<![\w./])(?<!\d,)(?<!/ )(?<!out of )-?\d+(?:\.\d+)?(?!\w|[.,][\w.]*\d)")
+# "8/10", "8 out of 10" and "8 on a scale of 0-10" are scores of 8: what follows is the scale.
+SCALE = re.compile(
+    r"(?:(?<=\d)\s*/|(?<=\d)\s+(?:out\s+)?of\b|\bscale\s+(?:of|from)\b)\s*(?:(?:an?|the)\s+\w+\s+(?:of\s+)?)?"
+    r"\d+(?:\.\d+)?(?:\s*(?:-|\u2013|to)\s*\d+(?:\.\d+)?)?",
+    re.IGNORECASE,
+)
+# "2nd", "1,5" and "5e-1" are none.
+NUMBER = re.compile(r"(?<![\w./\u2212-])(?<!\d,)-?\d+(?:\.\d+)?(?!\w|[.,][\w.]*\d)")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -97,8 +104,8 @@ class JudgeReward:
             )
         if "{response}" not in self.template:
             raise SettingsError(f"template of reward 'judge' must have {{response}}; found {shown(self.template)}.")
-        if not self.low < self.high:
-            raise SettingsError(f"reward 'judge' needs low < high; found {self.low!r} and {self.high!r}.")
+        if not -math.inf < self.low < self.high < math.inf:
+            raise SettingsError(f"reward 'judge' needs finite low < high; found {self.low!r} and {self.high!r}.")
         if self.max_tokens < 1 or self.max_response_characters < 1:
             raise SettingsError("reward 'judge' needs max_tokens and max_response_characters of at least 1.")
         try:
@@ -180,7 +187,8 @@ class JudgeReward:
             NoScoreError: There is none between low and high.
         """
         patterns = {"number": NUMBER, "yes_no": YES_NO}
-        matches = list(patterns.get(self.parse, re.compile(self.parse)).finditer(answer))
+        words = SCALE.sub(" ", answer) if self.parse == "number" else answer
+        matches = list(patterns.get(self.parse, re.compile(self.parse)).finditer(words))
         if not matches:
             raise NoScoreError(
                 f"the judge's answer has no score (parse = {self.parse!r}): {shown(answer[-200:], max_characters=220)}."

@@ -56,7 +56,12 @@ def shown_error(error: BaseException) -> str:
         text = cut(str(error), max_characters=MAX_TEXT)
     except Exception:
         text = "(its text cannot be shown)"
-    return f"{type(error).__name__}: {text}"
+    return printable(f"{type(error).__name__}: {text}")
+
+
+def printable(text: str) -> str:
+    """A text without lone surrogates, which no tokenizer and no file takes."""
+    return text.encode(errors="replace").decode()
 
 
 def cut(text: str, *, max_characters: int) -> str:

@@ -37,11 +37,6 @@ def refuse_unfinished(value: object) -> None:
         raise ToolError(f"the tool gave {_kind(value)}: it uses `yield`. It must return its result.")
 
 
-def printable(text: str) -> str:
-    """A text without lone surrogates, which no tokenizer takes."""
-    return text.encode(errors="replace").decode()
-
-
 def shortened(text: str, *, max_chars: int) -> str:
     """A text's beginning with a note of what is not there, where it is longer than it may be."""
     if len(text) <= max_chars:

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
-from rl_rollout.rewards.outputs import cut, shown, shown_error
+from rl_rollout.rewards.outputs import cut, printable, shown, shown_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
-from rl_rollout.tools.results import printable, refuse_unfinished, shortened
+from rl_rollout.tools.results import refuse_unfinished, shortened
 from rl_rollout.tools.toolbox import ToolBox
 from rl_rollout.user_errors import is_meant_for_us
 

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 
 from rl_core.records import Json
+from rl_rollout.rewards.outputs import printable
 from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end
 from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown
 from rl_rollout.tools.protocol import ToolCall
-from rl_rollout.tools.results import printable
 
 FORM = f'{OPENING}{{"name": "...", "arguments": {{...}}}}{CLOSING}'
 ARGUMENTS = ("arguments", "parameters")
