@@ -89,24 +89,25 @@ def _finite(value: Any, *, name: str) -> float:
             if abs(number) <= FLOAT32_MAX:  # False for NaN too
                 return number
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        raise DataError(f"{_article(value)}: it uses `yield`; expected a function that returns a number.")
+        raise DataError(f"{with_article(value)}: it uses `yield`; expected a function that returns a number.")
     if inspect.isawaitable(value):
-        _discard(value)
-        raise DataError(f"{_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
+        discard(value)
+        raise DataError(f"{with_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
     hint = " The `.item()` of a single value is one." if type(value).__name__ in ("Tensor", "ndarray") else ""
     raise DataError(
         f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number.{hint}"
     )
 
 
-def _article(value: Any) -> str:
+def with_article(value: object) -> str:
+    """The name of a value's type in words, such as "an async generator"."""
     kind = type(value).__name__.replace("_", " ")
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
-def _discard(awaitable: Any) -> None:
-    """Close what will never be awaited, so that it warns nobody."""
-    close = getattr(awaitable, "close" if inspect.iscoroutine(awaitable) else "cancel", None)
+def discard(unfinished: object) -> None:
+    """Close what will never be awaited or iterated, so that it warns nobody."""
+    close = getattr(unfinished, "close", None) or getattr(unfinished, "cancel", None)
     if callable(close):
         with contextlib.suppress(Exception):
             close()

@@ -1,12 +1,12 @@
 """What a tool returned, as the model reads it."""
 
-import contextlib
 import inspect
 import json
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rl_core.errors import ToolError
+from rl_rollout.rewards.outputs import discard, with_article
 
 
 def result_text(value: Any) -> str:
@@ -28,13 +28,13 @@ def refuse_unfinished(value: object) -> None:
         ToolError: It is such a thing.
     """
     if inspect.isawaitable(value):
-        _call(value, "close" if inspect.iscoroutine(value) else "cancel")
+        discard(value)
         raise ToolError(
-            f"the tool gave {_kind(value)} that was never awaited. It must be an `async def` that awaits it."
+            f"the tool gave {with_article(value)} that was never awaited. It must be an `async def` that awaits it."
         )
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        _call(value, "close")
-        raise ToolError(f"the tool gave {_kind(value)}: it uses `yield`. It must return its result.")
+        discard(value)
+        raise ToolError(f"the tool gave {with_article(value)}: it uses `yield`. It must return its result.")
 
 
 def shortened(text: str, *, max_chars: int) -> str:
@@ -47,15 +47,3 @@ def shortened(text: str, *, max_chars: int) -> str:
 def _plain(value: Any) -> Any:
     refuse_unfinished(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
-
-
-def _kind(value: object) -> str:
-    kind = type(value).__name__.replace("_", " ")
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-
-
-def _call(value: object, name: str) -> None:
-    method = getattr(value, name, None)
-    if callable(method):
-        with contextlib.suppress(Exception):
-            method()
