@@ -287,8 +287,8 @@ def supervise(spec: Spec, status_fd: int, program: int) -> None:
         over = (
             ("cancelled", received is not None and received.si_signo == signal.SIGTERM),
             ("wall_time", time.monotonic() - started_at > spec["limits"]["wall_s"]),
+            ("processes", len(processes) > spec["limits"]["processes"]),  # first: each of them brings memory
             ("memory", resident_bytes > spec["limits"]["memory_bytes"]),
-            ("processes", len(processes) > spec["limits"]["processes"]),
         )
         ended = next((name for name, is_over in over if is_over), "")
         if ended:
