@@ -33,7 +33,7 @@ SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "noxfile.py", "conftest.py")
 UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus]",),
-    "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets,tools,mcp,http,json-schema]"),
+    "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets,tools,mcp,http,json-schema,skip]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron]"),
     "rl-metrics": ("rl-core", "rl-metrics"),
 }

@@ -113,5 +113,31 @@ class CheckpointError(RLError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another model."""
 
 
+class CacheError(RLError, RuntimeError):
+    """A cache of rollouts cannot be written or used."""
+
+
+class CacheMismatchError(CacheError):
+    """A stored entry was made under other circumstances than the present ones; the message lists what differs."""
+
+
+class BrokenEntryError(CacheError):
+    """A stored entry is torn, hostile, or no entry.
+
+    Attributes:
+        path: Of the file or folder that is not as it must be.
+        reason: What it must be, and what it is.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        """Name the place and the reason."""
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["BrokenEntryError"], tuple[str, str]]:
+        return type(self), (self.path, self.reason)
+
+
 class MissingExtraError(RLError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""

@@ -1,0 +1,21 @@
+"""Skip caches: rollouts are stored as they are made, and given back in place of new ones. Loads no zarr."""
+
+from rl_rollout.skip.cache import SkipCache, StepRollouts
+from rl_rollout.skip.fingerprint import Circumstances, Difference, package_versions, with_file_contents
+from rl_rollout.skip.manifest import EntryKey, Manifest
+from rl_rollout.skip.options import SkipOptions
+from rl_rollout.skip.store import EntryStore, StoredEntry
+
+__all__ = [
+    "Circumstances",
+    "Difference",
+    "EntryKey",
+    "EntryStore",
+    "Manifest",
+    "SkipCache",
+    "SkipOptions",
+    "StepRollouts",
+    "StoredEntry",
+    "package_versions",
+    "with_file_contents",
+]

@@ -1,0 +1,267 @@
+"""The skip cache: gives stored rollouts back in place of new ones, and stores new ones."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import structlog
+
+from rl_core.errors import BrokenEntryError, CacheMismatchError
+from rl_core.records import Json, Prompt
+from rl_rollout.rollout import GroupResult
+from rl_rollout.skip.fingerprint import ESSENTIAL, Circumstances, Difference, compare, make_fingerprint
+from rl_rollout.skip.manifest import EntryKey, Manifest
+from rl_rollout.skip.options import SkipOptions
+from rl_rollout.skip.rows import TOKEN_DTYPES
+from rl_rollout.skip.steps import StepSelection
+from rl_rollout.skip.store import EntryStore, StoredEntry
+
+log = structlog.get_logger(__name__)
+
+MAX_SHOWN = 12
+ReadT = TypeVar("ReadT")
+
+OnEvent = Callable[..., None]
+"""Takes an event's name and its fields, such as `EventLog.write`."""
+Generate = Callable[[], Awaitable[Sequence[GroupResult]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """Rollouts of a step, and where they come from.
+
+    Attributes:
+        groups: As they were generated, or as they were stored.
+        source: The entry that they were loaded from; None where they were generated now.
+        load_s: Seconds that loading took; 0 where they were generated now.
+        generate_s: Seconds that their generation took, whenever it was.
+        differences: What of the entry's circumstances is not as it is now, and was accepted.
+    """
+
+    groups: tuple[GroupResult, ...]
+    source: EntryKey | None = None
+    load_s: float = 0.0
+    generate_s: float = 0.0
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def is_replayed(self) -> bool:
+        """True when nothing was generated."""
+        return self.source is not None
+
+
+class SkipCache:
+    """Serves the steps that its options select; several runs may share its directory."""
+
+    def __init__(self, options: SkipOptions, *, on_event: OnEvent | None = None) -> None:
+        """Name the directory, and remove what writers left there that died.
+
+        Args:
+            options: What is stored and replayed.
+            on_event: Told of `skip_hit`, `skip_miss`, `skip_stored`, `skip_not_stored`, `skip_mismatch`, `skip_broken`
+                and `skip_removed`.
+
+        Raises:
+            SettingsError: An option is impossible.
+            CacheError: The directory cannot be read.
+            MissingExtraError: zarr, or what a URL needs, is not installed.
+        """
+        options.check()
+        self._options = options
+        self._steps = StepSelection.parse(options.steps)
+        self._on_event = on_event or _say_nothing
+        self._store = EntryStore(options.directory, compress=options.compress)
+        if options.enabled:
+            self._store.require_library()
+            self._store.entries()
+            self._store.folder.sweep()
+
+    def serves(self, key: EntryKey) -> bool:
+        """True when rollouts of this key may come from the cache, and are stored in it."""
+        is_kind = key.kind != "validation" or self._options.validation
+        return self._options.enabled and is_kind and key.step in self._steps
+
+    async def rollouts(
+        self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances, generate: Generate
+    ) -> StepRollouts:
+        """Stored rollouts, or new ones, which are then stored.
+
+        Args:
+            key: Which rollouts. Calls with different keys may overlap.
+            prompts: What would be generated now; of a replay none of them is used but to compare.
+            circumstances: Of what would be generated now.
+            generate: Makes the rollouts.
+
+        Raises:
+            CacheMismatchError: The entry was made otherwise, and `on_mismatch` is "error".
+            BrokenEntryError: The entry is not whole, and `on_broken` is "error".
+            CacheError: New rollouts could not be stored.
+        """
+        if not self.serves(key):
+            return await _generated(generate)
+        live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)
+        found = await asyncio.to_thread(self._find, key, prompts, live)
+        if found is not None:
+            return found
+        new = await _generated(generate)
+        await asyncio.to_thread(self._keep, key, new, live)
+        return new
+
+    def _find(self, key: EntryKey, prompts: Sequence[Prompt], live: dict[str, Json]) -> StepRollouts | None:
+        started = time.perf_counter()
+        while True:
+            source = self._choose(key)
+            if source is None:
+                self._on_event("skip_miss", entry=key.name)
+                return None
+            try:
+                manifest = self._again_if_broken(self._store.manifest, source)
+                if manifest is None:
+                    continue  # gone since it was chosen
+                differences = self._differences(key, manifest, live)
+                if differences is None:
+                    return None
+                entry = self._again_if_broken(self._store.read, source)
+            except BrokenEntryError as error:
+                self._set_aside(source, error)
+                continue
+            if entry is not None:
+                return self._replayed(key, entry, prompts, differences, load_s=time.perf_counter() - started)
+
+    def _choose(self, key: EntryKey) -> EntryKey | None:
+        """The entry to replay: the step's own; else, as the action says, one of the others."""
+        stored = [each for each in self._store.entries() if (each.kind, each.part) == (key.kind, key.part)]
+        if key in stored:
+            return key
+        if self._options.action == "cache" or not stored:
+            return None
+        if self._options.action == "repeat":
+            own = sum(each.step in self._steps and each.step < key.step for each in stored)
+            return stored[(self._steps.count_before(key.step) - own) % len(stored)]
+        return max(stored, key=self._age)
+
+    def _age(self, key: EntryKey) -> tuple[float, int]:
+        """Sorts entries by when they were made; a broken one comes last, and is found to be broken when it is read."""
+        try:
+            manifest = self._store.manifest(key)
+        except BrokenEntryError:
+            return float("inf"), key.step
+        return (0.0 if manifest is None else manifest.created_at), key.step
+
+    def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
+        """What differs and is accepted; None where the step is to be generated again."""
+        parts = None if self._options.action == "cache" else ESSENTIAL
+        found = tuple(compare(manifest.fingerprint, live, parts=parts))
+        if not found:
+            return ()
+        path = self._store.folder.path_of(manifest.key.name)
+        shown = [str(difference) for difference in found]
+        on_mismatch = self._options.on_mismatch
+        self._on_event(
+            "skip_mismatch", entry=manifest.key.name, wanted=key.name, differences=shown, on_mismatch=on_mismatch
+        )
+        is_readable = not any(difference.name.startswith("columns") for difference in found)
+        if on_mismatch == "regenerate":
+            return None
+        if on_mismatch == "accept" and is_readable:
+            log.warning("skip_mismatch_accepted", entry=manifest.key.name, differences=shown[:MAX_SHOWN])
+            return found
+        rest = [f"and {len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
+        raise CacheMismatchError(
+            f"{path} holds rollouts that were made otherwise:\n  "
+            + "\n  ".join([*shown[:MAX_SHOWN], *rest])
+            + '\nSet skip.on_mismatch = "accept" to train on them all the same, "regenerate" to make new ones in their '
+            "place, or give another skip.directory."
+        )
+
+    def _replayed(
+        self,
+        key: EntryKey,
+        entry: StoredEntry,
+        prompts: Sequence[Prompt],
+        differences: tuple[Difference, ...],
+        *,
+        load_s: float,
+    ) -> StepRollouts:
+        manifest, groups = entry.manifest, entry.groups
+        is_own = manifest.key == key and [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
+        if not is_own:
+            suffix = f"-r{key.step}" + (f".{key.part}" if key.part else "")
+            groups = tuple(_renamed(group, suffix) for group in groups)
+        self._on_event(
+            "skip_hit",
+            entry=manifest.key.name,
+            wanted=key.name,
+            size_bytes=manifest.size_bytes,
+            load_s=round(load_s, 4),
+            generate_s=round(manifest.generate_s, 4),
+        )
+        return StepRollouts(
+            groups=groups,
+            source=manifest.key,
+            load_s=load_s,
+            generate_s=manifest.generate_s,
+            differences=differences,
+        )
+
+    def _keep(self, key: EntryKey, new: StepRollouts, live: dict[str, Json]) -> None:
+        if not any(group.trajectories for group in new.groups):
+            self._on_event("skip_not_stored", entry=key.name, reason="no session can train")
+            return
+        started = time.perf_counter()
+        manifest = self._store.write(
+            key,
+            new.groups,
+            fingerprint=live,
+            generate_s=new.generate_s,
+            replace=self._options.on_mismatch == "regenerate",
+            max_bytes=self._options.max_bytes,
+        )
+        if manifest is None:
+            reason = "another writer stored it first, or it is larger than max_bytes"
+            self._on_event("skip_not_stored", entry=key.name, reason=reason)
+            return
+        store_s = round(time.perf_counter() - started, 4)
+        self._on_event("skip_stored", entry=key.name, size_bytes=manifest.size_bytes, store_s=store_s)
+        if self._options.max_bytes is not None:
+            for name, size_bytes in self._store.prune(self._options.max_bytes):
+                self._on_event("skip_removed", entry=name, size_bytes=size_bytes)
+
+    def _set_aside(self, key: EntryKey, error: BrokenEntryError) -> None:
+        """Report a broken entry, and move it out of the way unless it is an error."""
+        is_error = self._options.on_broken == "error"
+        aside = None if is_error else self._store.folder.set_aside(key.name)
+        self._on_event("skip_broken", entry=key.name, path=error.path, reason=error.reason, set_aside_as=aside)
+        log.warning("skip_entry_broken", path=error.path, reason=error.reason, set_aside_as=aside)
+        if is_error:
+            raise error
+
+    @staticmethod
+    def _again_if_broken(read: Callable[[EntryKey], ReadT], key: EntryKey) -> ReadT:
+        """Read twice before an entry counts as broken: another process may have been replacing it."""
+        try:
+            return read(key)
+        except BrokenEntryError:
+            return read(key)
+
+
+async def _generated(generate: Generate) -> StepRollouts:
+    started = time.perf_counter()
+    groups = await generate()
+    return StepRollouts(groups=tuple(groups), generate_s=time.perf_counter() - started)
+
+
+def _renamed(group: GroupResult, suffix: str) -> GroupResult:
+    """A group whose uids are new to the run: its entry may be replayed again and again."""
+    uid = f"{group.prompt.uid}{suffix}"
+    sessions = tuple(
+        replace(session, trajectories=tuple(replace(row, prompt_uid=uid) for row in session.trajectories))
+        for session in group.sessions
+    )
+    return replace(group, prompt=replace(group.prompt, uid=uid), sessions=sessions)
+
+
+def _say_nothing(event: str, /, **fields: Json) -> None:
+    """Where nobody listens."""

@@ -1,0 +1,369 @@
+"""Where entries are kept: what a folder of entries does, and one on a local disk.
+
+An entry is built aside, flushed to the disk and renamed into its place, so that it is there whole or not at all. A
+writer holds a lock on what it builds; what has no lock was left by one that died, and goes.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
+
+MAX_DEPTH = 4
+MAX_FILES = 200_000
+BROKEN = "broken"
+WRITING, REMOVING = ".writing-", ".removing-"
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class EntryFiles(Protocol):
+    """The files of one entry, to be read."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file by its path in the entry.
+
+        Raises:
+            BrokenEntryError: There is a link, a device, or too much.
+        """
+        ...
+
+    def read(self, path: str, size_bytes: int) -> bytes:
+        """A whole file.
+
+        Raises:
+            BrokenEntryError: It is missing, no plain file, or of another size.
+        """
+        ...
+
+
+class EntryWriter(Protocol):
+    """An entry that is being made."""
+
+    def write(self, path: str, content: bytes) -> None:
+        """Add a file."""
+        ...
+
+    def publish(self, manifest: bytes, *, replace: bool) -> bool:
+        """Give the entry its manifest and its place, all at once.
+
+        Args:
+            manifest: Written last.
+            replace: Whether it takes the place of an entry of this name.
+
+        Returns:
+            False where another one was there first, which stays.
+        """
+        ...
+
+
+class EntryFolder(Protocol):
+    """Entries by name."""
+
+    def path_of(self, name: str) -> str:
+        """Where an entry is, for people."""
+        ...
+
+    def names(self) -> list[str]:
+        """Names of what is, or claims to be, an entry; sorted."""
+        ...
+
+    def open(self, name: str) -> AbstractContextManager[EntryFiles | None]:
+        """An entry's files; None where there is no such entry.
+
+        Raises:
+            BrokenEntryError: It is a link, or no folder.
+        """
+        ...
+
+    def begin(self, name: str) -> AbstractContextManager[EntryWriter]:
+        """A new entry; nothing of it stays where it is not published.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove an entry, at once for all readers; nothing where it is gone."""
+        ...
+
+    def set_aside(self, name: str) -> str | None:
+        """Move an entry out of the way; gives where it is now, or None where it is gone."""
+        ...
+
+    def set_aside_sizes(self) -> dict[str, int]:
+        """Bytes of what was set aside, by name."""
+        ...
+
+    def remove_set_aside(self, name: str) -> None:
+        """Remove what was set aside."""
+        ...
+
+    def sweep(self) -> None:
+        """Remove what writers left that died."""
+        ...
+
+
+def open_folder(directory: str) -> EntryFolder:
+    """A local folder, or through fsspec a place on an object store.
+
+    Raises:
+        CacheError: It cannot be read or made.
+        MissingExtraError: A URL is given, and fsspec or what it needs is not installed.
+    """
+    scheme, separator, rest = directory.partition("://")
+    if not separator or scheme in ("file", "local"):
+        return LocalFolder(Path(rest if separator else directory).expanduser())
+    try:
+        from rl_rollout.skip.remote_folder import RemoteFolder
+    except ImportError as error:
+        raise MissingExtraError("skip caches at a URL need fsspec. Run: pip install 'rl-rollout[skip]'") from error
+    return RemoteFolder(directory)
+
+
+class LocalFolder:
+    """Entries in a folder of a local disk."""
+
+    def __init__(self, root: Path) -> None:
+        """Name the folder; it is made by the first writer."""
+        self._root = root
+
+    def path_of(self, name: str) -> str:
+        """Where an entry is."""
+        return str(self._root / name)
+
+    def names(self) -> list[str]:
+        """Names of what is, or claims to be, an entry."""
+        try:
+            found = os.listdir(self._root)  # noqa: PTH208 (names alone)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CacheError(f"{self._root} must be a folder that can be read: {error.strerror}.") from error
+        return sorted(name for name in found if EntryKey.parse(name) is not None)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator["LocalFiles | None"]:
+        """An entry's files, held open: they stay readable as long as nobody deletes them."""
+        path = self.path_of(name)
+        try:
+            descriptor = os.open(path, FOLDER_FLAGS)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as error:
+            reason = "it is a link or no folder" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
+            raise BrokenEntryError(path, f"it must be a folder that can be read: {reason}") from None
+        try:
+            yield LocalFiles(descriptor, path)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def begin(self, name: str) -> Iterator["LocalWriter"]:
+        """A new entry, built aside under a lock."""
+        aside = self._root / f"{WRITING}{name}-{secrets.token_hex(TOKEN_BYTES)}"
+        try:
+            aside.mkdir(parents=True)
+            lock = os.open(aside, FOLDER_FLAGS)
+        except OSError as error:
+            raise CacheError(f"rollouts cannot be stored in {self._root}: {error}.") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield LocalWriter(aside, self._root / name)
+        except OSError as error:
+            raise CacheError(
+                f"rollouts could not be stored as {self._root / name}: {error}. Make room (skip.max_bytes bounds what "
+                "is kept), or turn the cache off."
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)  # published, it is no longer there
+            os.close(lock)
+
+    def remove(self, name: str) -> None:
+        """Rename an entry, then remove it: it is never seen by half."""
+        aside = self._root / f"{REMOVING}{secrets.token_hex(TOKEN_BYTES)}"
+        with contextlib.suppress(FileNotFoundError):
+            (self._root / name).rename(aside)
+            _remove_tree(aside)
+
+    def set_aside(self, name: str) -> str | None:
+        """Move an entry below `broken`."""
+        target = self._root / BROKEN / f"{name}-{secrets.token_hex(TOKEN_BYTES)}"
+        target.parent.mkdir(exist_ok=True)
+        try:
+            (self._root / name).rename(target)
+        except FileNotFoundError:
+            return None
+        return str(target)
+
+    def set_aside_sizes(self) -> dict[str, int]:
+        """Bytes of what was set aside."""
+        folder = self._root / BROKEN
+        if folder.is_symlink() or not folder.is_dir():
+            return {}
+        return {path.name: _tree_bytes(path) for path in sorted(folder.iterdir())}
+
+    def remove_set_aside(self, name: str) -> None:
+        """Remove what was set aside."""
+        _remove_tree(self._root / BROKEN / name)
+
+    def sweep(self) -> None:
+        """Remove what writers left that died."""
+        if not self._root.is_dir():
+            return
+        for path in list(self._root.iterdir()):
+            if path.name.startswith(REMOVING):
+                _remove_tree(path)
+            elif path.name.startswith(WRITING) and not path.is_symlink():
+                with contextlib.suppress(OSError):  # it is locked, or gone meanwhile
+                    _remove_unlocked(path)
+
+
+class LocalFiles:
+    """The files of one entry, below an open folder; no path leaves it, and no link is followed."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """Take the open folder; the caller closes it."""
+        self._descriptor = descriptor
+        self._path = path
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file by its path in the entry."""
+        found: dict[str, int] = {}
+        self._collect(self._descriptor, "", found, depth=0)
+        return found
+
+    def read(self, path: str, size_bytes: int) -> bytes:
+        """A whole file."""
+        where = f"{self._path}/{path}"
+        try:
+            with self._open(path) as descriptor:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise BrokenEntryError(where, "it must be a plain file")
+                if status.st_size != size_bytes:
+                    raise BrokenEntryError(where, f"it must have {size_bytes} bytes; found {status.st_size}")
+                with open(descriptor, "rb", closefd=False, buffering=0) as stream:
+                    content = stream.read(size_bytes)
+        except OSError as error:
+            raise BrokenEntryError(where, f"it must be a plain file that can be read: {error.strerror}") from None
+        if len(content) != size_bytes:
+            raise BrokenEntryError(where, f"it must give {size_bytes} bytes; found {len(content)}")
+        return content
+
+    @contextmanager
+    def _open(self, path: str) -> Iterator[int]:
+        """Open folder after folder: a link in any place is refused by the system."""
+        *folders, name = path.split("/")
+        with contextlib.ExitStack() as stack:
+            descriptor = self._descriptor
+            for folder in folders:
+                descriptor = os.open(folder, FOLDER_FLAGS, dir_fd=descriptor)
+                stack.callback(os.close, descriptor)
+            descriptor = os.open(name, READ_FLAGS, dir_fd=descriptor)
+            stack.callback(os.close, descriptor)
+            yield descriptor
+
+    def _collect(self, descriptor: int, stem: str, found: dict[str, int], *, depth: int) -> None:
+        with os.scandir(descriptor) as items:
+            for item in items:
+                path = f"{stem}{item.name}"
+                where = f"{self._path}/{path}"
+                if len(found) >= MAX_FILES or depth >= MAX_DEPTH:
+                    raise BrokenEntryError(where, f"an entry has at most {MAX_FILES} files, {MAX_DEPTH} deep")
+                status = os.stat(item.name, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found[path] = status.st_size
+                elif stat.S_ISDIR(status.st_mode):
+                    below = os.open(item.name, FOLDER_FLAGS, dir_fd=descriptor)
+                    try:
+                        self._collect(below, f"{path}/", found, depth=depth + 1)
+                    finally:
+                        os.close(below)
+                else:
+                    kind = "a link" if stat.S_ISLNK(status.st_mode) else "a pipe, a socket or a device"
+                    raise BrokenEntryError(where, f"it must be a plain file or folder; it is {kind}")
+
+
+class LocalWriter:
+    """An entry that is built aside."""
+
+    def __init__(self, aside: Path, target: Path) -> None:
+        """Take the folder that was made for it."""
+        self._aside = aside
+        self._target = target
+
+    def write(self, path: str, content: bytes) -> None:
+        """Add a file, flushed to the disk."""
+        file = self._aside / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def publish(self, manifest: bytes, *, replace: bool) -> bool:
+        """Write the manifest, flush every folder, and rename the entry into its place."""
+        self.write(MANIFEST, manifest)
+        for folder, _, _ in os.walk(self._aside):
+            _sync_folder(folder)
+        while not _rename_new(self._aside, self._target):
+            if not replace:
+                return False
+            LocalFolder(self._target.parent).remove(self._target.name)
+        _sync_folder(self._target.parent)
+        return True
+
+
+def _rename_new(source: Path, target: Path) -> bool:
+    """Rename a folder unless there is something of the new name."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
+
+
+def _sync_folder(folder: str | Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unlocked(path: Path) -> None:
+    lock = os.open(path, FOLDER_FLAGS)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_tree(path)
+    finally:
+        os.close(lock)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder with all below it, or a link or file alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _tree_bytes(path: Path) -> int:
+    files: Sequence[Path] = [path] if path.is_symlink() or not path.is_dir() else list(path.rglob("*"))
+    return sum(file.lstat().st_size for file in files if not file.is_dir() or file.is_symlink())

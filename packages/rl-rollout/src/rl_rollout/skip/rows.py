@@ -1,0 +1,294 @@
+"""Groups of rollouts as flat arrays, and back; nothing of a group is lost but the exception that failed it.
+
+Tokens of all trajectories lie end to end, with offsets; so do the prompts'. What is not a token (uids, messages,
+rewards, timings, failures) is one JSON document, as bytes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.ragged import offsets_of
+from rl_core.records import NO_VERSION, FinishReason, Json, Prompt, Timings, Trajectory
+from rl_rollout.loops.protocol import SessionResult
+from rl_rollout.rollout import GroupResult
+from rl_rollout.skip.manifest import Counts
+
+Arrays = Mapping[str, NDArray[Any]]
+
+TOKEN_DTYPES = {
+    "input_ids": "int32",
+    "loss_mask": "bool",
+    "rollout_logprobs": "float32",
+    "policy_versions": "int32",
+}
+"""Columns with one value a token."""
+DTYPES = {
+    **TOKEN_DTYPES,
+    "row_versions": "int32",
+    "offsets": "int64",
+    "prompt_ids": "int32",
+    "prompt_offsets": "int64",
+    "records": "uint8",
+}
+"""Every array that an entry may have. `row_versions` takes the place of `policy_versions` where each trajectory was
+sampled by one version throughout."""
+MAX_RECORDS_BYTES = 1 << 28
+"""JSON becomes objects of up to 30 times its size."""
+
+
+class _TrajectoryRecord(msgspec.Struct, forbid_unknown_fields=True):
+    finish_reason: str
+    reward: float | None
+    reward_components: dict[str, float]
+    timings: tuple[float, float, float, int]
+    extras: dict[str, Any]
+
+
+class _SessionRecord(msgspec.Struct, forbid_unknown_fields=True):
+    failure: str | None
+    trajectories: list[_TrajectoryRecord]
+
+
+class _GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
+    uid: str
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    columns: dict[str, Any]
+    num_audited: int
+    num_audit_failures: int
+    sessions: list[_SessionRecord]
+
+
+def count(groups: Sequence[GroupResult]) -> Counts:
+    """How much there is."""
+    trajectories = _trajectories(groups)
+    return Counts(
+        groups=len(groups),
+        sessions=sum(len(group.sessions) for group in groups),
+        failed_sessions=sum(len(group.failures) for group in groups),
+        trajectories=len(trajectories),
+        tokens=sum(len(trajectory.input_ids) for trajectory in trajectories),
+    )
+
+
+def encode_groups(groups: Sequence[GroupResult]) -> dict[str, NDArray[Any]]:
+    """Arrays by name, each with one axis.
+
+    Raises:
+        CacheError: A prompt or trajectory holds what is no JSON, or tokens of another dtype; the message names it.
+    """
+    trajectories = _trajectories(groups)
+    arrays = {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_DTYPES.items()}
+    offsets = offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
+    arrays["offsets"] = offsets
+    row_versions = _row_versions(arrays["policy_versions"], arrays["loss_mask"], offsets)
+    if row_versions is not None:
+        del arrays["policy_versions"]
+        arrays["row_versions"] = row_versions
+    prompts = [group.prompt for group in groups]
+    arrays["prompt_ids"] = _joined(prompts, "input_ids", DTYPES["prompt_ids"])
+    arrays["prompt_offsets"] = offsets_of([len(prompt.input_ids) for prompt in prompts])
+    arrays["records"] = np.frombuffer(_encode_records(groups), dtype=np.uint8)
+    return arrays
+
+
+def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
+    """The groups that arrays hold.
+
+    Args:
+        arrays: As `encode_groups` gave them; dtypes have been checked.
+        path: Of the entry, for messages.
+
+    Raises:
+        BrokenEntryError: The arrays do not belong together.
+    """
+    required = {"input_ids", "loss_mask", "rollout_logprobs", "offsets", "prompt_ids", "prompt_offsets", "records"}
+    versions_name = "row_versions" if "row_versions" in arrays else "policy_versions"
+    if set(arrays) != required | {versions_name}:
+        raise BrokenEntryError(path, f"it has the arrays {sorted(arrays)}; expected {sorted(required)} and versions")
+    offsets = _checked_offsets(arrays["offsets"], arrays["input_ids"], path=f"{path}/offsets")
+    prompt_offsets = _checked_offsets(arrays["prompt_offsets"], arrays["prompt_ids"], path=f"{path}/prompt_offsets")
+    for name in ("loss_mask", "rollout_logprobs"):
+        _check_length(arrays[name], len(arrays["input_ids"]), path=f"{path}/{name}")
+    records = _decode_records(arrays["records"], path=f"{path}/records")
+    rows = [row for group in records for session in group.sessions for row in session.trajectories]
+    _check_length(offsets, len(rows) + 1, path=f"{path}/offsets")
+    _check_length(prompt_offsets, len(records) + 1, path=f"{path}/prompt_offsets")
+    versions = arrays[versions_name]
+    if versions_name == "row_versions":
+        _check_length(versions, len(rows), path=f"{path}/row_versions")
+        repeated = np.repeat(versions, np.diff(offsets))
+        versions = np.where(arrays["loss_mask"], repeated, np.int32(NO_VERSION))
+    _check_length(versions, len(arrays["input_ids"]), path=f"{path}/{versions_name}")
+    tokens = {**{name: arrays[name] for name in TOKEN_DTYPES if name in arrays}, "policy_versions": versions}
+    return _joined_groups(records, tokens, offsets.tolist(), (arrays["prompt_ids"], prompt_offsets.tolist()))
+
+
+def _joined_groups(
+    records: Sequence[_GroupRecord],
+    tokens: Arrays,
+    ends: Sequence[int],
+    prompts: tuple[NDArray[Any], Sequence[int]],
+) -> list[GroupResult]:
+    groups, row = [], 0
+    for number, record in enumerate(records):
+        sessions = []
+        for session_index, session in enumerate(record.sessions):
+            trajectories = []
+            for output_index, each in enumerate(session.trajectories):
+                place = slice(ends[row], ends[row + 1])
+                trajectories.append(
+                    Trajectory(
+                        prompt_uid=record.uid,
+                        session_index=session_index,
+                        output_index=output_index,
+                        **{name: values[place] for name, values in tokens.items()},
+                        finish_reason=cast(FinishReason, each.finish_reason),
+                        reward=each.reward,
+                        reward_components=each.reward_components,
+                        timings=Timings(
+                            generate_s=each.timings[0],
+                            tools_s=each.timings[1],
+                            reward_s=each.timings[2],
+                            preemptions=each.timings[3],
+                        ),
+                        extras=each.extras,
+                    )
+                )
+                row += 1
+            sessions.append(SessionResult(trajectories=tuple(trajectories), failure=session.failure))
+        ids, starts = prompts
+        prompt = Prompt(
+            uid=record.uid,
+            input_ids=ids[starts[number] : starts[number + 1]],
+            messages=tuple(record.messages),
+            data_source=record.data_source,
+            ground_truth=record.ground_truth,
+            columns=record.columns,
+        )
+        groups.append(
+            GroupResult(
+                prompt=prompt,
+                sessions=tuple(sessions),
+                num_audited=record.num_audited,
+                num_audit_failures=record.num_audit_failures,
+            )
+        )
+    return groups
+
+
+def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
+    """Of all sessions, of those that failed too."""
+    return [row for group in groups for session in group.sessions for row in session.trajectories]
+
+
+def _joined(rows: Sequence[Trajectory | Prompt], name: str, dtype: str) -> NDArray[Any]:
+    parts = [getattr(row, name) for row in rows]
+    for row, part in zip(rows, parts, strict=True):
+        if part.dtype != np.dtype(dtype):
+            uid = row.uid if isinstance(row, Prompt) else row.prompt_uid
+            raise CacheError(f"{name} of prompt {uid} must have dtype {dtype} to be stored; found {part.dtype}.")
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def _row_versions(
+    versions: NDArray[np.int32], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.int32] | None:
+    """[N] the version of each trajectory, or None where one has several."""
+    found = np.full(len(offsets) - 1, NO_VERSION, dtype=np.int32)
+    has_tokens = offsets[1:] > offsets[:-1]
+    if has_tokens.any():
+        found[has_tokens] = np.maximum.reduceat(versions, offsets[:-1][has_tokens])
+    rebuilt = np.where(mask, np.repeat(found, np.diff(offsets)), np.int32(NO_VERSION))
+    return found if np.array_equal(rebuilt, versions) else None
+
+
+def _encode_records(groups: Sequence[GroupResult]) -> bytes:
+    parts = []
+    for group in groups:
+        record = _group_record(group)
+        try:
+            parts.append(json.dumps(record))
+        except (TypeError, ValueError, RecursionError) as error:
+            name = next((name for name, value in record.items() if not _is_json(value)), "record")
+            raise CacheError(
+                f"{name} of prompt {group.prompt.uid} cannot be stored: it must be JSON ({error}). Leave it out of the "
+                "prompt's row, or of what the loop gives."
+            ) from error
+    raw = f"[{','.join(parts)}]".encode()
+    if len(raw) > MAX_RECORDS_BYTES:
+        raise CacheError(
+            f"what is not a token takes {len(raw)} bytes of JSON; an entry holds at most {MAX_RECORDS_BYTES}. Drop "
+            "columns of the prompts that nothing needs, or store fewer prompts an entry."
+        )
+    return raw
+
+
+def _group_record(group: GroupResult) -> dict[str, Json]:
+    return {
+        "uid": group.prompt.uid,
+        "messages": [dict(message) for message in group.prompt.messages],
+        "data_source": group.prompt.data_source,
+        "ground_truth": group.prompt.ground_truth,
+        "columns": dict(group.prompt.columns),
+        "num_audited": group.num_audited,
+        "num_audit_failures": group.num_audit_failures,
+        "sessions": [
+            {"failure": session.failure, "trajectories": [_trajectory_record(row) for row in session.trajectories]}
+            for session in group.sessions
+        ],
+    }
+
+
+def _trajectory_record(row: Trajectory) -> dict[str, Json]:
+    timings = row.timings
+    return {
+        "finish_reason": row.finish_reason,
+        "reward": row.reward,
+        "reward_components": dict(row.reward_components),
+        "timings": [timings.generate_s, timings.tools_s, timings.reward_s, timings.preemptions],
+        "extras": dict(row.extras),
+    }
+
+
+def _is_json(value: Json) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _decode_records(raw: NDArray[np.uint8], *, path: str) -> list[_GroupRecord]:
+    if len(raw) > MAX_RECORDS_BYTES:
+        raise BrokenEntryError(path, f"it has {len(raw)} bytes; at most {MAX_RECORDS_BYTES} were expected")
+    try:
+        records = msgspec.convert(json.loads(raw.tobytes()), list[_GroupRecord])
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise BrokenEntryError(path, f"it cannot be read ({type(error).__name__}: {error})") from None
+    known = get_args(FinishReason)
+    for record in records:
+        for session in record.sessions:
+            for row in session.trajectories:
+                if row.finish_reason not in known:
+                    raise BrokenEntryError(path, f"finish_reason must be one of {known}; found {row.finish_reason!r}")
+    return records
+
+
+def _checked_offsets(offsets: NDArray[np.int64], values: NDArray[Any], *, path: str) -> NDArray[np.int64]:
+    is_whole = len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == len(values)
+    if not is_whole or bool((offsets[1:] < offsets[:-1]).any()):
+        raise BrokenEntryError(path, f"offsets must rise from 0 to {len(values)}")
+    return offsets
+
+
+def _check_length(array: NDArray[Any], length: int, *, path: str) -> None:
+    if len(array) != length:
+        raise BrokenEntryError(path, f"it has {len(array)} values; expected {length}")

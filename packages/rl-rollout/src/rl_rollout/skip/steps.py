@@ -1,0 +1,82 @@
+"""Which steps a skip cache serves: all, a list, or ranges."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_core.errors import SettingsError
+
+RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSelection:
+    """Steps from 1, as sorted ranges that do not touch.
+
+    Attributes:
+        ranges: First and last step of each; a last of None has no end.
+    """
+
+    ranges: tuple[tuple[int, int | None], ...]
+
+    @classmethod
+    def parse(cls, steps: str | Sequence[int]) -> "StepSelection":
+        """Read "all", a list of steps, or ranges such as "1-20,40" and "100-".
+
+        Raises:
+            SettingsError: It is none of these, names no step, or a range runs backwards.
+        """
+        if isinstance(steps, str):
+            text = steps.strip().removeprefix("[").removesuffix("]")
+            found: list[tuple[int, int | None]] = (
+                [(1, None)] if text == "all" else [_read_range(part, steps) for part in text.split(",")]
+            )
+        else:
+            found = [(_read_step(step, steps), step) for step in steps]
+        if not found:
+            raise SettingsError(f"steps must name at least one step; found {steps!r}. {EXAMPLES}")
+        return cls(tuple(_merged(found)))
+
+    def __contains__(self, step: int) -> bool:
+        return any(first <= step and (last is None or step <= last) for first, last in self.ranges)
+
+    def count_before(self, step: int) -> int:
+        """How many selected steps come before a step."""
+        total = 0
+        for first, last in self.ranges:
+            end = step - 1 if last is None else min(last, step - 1)
+            total += max(0, end - first + 1)
+        return total
+
+
+EXAMPLES = 'Write "all", [1, 2, 40] or "1-20,40"; steps are counted from 1.'
+
+
+def _read_step(step: object, steps: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise SettingsError(f"steps must be whole numbers of at least 1; found {step!r} in {steps!r}. {EXAMPLES}")
+    return step
+
+
+def _read_range(part: str, steps: str) -> tuple[int, int | None]:
+    match = RANGE.fullmatch(part.strip())
+    if match is None:
+        raise SettingsError(f"steps has the part {part.strip()!r}, which is no step or range, in {steps!r}. {EXAMPLES}")
+    first = _read_step(int(match[1]), steps)
+    if match[2] is None:
+        return first, first
+    last = None if match[3] is None else int(match[3])
+    if last is not None and last < first:
+        raise SettingsError(f"steps has the range {part.strip()!r}, which runs backwards, in {steps!r}. {EXAMPLES}")
+    return first, last
+
+
+def _merged(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+    merged: list[tuple[int, int | None]] = []
+    for first, last in sorted(ranges, key=lambda each: each[0]):
+        if merged and (merged[-1][1] is None or first <= merged[-1][1] + 1):
+            start, end = merged[-1]
+            merged[-1] = (start, None if end is None or last is None else max(end, last))
+        else:
+            merged.append((first, last))
+    return merged

@@ -1,0 +1,256 @@
+"""Entries of a skip cache: written whole, and read only when they are whole."""
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.errors import BrokenEntryError
+from rl_core.records import Json
+from rl_rollout.rollout import GroupResult
+from rl_rollout.skip.arrays import METADATA, check_sizes, decode_array, encode_array, plan_array
+from rl_rollout.skip.folder import EntryFiles, EntryFolder, open_folder
+from rl_rollout.skip.manifest import (
+    ARRAYS_FOLDER,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    TOKEN_BYTES,
+    ArraySpec,
+    EntryKey,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
+from rl_rollout.skip.rows import DTYPES, count, decode_groups, encode_groups
+
+MAX_MANIFEST_BYTES = 1 << 26
+NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntry:
+    """An entry that was read whole.
+
+    Attributes:
+        manifest: What it says of itself.
+        groups: Its rollouts.
+    """
+
+    manifest: Manifest
+    groups: tuple[GroupResult, ...]
+
+
+class EntryStore:
+    """Entries in a folder; any number of processes may use one."""
+
+    def __init__(self, directory: str, *, compress: bool = True, max_entry_bytes: int = 1 << 34) -> None:
+        """Name the folder; nothing is read or made yet.
+
+        Args:
+            directory: Local path, or a URL that fsspec knows.
+            compress: How new entries are written.
+            max_entry_bytes: An entry that would take more memory is not read.
+        """
+        self.folder: EntryFolder = open_folder(directory)
+        self._compress = compress
+        self._max_entry_bytes = max_entry_bytes
+
+    def require_library(self) -> None:
+        """Find out at the start whether zarr is installed.
+
+        Raises:
+            MissingExtraError: It is not.
+        """
+        self._encode(np.zeros(1, dtype=np.uint8))
+
+    def entries(self) -> list[EntryKey]:
+        """Of all entries, broken ones too; sorted by kind, step and part."""
+        keys = [key for name in self.folder.names() if (key := EntryKey.parse(name)) is not None]
+        return sorted(keys, key=lambda key: (key.kind, key.step, key.part))
+
+    def manifest(self, key: EntryKey) -> Manifest | None:
+        """An entry's manifest alone; None where there is no entry.
+
+        Raises:
+            BrokenEntryError: It is no entry.
+        """
+        with self.folder.open(key.name) as files:
+            return None if files is None else self._read_manifest(files, key, files.sizes())
+
+    def read(self, key: EntryKey) -> StoredEntry | None:
+        """An entry with all that it holds, every byte checked; None where there is none.
+
+        Raises:
+            BrokenEntryError: It is no entry, or not whole.
+            MissingExtraError: zarr is not installed.
+        """
+        path = self.folder.path_of(key.name)
+        with self.folder.open(key.name) as files:
+            if files is None:
+                return None
+            manifest = self._read_manifest(files, key, files.sizes())
+            with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
+                reads = [threads.submit(_read_array, files, name, manifest, path) for name in manifest.arrays]
+                arrays = {name: read.result() for name, read in zip(manifest.arrays, reads, strict=True)}
+        groups = decode_groups(arrays, path=path)
+        if count(groups) != manifest.counts:
+            raise BrokenEntryError(path, f"it holds {count(groups)}; the manifest says {manifest.counts}")
+        return StoredEntry(manifest=manifest, groups=tuple(groups))
+
+    def write(
+        self,
+        key: EntryKey,
+        groups: Sequence[GroupResult],
+        *,
+        fingerprint: dict[str, Json],
+        generate_s: float,
+        replace: bool = False,
+        max_bytes: int | None = None,
+    ) -> Manifest | None:
+        """Store rollouts as an entry.
+
+        Args:
+            key: Where.
+            groups: What.
+            fingerprint: See `make_fingerprint`.
+            generate_s: Seconds that their generation took.
+            replace: Whether to take the place of an entry that is there.
+            max_bytes: A larger entry is not stored.
+
+        Returns:
+            The new entry's manifest; None where another writer's entry was there first and stays, or where it would
+            be too large.
+
+        Raises:
+            CacheError: It cannot be stored; nothing of it is left.
+            MissingExtraError: zarr is not installed.
+        """
+        arrays_folder = f"arrays-{secrets.token_hex(TOKEN_BYTES)}"
+        with self.folder.begin(key.name) as writer:
+            with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
+                arrays = encode_groups(groups)
+                encoded = list(threads.map(self._encode, arrays.values()))
+                size_bytes = sum(len(content) for _, files in encoded for content in files.values())
+                if max_bytes is not None and size_bytes > max_bytes:
+                    return None
+                files = {
+                    f"{arrays_folder}/{name}/{file}": content
+                    for name, (_, written) in zip(arrays, encoded, strict=True)
+                    for file, content in written.items()
+                }
+                list(threads.map(writer.write, files, files.values()))
+            specs = {name: spec for name, (spec, _) in zip(arrays, encoded, strict=True)}
+            manifest = Manifest(
+                format=FORMAT,
+                format_version=FORMAT_VERSION,
+                key=key,
+                created_at=time.time(),
+                generate_s=generate_s,
+                counts=count(groups),
+                fingerprint=fingerprint,
+                arrays_folder=arrays_folder,
+                arrays=specs,
+            )
+            return manifest if writer.publish(encode_manifest(manifest), replace=replace) else None
+
+    def _encode(self, array: NDArray[Any]) -> tuple[ArraySpec, dict[str, bytes]]:
+        return encode_array(array, plan_array(array, compress=self._compress))
+
+    def prune(self, max_bytes: int, *, dry_run: bool = False) -> list[tuple[str, int]]:
+        """Remove what was set aside, then the oldest entries, until no more than so many bytes are left.
+
+        Returns:
+            Name and bytes of what was removed, or with dry_run would be.
+        """
+        aside = self.folder.set_aside_sizes()
+        entries = sorted(self._ages(), key=lambda entry: entry[0])
+        total = sum(aside.values()) + sum(size for _, size, _ in entries)
+        removed: list[tuple[str, int]] = []
+        for name, size in aside.items():
+            if total <= max_bytes:
+                return removed
+            if not dry_run:
+                self.folder.remove_set_aside(name)
+            removed.append((f"broken/{name}", size))
+            total -= size
+        for _, size, key in entries:
+            if total <= max_bytes:
+                break
+            if not dry_run:
+                self.folder.remove(key.name)
+            removed.append((key.name, size))
+            total -= size
+        return removed
+
+    def _ages(self) -> Iterator[tuple[float, int, EntryKey]]:
+        """When each entry was made, its bytes and key; a broken one counts as the oldest."""
+        for key in self.entries():
+            try:
+                with self.folder.open(key.name) as files:
+                    if files is None:
+                        continue
+                    sizes = files.sizes()
+                    try:
+                        created_at = self._read_manifest(files, key, sizes).created_at
+                    except BrokenEntryError:
+                        created_at = 0.0
+                    yield created_at, sum(sizes.values()), key
+            except BrokenEntryError:
+                yield 0.0, 0, key
+
+    def _read_manifest(self, files: EntryFiles, key: EntryKey, sizes: dict[str, int]) -> Manifest:
+        path = self.folder.path_of(key.name)
+        where = f"{path}/{MANIFEST}"
+        size = sizes.get(MANIFEST)
+        if size is None:
+            raise BrokenEntryError(where, "it is missing; the entry is not whole")
+        if size > MAX_MANIFEST_BYTES:
+            raise BrokenEntryError(where, f"it has {size} bytes; at most {MAX_MANIFEST_BYTES} were expected")
+        manifest = decode_manifest(files.read(MANIFEST, size), path=where)
+        if manifest.key != key:
+            raise BrokenEntryError(where, f"it is of {manifest.key.name}")
+        self._check(manifest, sizes, path=path)
+        return manifest
+
+    def _check(self, manifest: Manifest, sizes: dict[str, int], *, path: str) -> None:
+        """Refuse what is too large, unknown, missing or too many, before any of it is read."""
+        if ARRAYS_FOLDER.fullmatch(manifest.arrays_folder) is None:
+            raise BrokenEntryError(path, f"its arrays are in {manifest.arrays_folder!r}; expected arrays-<16 digits>")
+        total = 0
+        for name, spec in manifest.arrays.items():
+            if name not in DTYPES or spec.dtype != DTYPES[name]:
+                known = ", ".join(f"{known} ({dtype})" for known, dtype in DTYPES.items())
+                raise BrokenEntryError(path, f"it has the array {name[:80]!r} of {spec.dtype[:80]}; known: {known}")
+            total += spec.shape[0] * np.dtype(spec.dtype).itemsize
+            if total > self._max_entry_bytes:
+                raise BrokenEntryError(path, f"its arrays take {total} bytes; at most {self._max_entry_bytes} are read")
+            check_sizes(spec, path=f"{path}/{name}")
+        expected = {file: spec.size_bytes for file, spec in manifest.files().items()}
+        stem = f"{manifest.arrays_folder}/"
+        found = {file: size for file, size in sizes.items() if file.startswith(stem)}
+        for file in sorted(expected.keys() | found.keys()):
+            if expected.get(file) != found.get(file):
+                raise BrokenEntryError(
+                    f"{path}/{file}",
+                    f"it must {_shown_size(expected.get(file))}; it {_shown_size(found.get(file), is_found=True)}",
+                )
+
+
+def _read_array(files: EntryFiles, name: str, manifest: Manifest, path: str) -> NDArray[Any]:
+    spec, stem = manifest.arrays[name], f"{manifest.arrays_folder}/{name}"
+    content = {METADATA: files.read(f"{stem}/{METADATA}", spec.metadata.size_bytes)}
+    for index, chunk in enumerate(spec.chunks):
+        content[f"c/{index}"] = files.read(f"{stem}/c/{index}", chunk.size_bytes)
+    return decode_array(content, spec, path=f"{path}/{stem}")
+
+
+def _shown_size(size: int | None, *, is_found: bool = False) -> str:
+    if size is None:
+        return "is missing" if is_found else "not exist"
+    return f"has {size} bytes" if is_found else f"have {size} bytes"
