@@ -29,7 +29,7 @@ def make_prompts_of(groups: Sequence[GroupResult]) -> list[Prompt]:
 
 
 def assert_same_groups(found: Sequence[GroupResult], expected: Sequence[GroupResult]) -> None:
-    """Every field of every record is equal, to the bit and of the same type; errors that failed a group are not kept."""
+    """Every field of every record is equal, to the bit and of the same type; a failed group's exception is not kept."""
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         _assert_same_prompt(a.prompt, b.prompt)
