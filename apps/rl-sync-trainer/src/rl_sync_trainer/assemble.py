@@ -28,6 +28,7 @@ from rl_rollout.rollout import Rollout, RolloutOptions
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.inputs import Inputs, make_scorer
 from rl_sync_trainer.learners import Learners, needs_critic
+from rl_sync_trainer.replay import Replay
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.stopping import StopSignal
@@ -49,6 +50,7 @@ class Parts:
         learners: Policy, reference and critic.
         engine: Generates; started.
         rollout: Runs the agent loop on the engine.
+        replay: Gives stored rollouts in place of new ones, where the settings say so.
         source: Order of the training prompts.
         queue: Between rollouts and learner.
         transport: Brings weights to the engine.
@@ -69,6 +71,7 @@ class Parts:
     learners: Learners
     engine: RolloutEngine
     rollout: Rollout
+    replay: Replay
     source: PromptSource
     queue: TransferQueue
     transport: WeightTransport

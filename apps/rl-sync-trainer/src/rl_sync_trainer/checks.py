@@ -130,6 +130,7 @@ def _options(settings: Settings) -> Iterator[str]:
     yield from (f"learner.{problem}" for problem in settings.learner.problems())
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
     yield from (f"refill.{problem}" for problem in settings.refill.problems())
+    yield from (f"skip.{problem}" for problem in settings.skip.problems())
     if settings.refill.filter:
         try:
             resolve_filter(settings.refill.filter)

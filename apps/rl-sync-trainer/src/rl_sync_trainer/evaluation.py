@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +12,13 @@ from rl_distill.durable_files import write_durably
 from rl_metrics.validation import ValidationResponses, headline, summarize_validation
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptSet
-from rl_rollout.rollout import GroupResult, Rollout
+from rl_rollout.rollout import GroupResult
+from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.settings import Settings
+
+Run = Callable[[Sequence[Prompt], SamplingParams], Awaitable[Sequence[GroupResult]]]
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
@@ -32,7 +35,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
         if prompts is None:
             continue
         found = await parts.stop.run(
-            evaluate_prompts(parts, prompts, name=f"{split}_step_{state.step}"),
+            evaluate_prompts(parts, prompts, key=EntryKey(kind=split, step=state.step)),
             what=f"{split} of step {state.step}",
             deadline_s=parts.settings.rollout.deadline_s,
         )
@@ -49,21 +52,39 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     return replace(state, results=results), metrics
 
 
-async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, name: str) -> dict[str, float]:
+async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey) -> dict[str, float]:
     """Greedy responses to prompts, as validation metrics; some are written to `generations/`."""
-    metrics, groups = await validation_metrics(parts.settings, parts.rollout, prompts)
-    write_generations(parts, groups, name=name)
+
+    async def run(chosen: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
+        found = await parts.replay.rollouts(
+            key,
+            chosen,
+            lambda: parts.rollout.run(chosen, num_sessions=1, sampling=sampling),
+            rollout=parts.rollout,
+            sampling=sampling,
+            num_sessions=1,
+        )
+        return found.groups
+
+    metrics, groups = await validation_metrics(parts.settings, prompts, run)
+    write_generations(parts, groups, name=f"{key.kind}_step_{key.step}")
     return metrics
 
 
 async def validation_metrics(
-    settings: Settings, rollout: Rollout, prompts: PromptSet
-) -> tuple[dict[str, float], list[GroupResult]]:
-    """Greedy responses to prompts: validation metrics, and the responses."""
+    settings: Settings, prompts: PromptSet, run: Run
+) -> tuple[dict[str, float], Sequence[GroupResult]]:
+    """Greedy responses to prompts: validation metrics, and the responses.
+
+    Args:
+        settings: Of the run.
+        prompts: All of them, of which `validation_limit` may leave some.
+        run: Gives one session of each prompt.
+    """
     limit = settings.prompts.validation_limit
     chosen: Sequence[Prompt] = [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))]
     sampling = SamplingParams(max_tokens=settings.rollout.max_response_tokens, temperature=0.0)
-    groups = await rollout.run(chosen, num_sessions=1, sampling=sampling)
+    groups = await run(chosen, sampling)
     rows = [(group, group.trajectories[0] if group.trajectories else None) for group in groups]
     components = sorted({key for _, row in rows if row is not None for key in row.reward_components})
     variables = {

@@ -58,7 +58,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     recorder = Recorder(strict=parts.settings.metrics.strict)
     with recorder.timer("gen"):
         num_groups = await parts.stop.run(
-            collect_rollouts(parts, recorder),
+            collect_rollouts(parts, recorder, step=state.step + 1),
             what=f"rollouts of step {state.step + 1}",
             deadline_s=parts.settings.rollout.deadline_s,
         )

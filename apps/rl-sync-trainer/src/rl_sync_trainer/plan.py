@@ -114,6 +114,9 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     if settings.refill.filter:
         refill = settings.refill
         yield f"             of groups that {refill.filter} keeps, in at most {refill.max_rounds} rounds of generation"
+    if settings.skip.enabled:
+        skip = settings.skip
+        yield f"             steps {skip.steps} from the skip cache {skip.directory} (skip.action = {skip.action})"
     updates = trainer.minibatches * trainer.epochs
     yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
     yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"

@@ -30,6 +30,7 @@ from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.inputs import Inputs
 from rl_sync_trainer.learners import Learners, start_learners
 from rl_sync_trainer.loop import train
+from rl_sync_trainer.replay import Replay
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.stopping import StopRequestedError, StopSignal
@@ -155,6 +156,7 @@ class Session:
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, self._inputs, engine)),
+            replay=Replay(settings, self._inputs, say=self._events.write),
             source=source,
             queue=queue,
             transport=transport,

@@ -16,6 +16,7 @@ from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.refill import RefillOptions
 from rl_rollout.rewards.options import RewardOptions
+from rl_rollout.skip.options import SkipOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +321,7 @@ class Settings(BaseSettings):
     prompts: PromptSettings
     weights: WeightSettings = Field(default_factory=WeightSettings)
     refill: RefillOptions = Field(default_factory=RefillOptions)
+    skip: SkipOptions = Field(default_factory=SkipOptions)
     reward: RewardOptions = Field(default_factory=RewardOptions)
     run: RunSettings = Field(default_factory=RunSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)

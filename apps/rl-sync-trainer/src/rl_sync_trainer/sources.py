@@ -232,6 +232,8 @@ def describe_type(annotation: Any) -> str:
         return " | ".join(describe_type(part) for part in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         return "[" + ", ".join(describe_type(part) for part in typing.get_args(annotation)) + "]"
+    if typing.get_origin(annotation) is list:
+        return f"[{describe_type(typing.get_args(annotation)[0])}, ...]"
     if typing.get_origin(annotation) is dict:
         return "{name = value}"
     names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}

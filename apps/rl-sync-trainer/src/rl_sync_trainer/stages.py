@@ -1,7 +1,7 @@
 """Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics of the batch."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -24,22 +24,71 @@ from rl_rollout.engines.replicas import publish_to
 from rl_rollout.filters import resolve_filter
 from rl_rollout.refill import refill
 from rl_rollout.rollout import GroupResult, require_some_success
+from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, gdpo_components
+from rl_sync_trainer.replay import record_replay
 
 
-async def collect_rollouts(parts: Parts, recorder: Recorder) -> int:
+class StepFeed:
+    """Gives the groups of one step, generated or replayed; each call is a part of the step with an entry of its own.
+
+    Attributes:
+        replayed: uids of the prompts whose groups were replayed.
+    """
+
+    def __init__(self, parts: Parts, recorder: Recorder, *, step: int) -> None:
+        """Begin a step, counted from 1."""
+        self._parts = parts
+        self._recorder = recorder
+        self._step = step
+        self._num_parts = 0
+        self.replayed: set[str] = set()
+
+    async def run(
+        self, prompts: Sequence[Prompt], *, on_group: Callable[[GroupResult], None] | None = None
+    ) -> list[GroupResult]:
+        """Groups of these prompts; a replay gives its own prompts in their place."""
+        parts, group_size = self._parts, self._parts.settings.rollout.group_size
+        key = EntryKey(step=self._step, part=self._num_parts)
+        self._num_parts += 1
+        found = await parts.replay.rollouts(
+            key,
+            prompts,
+            lambda: run_groups(parts, prompts, on_group=on_group),
+            rollout=parts.rollout,
+            sampling=parts.sampling,
+            num_sessions=group_size,
+        )
+        if parts.settings.skip.enabled:
+            record_replay(self._recorder, found)
+        if found.is_replayed:
+            for group in found.groups:
+                self.replayed.add(group.prompt.uid)
+                parts.queue.issue([group.prompt], num_sessions=len(group.sessions))
+                if on_group is not None:
+                    on_group(group)
+        return list(found.groups)
+
+
+async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> int:
     """Run every session of a step's prompts, and put into the queue what shall train.
+
+    Args:
+        parts: Of the run.
+        recorder: Of the step.
+        step: Its number, from 1.
 
     Returns:
         Groups that can train; one whose sessions all failed cannot.
     """
     num_prompts = parts.settings.rollout.prompts_per_step
+    feed = StepFeed(parts, recorder, step=step)
     if not parts.settings.refill.filter:
-        groups = await run_groups(parts, parts.source.next(num_prompts), on_group=lambda group: settle(parts, group))
-        record_rollouts(parts, groups, recorder)
+        groups = await feed.run(parts.source.next(num_prompts), on_group=lambda group: settle(parts, group))
+        record_rollouts(parts, groups, recorder, replayed=feed.replayed)
         return sum(bool(group.trajectories) for group in groups)
     found = await refill(
-        lambda prompts: run_groups(parts, prompts),
+        feed.run,
         parts.source.next,
         wanted=num_prompts,
         keep=resolve_filter(parts.settings.refill.filter),
@@ -53,7 +102,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder) -> int:
     recorder.record("rollout/num_rounds", found.num_rounds)
     recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
     recorder.record("rollout/made_up_groups", found.num_made_up)
-    record_rollouts(parts, [*found.groups, *found.failed], recorder)
+    record_rollouts(parts, [*found.groups, *found.failed], recorder, replayed=feed.replayed)
     return len(found.groups)
 
 
@@ -81,8 +130,16 @@ def settle(parts: Parts, group: GroupResult) -> None:
             parts.queue.fail(group.prompt.uid, index, reason=session.failure)
 
 
-def record_rollouts(parts: Parts, groups: Sequence[GroupResult], recorder: Recorder) -> None:
+def record_rollouts(
+    parts: Parts, groups: Sequence[GroupResult], recorder: Recorder, *, replayed: Collection[str] = ()
+) -> None:
     """Record what sessions cost, and write down which was the slowest.
+
+    Args:
+        parts: Of the run.
+        groups: Of the step.
+        recorder: Of the step.
+        replayed: uids of the prompts whose sessions cost this step nothing.
 
     Raises:
         RolloutError: Every session failed.
@@ -93,8 +150,9 @@ def record_rollouts(parts: Parts, groups: Sequence[GroupResult], recorder: Recor
     recorder.record("rollout/audit_failures", sum(group.num_audit_failures for group in groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     timings = [trajectory.timings for trajectory in trajectories]
-    for timing in timings:
-        recorder.record("timing_s/reward", timing.reward_s)
+    for trajectory in trajectories:
+        if trajectory.prompt_uid not in replayed:
+            recorder.record("timing_s/reward", trajectory.timings.reward_s)
     batch = Batch.from_trajectories(trajectories)
     parts.record(recorder, summarize_timings(batch, timings))
     parts.record(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
@@ -149,6 +207,7 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
                 report = await _publish_once(parts, version)
     except TimeoutError as error:
         raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
+    parts.replay.served(report, engine=parts.engine.traits.name)
     if recorder is not None:
         recorder.record("weights/num_tensors", report.num_tensors)
         recorder.record("weights/probe_max_diff", report.probe_max_diff)

@@ -43,7 +43,11 @@ async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) 
     results: dict[str, float] = {}
     for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
         if prompts is not None:
-            metrics, _ = await validation_metrics(settings, rollout, prompts)
+            metrics, _ = await validation_metrics(
+                settings,
+                prompts,
+                lambda chosen, sampling: rollout.run(chosen, num_sessions=1, sampling=sampling),
+            )
             accuracy = headline(metrics)
             results |= {f"{split}/{name}": value for name, value in metrics.items()}
             if accuracy is not None:

@@ -36,6 +36,7 @@ class PublishReport:
 
     Attributes:
         version: The version now served by every engine.
+        fingerprint: See `WeightUpdate.fingerprint`.
         num_tensors: Tensors compared, tied ones included.
         probe_max_diff: Largest probe difference, as a share of the probe's largest value.
         canary_max_diff: Largest canary difference in nats.
@@ -44,6 +45,7 @@ class PublishReport:
     """
 
     version: int
+    fingerprint: str
     num_tensors: int
     probe_max_diff: float
     canary_max_diff: float
@@ -78,6 +80,7 @@ async def publish_weights(
             canary_diff = max(canary_diff, check_canary(canary, score, tolerances=tolerances))
     return PublishReport(
         version=update.version,
+        fingerprint=update.fingerprint,
         num_tensors=len(update.digests) + len(update.tied),
         probe_max_diff=probe_diff,
         canary_max_diff=canary_diff,

@@ -6,6 +6,8 @@ its weights cannot be compared byte by byte, but its live layers must map the pr
 numbers. A canary (known sequences with the learner's logprobs) closes the loop through the whole model.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from rl_core.records import FloatArray, IntArray
 if TYPE_CHECKING:
     import torch
 
+FINGERPRINT_BYTES = 16
 MAX_DIGEST_THREADS = 4
 """Memory is the limit beyond."""
 
@@ -80,6 +83,13 @@ class WeightUpdate:
     file: Path | None = None
     broadcast: Broadcast | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """One digest of what the weights are, whatever their version and their way; the same weights have the same."""
+        content = [[name, d.shape, d.dtype, d.crc32c] for name, d in sorted(self.digests.items())]
+        text = json.dumps([content, sorted(self.tied.items())])
+        return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,12 @@ ROLLOUT = (
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
+    mean(
+        "rollout/replayed",
+        "1",
+        "Share of a step's groups that came from a skip cache: 1 when nothing was generated.",
+        over="group",
+    ),
     one("rollout/num_rounds", "rounds", "Rounds of generation in a step, where groups are refilled.", reduction="sum"),
     one("rollout/refused_groups", "groups", "Groups that the filter refused.", reduction="sum"),
     one(
@@ -250,6 +256,8 @@ QUEUE = (
 TIMING = (
     seconds("step", "One whole step"),
     seconds("gen", "Generation, with agent loops"),
+    seconds("load_rollouts", "Loading rollouts from a skip cache, within the generation's time"),
+    seconds("replayed_gen", "What the generation of replayed rollouts took when they were made"),
     seconds("reward", "Rewards outside the agent loops"),
     seconds("old_log_prob", "The learner's logprobs before the update"),
     seconds("ref", "Logprobs of the frozen reference"),

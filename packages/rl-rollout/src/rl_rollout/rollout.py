@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from rl_core.errors import DataError, RolloutError, SettingsError
-from rl_core.records import Group, IntArray, Prompt, Trajectory
+from rl_core.records import Group, IntArray, Json, Prompt, Trajectory
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
@@ -127,6 +127,11 @@ class Rollout:
         if start is not None and not self._is_started:
             await start(self._tokenizer)
         self._is_started = True
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Json]]:
+        """The tools of the loop as the chat template shows them; none where it has none, or is not started."""
+        return list(getattr(self._loop, "tool_schemas", ()))
 
     def close(self) -> None:
         """Close the loop: no server of a tool stays behind. Can be called twice."""

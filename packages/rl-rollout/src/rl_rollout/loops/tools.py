@@ -101,6 +101,11 @@ class ToolsLoop(SessionLoop):
             self.close()
             raise
 
+    @property
+    def tool_schemas(self) -> list[dict[str, Json]]:
+        """All tools as the chat template shows them; those of servers once these are started."""
+        return self._toolbox.schemas()
+
     def close(self) -> None:
         """End the servers, and the threads of the tools."""
         while self._servers:

@@ -1,6 +1,8 @@
 """Text to tokens and back, by the tokenizer in a model folder."""
 
+import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,17 @@ class PromptTokenizer:
         """Texts that become control tokens when they are encoded."""
         added = self._tokenizer.added_tokens_decoder.values()
         return tuple(sorted({str(token.content) for token in added if token.special}))
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of what makes tokens of text (`vocabulary`), and text of messages (`template`)."""
+        if getattr(self._tokenizer, "is_fast", False):
+            vocabulary = self._tokenizer.backend_tokenizer.to_str()
+        else:
+            vocabulary = json.dumps([self._tokenizer.get_vocab(), self.special_tokens], sort_keys=True)
+        template = json.dumps([self._chat_template, self._template_options], sort_keys=True)
+        digests = {"vocabulary": vocabulary, "template": template}
+        return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in digests.items()}
 
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text, such as "<|im_end|>"; None when the vocabulary has no such token."""

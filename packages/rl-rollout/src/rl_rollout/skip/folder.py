@@ -74,6 +74,10 @@ class EntryFolder(Protocol):
         """Where an entry is, for people."""
         ...
 
+    def exists(self) -> bool:
+        """True when there is a folder, or on an object store anything below its URL."""
+        ...
+
     def names(self) -> list[str]:
         """Names of what is, or claims to be, an entry; sorted."""
         ...
@@ -110,8 +114,24 @@ class EntryFolder(Protocol):
         """Remove what was set aside."""
         ...
 
+    def prepare(self) -> None:
+        """Make the folder where it is not there, and sweep it.
+
+        Raises:
+            CacheError: It cannot be made or written.
+        """
+        ...
+
     def sweep(self) -> None:
-        """Remove what writers left that died."""
+        """Remove what writers left that died, where that is found out at once."""
+        ...
+
+    def leftovers(self) -> dict[str, int]:
+        """Bytes of what writers left that died, by name."""
+        ...
+
+    def remove_leftover(self, name: str) -> None:
+        """Remove what a writer left that died."""
         ...
 
 
@@ -142,6 +162,10 @@ class LocalFolder:
     def path_of(self, name: str) -> str:
         """Where an entry is."""
         return str(self._root / name)
+
+    def exists(self) -> bool:
+        """True when there is a folder."""
+        return self._root.is_dir()
 
     def names(self) -> list[str]:
         """Names of what is, or claims to be, an entry."""
@@ -219,16 +243,36 @@ class LocalFolder:
         """Remove what was set aside."""
         _remove_tree(self._root / BROKEN / name)
 
+    def prepare(self) -> None:
+        """Make the folder, and sweep it."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheError(f"{self._root} cannot be made for a skip cache: {error.strerror}.") from error
+        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            raise CacheError(f"{self._root} must be a folder that this user can write, for a skip cache; it is not.")
+        self.sweep()
+
     def sweep(self) -> None:
         """Remove what writers left that died."""
+        for name in self.leftovers():
+            self.remove_leftover(name)
+
+    def leftovers(self) -> dict[str, int]:
+        """Bytes of what has no lock, or was being removed."""
         if not self._root.is_dir():
-            return
-        for path in list(self._root.iterdir()):
-            if path.name.startswith(REMOVING):
-                _remove_tree(path)
-            elif path.name.startswith(WRITING) and not path.is_symlink():
-                with contextlib.suppress(OSError):  # it is locked, or gone meanwhile
-                    _remove_unlocked(path)
+            return {}
+        paths = sorted(path for path in self._root.iterdir() if path.name.startswith((WRITING, REMOVING)))
+        return {path.name: _tree_bytes(path) for path in paths if path.name.startswith(REMOVING) or _is_unlocked(path)}
+
+    def remove_leftover(self, name: str) -> None:
+        """Remove it, unless it is locked by now, or gone."""
+        path = self._root / name
+        if name.startswith(REMOVING):
+            _remove_tree(path)
+        elif name.startswith(WRITING) and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                _remove_unlocked(path)
 
 
 class LocalFiles:
@@ -242,7 +286,10 @@ class LocalFiles:
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by its path in the entry."""
         found: dict[str, int] = {}
-        self._collect(self._descriptor, "", found, depth=0)
+        try:
+            self._collect(self._descriptor, "", found, depth=0)
+        except OSError as error:  # it is being removed, or not ours to read
+            raise BrokenEntryError(self._path, f"its files cannot be listed: {error.strerror}") from None
         return found
 
     def read(self, path: str, size_bytes: int) -> bytes:
@@ -347,11 +394,30 @@ def _sync_folder(folder: str | Path) -> None:
         os.close(descriptor)
 
 
+def _is_unlocked(path: Path) -> bool:
+    try:
+        with _locked(path):
+            return True
+    except OSError:
+        return False
+
+
 def _remove_unlocked(path: Path) -> None:
+    with _locked(path):
+        _remove_tree(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a folder's lock.
+
+    Raises:
+        OSError: Another holds it, or it is gone.
+    """
     lock = os.open(path, FOLDER_FLAGS)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove_tree(path)
+        yield
     finally:
         os.close(lock)
 
@@ -365,5 +431,9 @@ def _remove_tree(path: Path) -> None:
 
 
 def _tree_bytes(path: Path) -> int:
+    total = 0
     files: Sequence[Path] = [path] if path.is_symlink() or not path.is_dir() else list(path.rglob("*"))
-    return sum(file.lstat().st_size for file in files if not file.is_dir() or file.is_symlink())
+    for file in files:
+        with contextlib.suppress(OSError):  # gone since it was listed
+            total += 0 if file.is_dir() and not file.is_symlink() else file.lstat().st_size
+    return total

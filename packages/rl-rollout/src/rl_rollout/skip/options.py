@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rl_core.errors import SettingsError
 from rl_rollout.skip.steps import StepSelection
 
-ACTIONS = ("cache", "repeat", "repeat_last")
-ON_MISMATCH = ("error", "regenerate", "accept")
-ON_BROKEN = ("regenerate", "error")
+Action = Literal["cache", "repeat", "repeat_last"]
+OnMismatch = Literal["error", "regenerate", "accept"]
+OnBroken = Literal["regenerate", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +37,19 @@ class SkipOptions:
     enabled: bool = False
     directory: str = "skip-cache"
     steps: str | list[int] = "all"
-    action: str = "cache"
-    on_mismatch: str = "error"
-    on_broken: str = "regenerate"
+    action: Action = "cache"
+    on_mismatch: OnMismatch = "error"
+    on_broken: OnBroken = "regenerate"
     max_bytes: int | None = None
     compress: bool = True
     validation: bool = False
 
     def problems(self) -> Iterator[str]:
         """What cannot be: each names the option, what it must be, and what it is."""
-        for name, known in (("action", ACTIONS), ("on_mismatch", ON_MISMATCH), ("on_broken", ON_BROKEN)):
-            found = getattr(self, name)
-            if found not in known:
-                yield f"{name} must be one of {', '.join(map(repr, known))}; found {found!r}."
+        for name, known in (("action", Action), ("on_mismatch", OnMismatch), ("on_broken", OnBroken)):
+            found, values = getattr(self, name), get_args(known)
+            if found not in values:
+                yield f"{name} must be one of {', '.join(map(repr, values))}; found {found!r}."
         if not self.directory:
             yield "directory must name a folder or a URL; found ''."
         if self.max_bytes is not None and (isinstance(self.max_bytes, bool) or self.max_bytes < 1):

@@ -88,6 +88,9 @@ class RemoteFolder:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(f"{self._root}/{BROKEN}/{name}", recursive=True)
 
+    def prepare(self) -> None:
+        """Nothing is made before the first entry."""
+
     def sweep(self) -> None:
         """Nothing: a writer that lives cannot be told from one that died."""
 

@@ -1,0 +1,80 @@
+"""Where rollouts come from: the engine, or a skip cache that has them."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rl_core import Prompt
+from rl_core.publish import PublishReport
+from rl_metrics.reduction import Recorder
+from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.rollout import GroupResult, Rollout
+from rl_rollout.skip import Circumstances, EntryKey, SkipCache, StepRollouts, package_versions, with_file_contents
+from rl_sync_trainer.inputs import Inputs
+from rl_sync_trainer.settings import Settings
+
+
+class Replay:
+    """The skip cache of a run, which knows under which circumstances it generates."""
+
+    def __init__(self, settings: Settings, inputs: Inputs, *, say: Callable[..., None]) -> None:
+        """Open the cache, where the settings enable one.
+
+        Args:
+            settings: Of the run.
+            inputs: Of the run.
+            say: Takes events.
+
+        Raises:
+            CacheError: Its directory cannot be used.
+            MissingExtraError: A library that it needs is not installed.
+        """
+        self._settings = settings
+        self._inputs = inputs
+        self._cache = SkipCache(settings.skip, on_event=say)
+        self._weights: str | None = None
+        self._engine: str | None = None
+
+    def served(self, report: PublishReport, *, engine: str) -> None:
+        """Remember which weights are served, and by what."""
+        self._weights, self._engine = report.fingerprint, engine
+
+    async def rollouts(
+        self,
+        key: EntryKey,
+        prompts: Sequence[Prompt],
+        generate: Callable[[], Awaitable[Sequence[GroupResult]]],
+        *,
+        rollout: Rollout,
+        sampling: SamplingParams,
+        num_sessions: int,
+    ) -> StepRollouts:
+        """Stored rollouts, or those that `generate` makes; see `SkipCache.rollouts`."""
+        if not self._cache.serves(key):
+            return StepRollouts(groups=tuple(await generate()))
+        await rollout.start()  # what tools a server has, it says when it runs
+        circumstances = self._circumstances(rollout, sampling, num_sessions)
+        return await self._cache.rollouts(key, prompts, circumstances, generate)
+
+    def _circumstances(self, rollout: Rollout, sampling: SamplingParams, num_sessions: int) -> Circumstances:
+        settings = self._settings
+        options: dict[str, Any] = asdict(settings.reward)
+        return Circumstances(
+            policy={"weights": self._weights},
+            tokenizer=self._inputs.tokenizer.fingerprint,
+            sampling=asdict(replace(sampling, seed=None)),
+            group_size=num_sessions,
+            loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
+            tools=rollout.tool_schemas,
+            reward=with_file_contents(options),
+            seed=settings.run.seed,
+            versions={**package_versions(), "engine": self._engine or ""},
+        )
+
+
+def record_replay(recorder: Recorder, found: StepRollouts) -> None:
+    """Record where rollouts came from; what their generation once took stays apart from what loading them took."""
+    recorder.record("rollout/replayed", float(found.is_replayed), weight=len(found.groups))
+    if found.is_replayed:
+        recorder.record("timing_s/load_rollouts", found.load_s)
+        recorder.record("timing_s/replayed_gen", found.generate_s)
