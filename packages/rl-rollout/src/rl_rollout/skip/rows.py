@@ -6,6 +6,7 @@ rewards, timings, failures) is one JSON document, as bytes.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 import msgspec
@@ -78,12 +79,30 @@ def count(groups: Sequence[GroupResult]) -> Counts:
     )
 
 
+def storable(groups: Sequence[GroupResult]) -> list[GroupResult]:
+    """Groups in which failed sessions keep only trajectories that can be stored.
+
+    A session may have failed for its trajectories: their dtypes, names or extras are then what its loop made of them.
+    They never train, and are no reason to lose the others.
+    """
+    return [
+        replace(group, sessions=tuple(_storable(each, group, index) for index, each in enumerate(group.sessions)))
+        if group.failures
+        else group
+        for group in groups
+    ]
+
+
 def encode_groups(groups: Sequence[GroupResult]) -> dict[str, NDArray[Any]]:
     """Arrays by name, each with one axis.
 
     Raises:
-        CacheError: A prompt or trajectory holds what is no JSON, or tokens of another dtype; the message names it.
+        CacheError: A prompt or trajectory holds what is no JSON, or tokens of another dtype, or a trajectory has
+            another's name; the message names it.
     """
+    for group in groups:
+        for index, session in enumerate(group.sessions):
+            _check_rows(session, group, index)
     trajectories = _trajectories(groups)
     arrays = {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_DTYPES.items()}
     offsets = offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
@@ -184,6 +203,40 @@ def _joined_groups(
     return groups
 
 
+def _storable(session: SessionResult, group: GroupResult, index: int) -> SessionResult:
+    if session.failure is None or not session.trajectories:
+        return session
+    try:
+        _check_rows(session, group, index)
+        for row in session.trajectories:
+            msgspec.convert(json.loads(json.dumps(_trajectory_record(row))), _TrajectoryRecord)
+    except Exception:  # what a loop of the user's own gave can raise anything when it is read
+        return replace(session, trajectories=())
+    return session
+
+
+def _check_rows(session: SessionResult, group: GroupResult, index: int) -> None:
+    """Refuse trajectories whose names do not follow from their places, or whose columns are not as they are stored."""
+    for output_index, row in enumerate(session.trajectories):
+        expected = (group.prompt.uid, index, output_index)
+        found = (row.prompt_uid, row.session_index, row.output_index)
+        if found != expected:
+            raise CacheError(
+                f"a trajectory is named {found} (prompt, session, output); expected {expected}. Name each by its place."
+            )
+        if row.finish_reason not in get_args(FinishReason):
+            known = ", ".join(get_args(FinishReason))
+            raise CacheError(
+                f"finish_reason of trajectory {expected} must be one of {known}; found {row.finish_reason!r}."
+            )
+        for name, dtype in TOKEN_DTYPES.items():
+            if getattr(row, name).dtype != np.dtype(dtype):
+                raise CacheError(
+                    f"{name} of trajectory {expected} must have dtype {dtype} to be stored; found "
+                    f"{getattr(row, name).dtype}."
+                )
+
+
 def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
     """Of all sessions, of those that failed too."""
     return [row for group in groups for session in group.sessions for row in session.trajectories]
@@ -192,9 +245,9 @@ def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
 def _joined(rows: Sequence[Trajectory | Prompt], name: str, dtype: str) -> NDArray[Any]:
     parts = [getattr(row, name) for row in rows]
     for row, part in zip(rows, parts, strict=True):
-        if part.dtype != np.dtype(dtype):
-            uid = row.uid if isinstance(row, Prompt) else row.prompt_uid
-            raise CacheError(f"{name} of prompt {uid} must have dtype {dtype} to be stored; found {part.dtype}.")
+        if isinstance(row, Prompt) and (part.dtype != np.dtype(dtype) or part.ndim != 1):
+            found = f"{part.dtype} {list(part.shape)}"
+            raise CacheError(f"{name} of prompt {row.uid!r} must be {dtype} [P] to be stored; found {found}.")
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
 
@@ -216,11 +269,12 @@ def _encode_records(groups: Sequence[GroupResult]) -> bytes:
         record = _group_record(group)
         try:
             parts.append(json.dumps(record))
-        except (TypeError, ValueError, RecursionError) as error:
+            msgspec.convert(record, _GroupRecord)
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             name = next((name for name, value in record.items() if not _is_json(value)), "record")
             raise CacheError(
-                f"{name} of prompt {group.prompt.uid} cannot be stored: it must be JSON ({error}). Leave it out of the "
-                "prompt's row, or of what the loop gives."
+                f"{name} of prompt {group.prompt.uid!r} cannot be stored: it must be JSON ({error}). Leave it out of "
+                "the prompt's row, or of what the loop gives."
             ) from error
     raw = f"[{','.join(parts)}]".encode()
     if len(raw) > MAX_RECORDS_BYTES:

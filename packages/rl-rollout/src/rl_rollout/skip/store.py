@@ -27,7 +27,7 @@ from rl_rollout.skip.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from rl_rollout.skip.rows import DTYPES, count, decode_groups, encode_groups
+from rl_rollout.skip.rows import DTYPES, count, decode_groups, encode_groups, storable
 
 MAX_MANIFEST_BYTES = 1 << 26
 NUM_THREADS = 4
@@ -132,6 +132,7 @@ class EntryStore:
             MissingExtraError: zarr is not installed.
         """
         arrays_folder = f"arrays-{secrets.token_hex(TOKEN_BYTES)}"
+        groups = storable(groups)
         with self.folder.begin(key.name) as writer:
             with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
                 arrays = encode_groups(groups)

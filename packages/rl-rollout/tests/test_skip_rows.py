@@ -1,0 +1,247 @@
+"""Groups as flat arrays and back: nothing of them changes, whatever they hold."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from skip_groups import assert_same_groups, make_groups
+
+from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.records import NO_VERSION, Prompt, Timings, Trajectory
+from rl_rollout.loops.protocol import SessionResult
+from rl_rollout.rollout import GroupResult
+from rl_rollout.skip import EntryKey, EntryStore
+from rl_rollout.skip.rows import count, decode_groups, encode_groups, storable
+
+KEY = EntryKey(step=1)
+INT32 = st.integers(-(2**31), 2**31 - 1)
+TEXT = st.text(st.characters(), max_size=12)  # lone surrogates too
+NUMBERS = st.integers(-(2**80), 2**80) | st.floats()
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
+JSON = st.recursive(SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(TEXT, below, max_size=3))
+OBJECTS = st.dictionaries(TEXT, JSON, max_size=3)
+LOGPROBS = st.floats(width=32) | st.sampled_from([-0.0, -math.inf, math.nan])
+
+
+@st.composite
+def rows(draw, place, *, reward):
+    length = draw(st.integers(0, 6))
+    mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    version = draw(st.none() | INT32)  # one version throughout, or any at each token
+    per_token = draw(st.lists(INT32, min_size=length, max_size=length))
+    versions = per_token if version is None else [version if each else NO_VERSION for each in mask]
+    return Trajectory(
+        prompt_uid=place[0],
+        session_index=place[1],
+        output_index=place[2],
+        input_ids=np.array(draw(st.lists(INT32, min_size=length, max_size=length)), dtype=np.int32),
+        loss_mask=np.array(mask, dtype=bool),
+        rollout_logprobs=np.array(draw(st.lists(LOGPROBS, min_size=length, max_size=length)), dtype=np.float32),
+        policy_versions=np.array(versions, dtype=np.int32),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        reward=draw(reward),
+        reward_components=draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
+        timings=Timings(
+            generate_s=draw(st.floats(0, 9)), tools_s=draw(st.floats(0, 9)), preemptions=draw(st.integers(0, 9))
+        ),
+        extras=draw(OBJECTS),
+    )
+
+
+@st.composite
+def sessions(draw, uid, index):
+    has_failed = draw(st.booleans())
+    reward = st.none() if has_failed else st.none() | st.floats()
+    outputs = range(draw(st.integers(0 if has_failed else 1, 3)))
+    trajectories = tuple(draw(rows((uid, index, output), reward=reward)) for output in outputs)
+    return SessionResult(trajectories=trajectories, failure=draw(st.text(min_size=1)) if has_failed else None)
+
+
+@st.composite
+def group_results(draw):
+    prompt = Prompt(
+        uid=draw(TEXT),
+        input_ids=np.array(draw(st.lists(INT32, max_size=4)), dtype=np.int32),
+        messages=tuple(draw(st.lists(OBJECTS, max_size=2))),
+        data_source=draw(TEXT),
+        ground_truth=draw(JSON),
+        columns=draw(OBJECTS),
+    )
+    count_of = draw(st.integers(0, 3))
+    return GroupResult(
+        prompt=prompt,
+        sessions=tuple(draw(sessions(prompt.uid, index)) for index in range(count_of)),
+        num_audited=draw(st.integers(0, 3)),
+        num_audit_failures=draw(st.integers(0, 3)),
+    )
+
+
+@given(st.lists(group_results(), max_size=4))
+def test_any_groups_come_back_to_the_bit(groups):
+    found = decode_groups(encode_groups(groups), path="entry")
+    assert_same_groups(found, groups)
+    assert count(found) == count(groups)
+
+
+@pytest.mark.soak
+@given(st.lists(group_results(), max_size=4))
+def test_skip_cache_rows_of_any_groups_come_back_to_the_bit(groups):
+    assert_same_groups(decode_groups(encode_groups(groups), path="entry"), groups)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_any_groups_come_back_from_the_disk(tmp_path, compress):
+    store = EntryStore(str(tmp_path), compress=compress)
+
+    @settings(max_examples=15)
+    @given(st.lists(group_results(), max_size=4))
+    def check(groups):
+        store.write(KEY, groups, fingerprint={}, generate_s=1.0, replace=True)
+        assert_same_groups(store.read(KEY).groups, groups)
+
+    check()
+
+
+def test_versions_that_follow_from_one_a_trajectory_are_not_stored_a_token():
+    arrays = encode_groups(make_groups(2, 2))
+    assert arrays["row_versions"].tolist() == [3, 3, 3, 3]
+    assert "policy_versions" not in arrays
+
+
+def test_several_versions_in_one_trajectory_are_stored_a_token():
+    (group,) = make_groups(1, 1)
+    (row,) = group.trajectories
+    versions = np.where(row.loss_mask, np.arange(len(row.loss_mask), dtype=np.int32), np.int32(NO_VERSION))
+    partial = replace(group, sessions=(SessionResult(trajectories=(replace(row, policy_versions=versions),)),))
+    arrays = encode_groups([partial])
+    assert "row_versions" not in arrays
+    assert arrays["policy_versions"].tolist() == [-1, -1, -1, -1, *range(4, len(versions))]
+    assert_same_groups(decode_groups(arrays, path="entry"), [partial])
+
+
+def test_what_would_not_come_back_is_refused_as_it_is_stored(tmp_path):
+    (group,) = make_groups(1, 1)
+    (row,) = group.trajectories
+
+    def with_row(**changes):
+        return replace(group, sessions=(SessionResult(trajectories=(replace(row, **changes),)),))
+
+    def with_prompt(**changes):
+        return replace(group, prompt=replace(group.prompt, **changes))
+
+    cases = [
+        (with_row(session_index=1), r"named \('p0', 1, 0\) .*; expected \('p0', 0, 0\)"),
+        (with_row(output_index=1), "expected .*Name each by its place"),
+        (with_row(prompt_uid="other"), "named .'other'"),
+        (with_row(finish_reason="tired"), "finish_reason .*must be one of stop, length, abort; found 'tired'"),
+        (with_row(input_ids=row.input_ids.astype(np.int64)), "must have dtype int32 to be stored; found int64"),
+        (with_row(extras={"a": object()}), "sessions of prompt 'p0' cannot be stored: it must be JSON"),
+        (with_row(reward="much"), "of prompt 'p0' cannot be stored"),
+        (with_row(reward_components={"a": "b"}), "of prompt 'p0' cannot be stored"),
+        (with_prompt(ground_truth={1, 2}), "ground_truth of prompt 'p0' cannot be stored"),
+        (with_prompt(columns={"image": b"png"}), "columns of prompt 'p0' cannot be stored.*Leave it out"),
+        (with_prompt(columns={1: "a"}), "of prompt 'p0' cannot be stored"),
+        (
+            with_prompt(input_ids=group.prompt.input_ids[None]),
+            r"must be int32 \[P\] to be stored; found int32 \[1, 4\]",
+        ),
+    ]
+    for broken, message in cases:
+        with pytest.raises(CacheError, match=message):
+            EntryStore(str(tmp_path)).write(KEY, [broken], fingerprint={}, generate_s=1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_session_with_trajectories_that_cannot_be_stored_keeps_its_failure_alone(tmp_path):
+    (group,) = make_groups(1, 2)
+    (first, second) = group.trajectories
+    reward_less = replace(second, reward=None)
+    odd = [
+        {"input_ids": second.input_ids.astype(np.int64)},
+        {"session_index": 7},
+        {"finish_reason": "tired"},
+        {"timings": None},
+        {"extras": {"a": object()}},
+        {"reward_components": {"a": "b"}},
+    ]
+    for changes in odd:
+        failed = SessionResult(trajectories=(replace(reward_less, **changes),), failure="loop gave nonsense")
+        step = replace(group, sessions=(SessionResult(trajectories=(first,)), failed))
+        store = EntryStore(str(tmp_path))
+        store.write(KEY, [step], fingerprint={}, generate_s=1.0, replace=True)
+        expected = replace(step, sessions=(step.sessions[0], SessionResult(failure="loop gave nonsense")))
+        assert_same_groups(store.read(KEY).groups, [expected])
+    good = SessionResult(trajectories=(reward_less,), failure="audit: logprobs differ")
+    step = replace(group, sessions=(SessionResult(trajectories=(first,)), good))
+    assert_same_groups(storable([step]), [step])
+
+
+def with_records(arrays, change):
+    records = json.loads(arrays["records"].tobytes())
+    change(records)
+    return {**arrays, "records": np.frombuffer(json.dumps(records).encode(), dtype=np.uint8)}
+
+
+def test_arrays_that_do_not_belong_together_are_refused():
+    arrays = encode_groups(make_groups(2, 2))
+    ends = arrays["offsets"].tolist()
+
+    def offsets(*values):
+        return {**arrays, "offsets": np.array(values, dtype=np.int64)}
+
+    def first_row(records):
+        return records[0]["sessions"][0]["trajectories"][0]
+
+    cases = [
+        (offsets(0, ends[2], ends[1], ends[3], ends[4]), "offsets must rise"),
+        (offsets(*ends[:4], ends[4] + 1), "offsets must rise"),
+        (offsets(*ends[:4], ends[4] - 1), "offsets must rise"),
+        (offsets(-1, *ends[1:]), "offsets must rise"),
+        (offsets(2**62, *ends[1:]), "offsets must rise"),
+        (offsets(), "offsets must rise"),
+        (offsets(*ends[:3], ends[4]), "4 values; expected 5"),
+        ({**arrays, "loss_mask": arrays["loss_mask"][1:]}, "loss_mask"),
+        ({**arrays, "rollout_logprobs": arrays["rollout_logprobs"][1:]}, "rollout_logprobs"),
+        ({**arrays, "row_versions": arrays["row_versions"][1:]}, "row_versions"),
+        ({**arrays, "prompt_offsets": arrays["prompt_offsets"][:-1]}, "prompt_offsets"),
+        ({**arrays, "policy_versions": arrays["input_ids"]}, "it has the arrays"),
+        ({name: value for name, value in arrays.items() if name != "row_versions"}, "it has the arrays"),
+        (with_records(arrays, lambda records: records.pop()), "offsets: it has 5 values; expected 3"),
+        (with_records(arrays, lambda records: records[0]["sessions"].pop()), "offsets: it has 5 values; expected 4"),
+        (with_records(arrays, lambda records: first_row(records).update(finish_reason="tired")), "finish_reason"),
+        (with_records(arrays, lambda records: first_row(records).update(reward="1")), "cannot be read"),
+        (with_records(arrays, lambda records: first_row(records).update(reward=10**400)), "cannot be read"),
+        (with_records(arrays, lambda records: first_row(records).update(timings=[0, 0, 10**400, 0])), "cannot be read"),
+        (with_records(arrays, lambda records: first_row(records).update(surprise=1)), "cannot be read"),
+        (with_records(arrays, lambda records: records[0].pop("uid")), "cannot be read"),
+    ]
+    for number, (changed, message) in enumerate(cases):
+        with pytest.raises(BrokenEntryError, match=message):
+            pytest.fail(f"case {number} gave {decode_groups(changed, path='entry')}")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[",
+        b"{}",
+        b"[1]",
+        b"\xff\xfe[]",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[" + b"9" * 5000 + b"]",
+        b'[{"uid": "a", "uid": "a"}]',
+        b"[NaN]",
+        b"null",
+    ],
+    ids=lambda raw: repr(raw[:12]),
+)
+def test_records_that_are_none_are_refused(raw):
+    arrays = encode_groups(make_groups(1, 1))
+    with pytest.raises(BrokenEntryError, match="records: it cannot be read"):
+        decode_groups({**arrays, "records": np.frombuffer(raw, dtype=np.uint8)}, path="entry")
