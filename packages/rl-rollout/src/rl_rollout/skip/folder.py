@@ -1,4 +1,4 @@
-"""Where entries are kept: what a folder of entries does, and one on a local disk.
+"""Where entries are kept: on a local disk; and which place a directory's name means.
 
 An entry is built aside, flushed to the disk and renamed into its place, so that it is there whole or not at all. A
 writer holds a lock on what it builds; what has no lock was left by one that died, and goes.
@@ -12,11 +12,11 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_rollout.skip.entry_folder import EntryFolder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
 MAX_DEPTH = 4
@@ -25,114 +25,6 @@ BROKEN = "broken"
 WRITING, REMOVING = ".writing-", ".removing-"
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class EntryFiles(Protocol):
-    """The files of one entry, to be read."""
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every file by its path in the entry.
-
-        Raises:
-            BrokenEntryError: There is a link, a device, or too much.
-        """
-        ...
-
-    def read(self, path: str, size_bytes: int) -> bytes:
-        """A whole file.
-
-        Raises:
-            BrokenEntryError: It is missing, no plain file, or of another size.
-        """
-        ...
-
-
-class EntryWriter(Protocol):
-    """An entry that is being made."""
-
-    def write(self, path: str, content: bytes) -> None:
-        """Add a file."""
-        ...
-
-    def publish(self, manifest: bytes, *, replace: bool) -> bool:
-        """Give the entry its manifest and its place, all at once.
-
-        Args:
-            manifest: Written last.
-            replace: Whether it takes the place of an entry of this name.
-
-        Returns:
-            False where another one was there first, which stays.
-        """
-        ...
-
-
-class EntryFolder(Protocol):
-    """Entries by name."""
-
-    def path_of(self, name: str) -> str:
-        """Where an entry is, for people."""
-        ...
-
-    def exists(self) -> bool:
-        """True when there is a folder, or on an object store anything below its URL."""
-        ...
-
-    def names(self) -> list[str]:
-        """Names of what is, or claims to be, an entry; sorted."""
-        ...
-
-    def open(self, name: str) -> AbstractContextManager[EntryFiles | None]:
-        """An entry's files; None where there is no such entry.
-
-        Raises:
-            BrokenEntryError: It is a link, or no folder.
-        """
-        ...
-
-    def begin(self, name: str) -> AbstractContextManager[EntryWriter]:
-        """A new entry; nothing of it stays where it is not published.
-
-        Raises:
-            CacheError: It cannot be written.
-        """
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove an entry, at once for all readers; nothing where it is gone."""
-        ...
-
-    def set_aside(self, name: str) -> str | None:
-        """Move an entry out of the way; gives where it is now, or None where it is gone."""
-        ...
-
-    def set_aside_sizes(self) -> dict[str, int]:
-        """Bytes of what was set aside, by name."""
-        ...
-
-    def remove_set_aside(self, name: str) -> None:
-        """Remove what was set aside."""
-        ...
-
-    def prepare(self) -> None:
-        """Make the folder where it is not there, and sweep it.
-
-        Raises:
-            CacheError: It cannot be made or written.
-        """
-        ...
-
-    def sweep(self) -> None:
-        """Remove what writers left that died, where that is found out at once."""
-        ...
-
-    def leftovers(self) -> dict[str, int]:
-        """Bytes of what writers left that died, by name."""
-        ...
-
-    def remove_leftover(self, name: str) -> None:
-        """Remove what a writer left that died."""
-        ...
 
 
 def open_folder(directory: str) -> EntryFolder:

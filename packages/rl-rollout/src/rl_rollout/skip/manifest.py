@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +15,7 @@ from rl_core.records import Json
 FORMAT = "rl-rollout skip cache entry"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 26
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
 TOKEN_BYTES = 8
 ARRAYS_FOLDER = re.compile(r"arrays-[0-9a-f]{16}")
@@ -85,14 +86,17 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return math.ceil(self.shape[0] / self.chunk_length)
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How much an entry holds."""
 
-    groups: int
-    sessions: int
-    failed_sessions: int
-    trajectories: int
-    tokens: int
+    groups: Count
+    sessions: Count
+    failed_sessions: Count
+    trajectories: Count
+    tokens: Count
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

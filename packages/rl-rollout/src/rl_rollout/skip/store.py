@@ -14,12 +14,14 @@ from rl_core.errors import BrokenEntryError
 from rl_core.records import Json
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.arrays import METADATA, check_sizes, decode_array, encode_array, plan_array
-from rl_rollout.skip.folder import EntryFiles, EntryFolder, open_folder
+from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder
+from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.manifest import (
     ARRAYS_FOLDER,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     TOKEN_BYTES,
     ArraySpec,
     EntryKey,
@@ -29,7 +31,6 @@ from rl_rollout.skip.manifest import (
 )
 from rl_rollout.skip.rows import DTYPES, count, decode_groups, encode_groups, storable
 
-MAX_MANIFEST_BYTES = 1 << 26
 NUM_THREADS = 4
 
 
