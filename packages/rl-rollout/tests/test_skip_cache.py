@@ -1,0 +1,262 @@
+"""What a skip cache does with entries that were made otherwise, are broken, or grow too many."""
+
+import asyncio
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from skip_groups import assert_same_groups, make_groups, make_prompts_of
+
+from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError, DataError, SettingsError
+from rl_rollout.skip import Circumstances, EntryKey, EntryStore, SkipCache, SkipOptions
+
+KEY = EntryKey(step=1)
+STORED = Circumstances(
+    policy={"weights": "abc"},
+    tokenizer={"vocabulary": "v1", "template": "t1"},
+    sampling={"temperature": 1.0, "top_p": 1.0, "max_tokens": 16},
+    group_size=2,
+    loop={"name": "tools", "options": {"limits": {"max_turns": 4}}},
+    tools=[{"name": "add"}],
+    reward={"function": {"name": "reward.py:score", "content": "aa"}},
+    seed=0,
+    versions={"rl-core": "0.1.0", "vllm": "0.32.0"},
+)
+GROUPS = make_groups(seed=1)
+PROMPTS = make_prompts_of(GROUPS)
+NEW = make_groups(seed=2)
+
+CHANGES = {
+    "policy.weights": {"policy": {"weights": "def"}},
+    "tokenizer.vocabulary": {"tokenizer": {"vocabulary": "v2", "template": "t1"}},
+    "tokenizer.template": {"tokenizer": {"vocabulary": "v1", "template": "t2"}},
+    "sampling.temperature": {"sampling": {"temperature": 0.7, "top_p": 1.0, "max_tokens": 16}},
+    "sampling.max_tokens": {"sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 32}},
+    "sampling.top_k": {"sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 16, "top_k": 5}},
+    "group_size": {"group_size": 4},
+    "loop.name": {"loop": {"name": "single_turn", "options": {"limits": {"max_turns": 4}}}},
+    "loop.options.limits.max_turns": {"loop": {"name": "tools", "options": {"limits": {"max_turns": 8}}}},
+    "tools": {"tools": [{"name": "add"}, {"name": "multiply"}]},
+    "reward.function.content": {"reward": {"function": {"name": "reward.py:score", "content": "bb"}}},
+    "seed": {"seed": 1},
+    "versions.vllm": {"versions": {"rl-core": "0.1.0", "vllm": "0.33.0"}},
+}
+ESSENTIAL = {"tokenizer.vocabulary"}
+
+
+class Calls:
+    def __init__(self, directory, **options):
+        self.events = []
+        self.num_generated = 0
+        self.cache = SkipCache(
+            SkipOptions(enabled=True, directory=str(directory), **options),
+            on_event=lambda name, **fields: self.events.append((name, fields)),
+        )
+
+    def __call__(self, key=KEY, *, circumstances=STORED, prompts=PROMPTS, new=NEW):
+        async def generate():
+            self.num_generated += 1
+            return new
+
+        return asyncio.run(self.cache.rollouts(key, prompts, circumstances, generate))
+
+    def events_named(self, name):
+        return [fields for found, fields in self.events if found == name]
+
+
+@pytest.fixture
+def stored(tmp_path):
+    Calls(tmp_path)(new=GROUPS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_of_circumstances_is_an_error_that_names_it_alone(stored, name):
+    calls = Calls(stored)
+    with pytest.raises(CacheMismatchError) as caught:
+        calls(circumstances=replace(STORED, **CHANGES[name]))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{stored / KEY.name} holds rollouts that were made otherwise:"
+    assert lines[1].startswith(f"  {name}: stored ")
+    assert lines[2].startswith('Set skip.on_mismatch = "accept"')
+    assert calls.num_generated == 0
+    assert [fields["on_mismatch"] for fields in calls.events_named("skip_mismatch")] == ["error"]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_accepted_and_listed_or_generated_again_in_place(stored, name):
+    changed = replace(STORED, **CHANGES[name])
+    accepted = Calls(stored, on_mismatch="accept")(circumstances=changed)
+    assert [difference.name for difference in accepted.differences] == [name]
+    assert_same_groups(accepted.groups, GROUPS)
+    again = Calls(stored, on_mismatch="regenerate")
+    assert not again(circumstances=changed).is_replayed
+    found = Calls(stored)(circumstances=changed)
+    assert found.is_replayed
+    assert_same_groups(found.groups, NEW)
+
+
+@pytest.mark.parametrize("action", ["repeat", "repeat_last"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_repeat_asks_only_for_what_training_needs(stored, name, action):
+    calls = Calls(stored, action=action)
+    changed = replace(STORED, **CHANGES[name])
+    if name in ESSENTIAL:
+        with pytest.raises(CacheMismatchError, match=name):
+            calls(EntryKey(step=5), circumstances=changed)
+    else:
+        found = calls(EntryKey(step=5), circumstances=changed)
+        assert (found.source, found.differences) == (KEY, ())
+
+
+def test_other_columns_are_never_accepted(stored):
+    store = EntryStore(str(stored))
+    manifest = store.manifest(KEY)
+    fingerprint = {**manifest.fingerprint, "columns": {**manifest.fingerprint["columns"], "input_ids": "int64"}}
+    store.write(KEY, GROUPS, fingerprint=fingerprint, generate_s=1.0, replace=True)
+    for action in ("cache", "repeat", "repeat_last"):
+        with pytest.raises(CacheMismatchError, match=r"columns\.input_ids"):
+            Calls(stored, action=action, on_mismatch="accept")(EntryKey(step=1))
+
+
+PROMPT_CHANGES = {
+    "tokens": lambda p: replace(p, input_ids=p.input_ids + np.int32(1)),
+    "messages": lambda p: replace(p, messages=({"role": "user", "content": "other"},)),
+    "ground truth": lambda p: replace(p, ground_truth="other"),
+    "source": lambda p: replace(p, data_source="other"),
+    "columns": lambda p: replace(p, columns={**p.columns, "difficulty": 99}),
+}
+
+
+@pytest.mark.parametrize("change", PROMPT_CHANGES.values(), ids=PROMPT_CHANGES)
+def test_a_change_of_any_part_of_a_prompt_is_found_with_its_place(stored, change):
+    with pytest.raises(CacheMismatchError, match=r"of which 1 are the same in the same place; .* is prompt 1"):
+        Calls(stored)(prompts=[PROMPTS[0], change(PROMPTS[1])])
+
+
+def test_the_order_and_the_number_of_prompts_count_and_their_uids_do_not(stored):
+    with pytest.raises(CacheMismatchError, match="the same in another order"):
+        Calls(stored)(prompts=PROMPTS[::-1])
+    with pytest.raises(CacheMismatchError, match="stored 2 prompts, now 1, of which 1"):
+        Calls(stored)(prompts=PROMPTS[:1])
+    renamed = [replace(prompt, uid=f"other-{prompt.uid}") for prompt in PROMPTS]
+    found = Calls(stored)(prompts=renamed)
+    assert [group.prompt.uid for group in found.groups] == ["p0-r1", "p1-r1"]
+
+
+def test_nothing_of_the_live_batch_is_mixed_into_a_hit(stored):
+    live = make_prompts_of(make_groups(num_prompts=5, seed=9))
+    found = Calls(stored, on_mismatch="accept")(prompts=live)
+    unnamed = [
+        replace(
+            group,
+            prompt=replace(group.prompt, uid=group.prompt.uid.removesuffix("-r1")),
+            sessions=tuple(
+                replace(
+                    s,
+                    trajectories=tuple(replace(t, prompt_uid=t.prompt_uid.removesuffix("-r1")) for t in s.trajectories),
+                )
+                for s in group.sessions
+            ),
+        )
+        for group in found.groups
+    ]
+    live_uids = {prompt.uid for prompt in live}
+    kept_uids = {group.prompt.uid for group in found.groups}
+    assert_same_groups(unnamed, GROUPS)
+    assert not (kept_uids & live_uids)
+
+
+def test_circumstances_that_are_no_json_are_refused_by_name(tmp_path):
+    with pytest.raises(DataError, match="the fingerprint's part 'loop' must be JSON"):
+        Calls(tmp_path)(circumstances=replace(STORED, loop={"name": object()}))
+
+
+def test_a_broken_entry_is_reported_set_aside_and_generated_again(stored):
+    chunk = next((stored / KEY.name).rglob("rollout_logprobs/c/0"))
+    raw = bytearray(chunk.read_bytes())
+    raw[30] ^= 1
+    chunk.write_bytes(raw)
+    calls = Calls(stored)
+    assert not calls().is_replayed
+    (event,) = calls.events_named("skip_broken")
+    assert event["path"].startswith(str(stored / KEY.name))
+    assert "rollout_logprobs" in event["path"]
+    assert event["reason"]
+    assert (stored / "broken").is_dir()
+    assert event["set_aside_as"].startswith(str(stored / "broken" / KEY.name))
+    found = calls()
+    assert found.is_replayed
+    assert_same_groups(found.groups, NEW)
+
+
+def test_a_broken_entry_is_an_error_where_that_is_set_and_stays(stored):
+    manifest = stored / KEY.name / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+    calls = Calls(stored, on_broken="error")
+    with pytest.raises(BrokenEntryError, match=r"manifest\.json"):
+        calls()
+    assert manifest.exists()
+    assert calls.num_generated == 0
+    assert calls.events_named("skip_broken")[0]["set_aside_as"] is None
+
+
+@pytest.mark.parametrize("action", ["repeat", "repeat_last"])
+def test_a_repeat_passes_over_broken_entries(tmp_path, action):
+    for step in (1, 2, 3):
+        Calls(tmp_path)(EntryKey(step=step), new=make_groups(seed=step))
+    for step in (1, 3):
+        (tmp_path / EntryKey(step=step).name / "manifest.json").write_bytes(b"{}")
+    calls = Calls(tmp_path, action=action)
+    assert calls(EntryKey(step=10)).source == EntryKey(step=2)
+    assert calls.num_generated == 0
+
+
+def test_the_oldest_entries_go_first_and_every_other_stays_whole(tmp_path):
+    size = None
+    for step in range(1, 6):
+        calls = Calls(tmp_path, max_bytes=None if size is None else int(size * 3.5))
+        calls(EntryKey(step=step), new=GROUPS)
+        size = sum(file.stat().st_size for file in (tmp_path / EntryKey(step=step).name).rglob("*") if file.is_file())
+    store = EntryStore(str(tmp_path))
+    assert [key.step for key in store.entries()] == [3, 4, 5]
+    assert [fields["entry"] for fields in calls.events_named("skip_removed")] == [EntryKey(step=2).name]
+    for key in store.entries():
+        assert_same_groups(store.read(key).groups, GROUPS)
+
+
+def test_an_entry_larger_than_the_limit_is_not_stored_and_nothing_else_goes(stored):
+    calls = Calls(stored, max_bytes=8000)
+    calls(EntryKey(step=2), new=make_groups(num_prompts=8, group_size=8, max_tokens=200))
+    assert [key.step for key in EntryStore(str(stored)).entries()] == [1]
+    assert "larger than max_bytes" in calls.events_named("skip_not_stored")[0]["reason"]
+
+
+def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):
+    groups = [replace(GROUPS[0], prompt=replace(GROUPS[0].prompt, columns={"when": np.datetime64("2026-01-01")}))]
+    calls = Calls(tmp_path)
+    with pytest.raises(CacheError, match="columns of prompt .p0. cannot be stored: it must be JSON"):
+        calls(prompts=PROMPTS, new=groups)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_directory_that_cannot_be_used_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot be made for a skip cache"):
+        Calls(tmp_path / "file")
+    with pytest.raises(CacheError, match="nosuch://place is no place for a skip cache"):
+        Calls("nosuch://place")
+
+
+def test_impossible_options_are_refused_all_at_once():
+    options = SkipOptions(directory="", steps="4-2", action="replay", on_mismatch="no", on_broken="", max_bytes=0)
+    with pytest.raises(SettingsError) as caught:
+        SkipCache(options)
+    assert len(str(caught.value).splitlines()) == 6
+    assert "action must be one of 'cache', 'repeat', 'repeat_last'; found 'replay'." in str(caught.value)
+
+
+def test_every_part_of_the_circumstances_is_compared():
+    names = {field.name for field in dataclasses.fields(Circumstances)}
+    assert {name.partition(".")[0] for name in CHANGES} == names
