@@ -1,0 +1,148 @@
+"""How benchmarks/skip_cache.py talks to the process of a system: lines of JSON, one answer to each request.
+
+    -> (started)                                <- "ready", once the samples are made in the system's own form
+    -> {"operation": "write"}                   <- {"wall_s": s, "size_bytes": n}
+    -> {"operation": "read"}                    <- {"wall_s": s}, what was written last, compared afterwards
+    -> {"operation": "write_unflushed"}         <- {"wall_s": s}, where a system flushes to the disk
+    -> {"operation": "versions"}                <- {package: version}
+    -> {"operation": "quit"}, or end of input   <- (ends with status 0)
+
+A request that fails is answered {"error": "..."}, and the process ends with status 1.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import numpy as np
+from _protocol import private_stdout, write
+from _skip_samples import COLUMNS, Rows, make_samples
+from numpy.typing import NDArray
+
+PACKAGES = ("rl-rollout", "zarr", "numcodecs", "torch", "verl", "tensordict", "numpy")
+
+
+class ChangedError(RuntimeError):
+    """What was read is not what was written."""
+
+
+class System(Protocol):
+    """What is measured. It holds the samples in its own form, ready to be stored."""
+
+    def write(self, place: Path) -> None:
+        """Store the samples in a file or folder that is not there yet."""
+
+    def read(self, place: Path) -> Any:
+        """All samples, in memory and ready for use."""
+
+    def columns(self, found: Any) -> Mapping[str, NDArray[Any]]:
+        """What was read as flat columns, padding left out; not timed."""
+
+
+def serve(opened: Callable[[Rows], System]) -> int:
+    """Open the system, answer requests until there are no more, and give the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--groups", type=int, required=True)
+    options = parser.parse_args()
+    answers = private_stdout()
+    try:
+        samples = make_samples(options.groups)
+        turns = Turns(opened(samples), samples, options.folder)
+        write(answers, "ready")
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["operation"] == "quit":
+                break
+            write(answers, json.dumps(turns.answer(request["operation"])))
+    except Exception as error:
+        traceback.print_exc()
+        write(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        return 1
+    return 0
+
+
+class Turns:
+    """A system's turns: each write makes a place of its own, from which the next read takes."""
+
+    def __init__(self, system: System, samples: Rows, folder: Path) -> None:
+        """Use the system; places are made in the folder."""
+        self._system = system
+        self._samples = samples
+        self._places = (folder / f"{os.getpid()}-{number}" for number in itertools.count())
+        self._place = next(self._places)
+
+    def answer(self, operation: str) -> dict[str, Any]:
+        """Act, and say how long it took."""
+        match operation:
+            case "write":
+                return self._write()
+            case "write_unflushed":
+                with patch("os.fsync", lambda _descriptor: None):
+                    return self._write()
+            case "read":
+                return self._read()
+            case "versions":
+                return versions()
+        raise ValueError(f"operation must be one of this module's list; found {operation!r}.")
+
+    def _write(self) -> dict[str, Any]:
+        remove(self._place)
+        self._place = next(self._places)
+        os.sync()  # else what others left to be written is written in this system's time
+        started = time.perf_counter()
+        self._system.write(self._place)
+        return {"wall_s": time.perf_counter() - started, "size_bytes": size_bytes(self._place)}
+
+    def _read(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        found = self._system.read(self._place)
+        wall_s = time.perf_counter() - started
+        check(self._system.columns(found), self._samples)
+        return {"wall_s": wall_s}
+
+
+def check(found: Mapping[str, NDArray[Any]], samples: Rows) -> None:
+    """Refuse what is not equal, value for value.
+
+    Raises:
+        ChangedError: A column differs.
+    """
+    for name in COLUMNS:
+        if not np.array_equal(found[name], samples.columns[name]):
+            raise ChangedError(f"{name} must be read as it was written; {len(found[name])} values were read, changed.")
+
+
+def size_bytes(place: Path) -> int:
+    """Of a file, or of all files in a folder."""
+    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
+def remove(place: Path) -> None:
+    """Remove a file or folder, or nothing."""
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,221 @@
+"""The skip cache side by side with torch.save of rows and of padded batches, and with verl's rollout dump.
+
+    nox -s bench -- skip-cache [--rounds 12] [--folder DIR] [--quick] [--json FILE]
+
+Each system is a process with the same samples; they take turns, a write and a read each. benchmarks/README.md says what
+is timed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from _peer import Peer, PeerFailedError
+from _skip_samples import NUM_GROUPS, make_samples
+from _skip_summary import (
+    COMPRESSED,
+    OURS,
+    PADDED,
+    ROWS,
+    VERL,
+    Measured,
+    comparisons,
+    flushes,
+    result_rows,
+    targets,
+)
+
+BENCHMARKS = Path(__file__).resolve().parent
+PROGRAMS = {
+    OURS: ("our_skip_cache.py",),
+    COMPRESSED: ("our_skip_cache.py", "--compress"),
+    ROWS: ("torch_files.py",),
+    PADDED: ("torch_files.py", "--padded"),
+    VERL: ("verl_skip.py",),
+}
+OPTIONAL = (VERL,)
+"""Left out, with the reason, where their environment cannot be made or does not start."""
+FLUSHING = (OURS, COMPRESSED)
+"""Their writes wait for the disk; what that costs is measured by writes that do not."""
+QUICK_GROUPS, QUICK_ROUNDS = 4, 2
+ANSWER_TIMEOUT_S = 120.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the comparison and give the exit status: 0 unless a system fails that is not optional."""
+    options = parse(words)
+    if options.rounds < 1 or (options.folder is not None and not options.folder.is_dir()):
+        sys.stderr.write(f"error: --rounds must be at least 1, --folder one that is there; found {words}\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
+    load_before = os.getloadavg()[0]
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-skip-", dir=options.folder) as folder:
+            measured, skipped = run(options, Path(folder))
+    except PeerFailedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    report = new_report(options, measured, skipped)
+    report["environment"] |= {"load_before": load_before, "load_after": os.getloadavg()[0]}
+    print_report(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {options.json}")
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="nox -s bench -- skip-cache", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12, help="in which all systems take turns, after a warm-up")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary folder if none")
+    parser.add_argument("--quick", action="store_true", help="few samples and rounds: does it run at all")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(words)
+    options.groups = QUICK_GROUPS if options.quick else NUM_GROUPS
+    options.rounds = QUICK_ROUNDS if options.quick else options.rounds
+    return options
+
+
+def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured], dict[str, str]]:
+    """What each system measured, and why one was left out.
+
+    Raises:
+        PeerFailedError: A system that is not optional did not start, or could not go on.
+    """
+    measured: dict[str, Measured] = {}
+    skipped: dict[str, str] = {}
+    with ExitStack() as stack:
+        peers: dict[str, Peer] = {}
+        for system in PROGRAMS:
+            with leaving_out(system, skipped):
+                peers[system] = stack.enter_context(start(system, options.groups, folder))
+                measured[system] = Measured()
+        for number in range(options.rounds + 1):
+            order = [system for system in peers if system not in skipped]
+            first = number % len(order)  # who begins changes from round to round
+            for system in [*order[first:], *order[:first]]:
+                with leaving_out(system, skipped):
+                    take_turn(system, peers[system], measured[system], is_warm_up=number == 0)
+            say(f"{time.strftime('%H:%M:%S')}  {f'round {number}' if number else 'warm-up'}")
+        for system in [system for system in peers if system not in skipped]:
+            measured[system].versions = peers[system].ask({"operation": "versions"}, timeout_s=ANSWER_TIMEOUT_S)
+    return {system: found for system, found in measured.items() if system not in skipped}, skipped
+
+
+@contextmanager
+def leaving_out(system: str, skipped: dict[str, str]) -> Iterator[None]:
+    """Note why an optional system cannot go on."""
+    try:
+        yield
+    except PeerFailedError as error:
+        if system not in OPTIONAL:
+            raise
+        skipped[system] = str(error)
+        say(f"{system} is left out: {error}")
+
+
+def start(system: str, num_groups: int, folder: Path) -> Peer:
+    """Start a system and wait until it has the samples.
+
+    Raises:
+        PeerFailedError: It did not get ready, or its environment is not there.
+    """
+    python = os.environ.get("VERL_PYTHON", "") if system == VERL else sys.executable
+    if not Path(python).is_file():
+        raise PeerFailedError(
+            f"VERL_PYTHON must name the python of an environment with verl, which nox makes from locks/verl.txt; found "
+            f"{python!r}."
+        )
+    program, *words = PROGRAMS[system]
+    command = [python, str(BENCHMARKS / "peers" / program), *words, f"--folder={folder}", f"--groups={num_groups}"]
+    variables = {"PYTHONPATH": str(BENCHMARKS), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    return Peer(system, command, folder, variables=variables)
+
+
+def take_turn(system: str, peer: Peer, found: Measured, *, is_warm_up: bool) -> None:
+    """A write and a read; of ours one more write, which does not wait for the disk."""
+    unflushed = peer.ask({"operation": "write_unflushed"}, timeout_s=ANSWER_TIMEOUT_S) if system in FLUSHING else None
+    written = peer.ask({"operation": "write"}, timeout_s=ANSWER_TIMEOUT_S)
+    read = peer.ask({"operation": "read"}, timeout_s=ANSWER_TIMEOUT_S)
+    found.size_bytes = written["size_bytes"]
+    if not is_warm_up:
+        found.wall_s["write"].append(written["wall_s"])
+        found.wall_s["read"].append(read["wall_s"])
+        found.unflushed_s += [unflushed["wall_s"]] if unflushed else []
+
+
+def new_report(
+    options: argparse.Namespace, measured: Mapping[str, Measured], skipped: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything that goes into the file."""
+    samples = make_samples(options.groups)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "benchmark": "skip-cache",
+        "date": time.strftime("%Y-%m-%d"),
+        "payload": {
+            "samples": len(samples.lengths),
+            "tokens": int(samples.lengths.sum()),
+            "bytes": samples.size_bytes,
+            "is_quick": options.quick,
+        },
+        "rounds": options.rounds,
+        "results": result_rows(measured, payload_bytes=samples.size_bytes),
+        "comparisons": comparisons(measured),
+        "flushes": flushes(measured),
+        "targets": targets(measured, payload_bytes=samples.size_bytes),
+        "skipped": dict(skipped),
+        "environment": {
+            "cores": os.cpu_count(),
+            "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
+            "python": platform.python_version(),
+            "versions": {system: found.versions for system, found in measured.items()},
+        },
+    }
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """The tables."""
+    payload = report["payload"]
+    say(
+        f"\n{payload['samples']} samples, {payload['bytes'] / 1e6:.1f} MB: input_ids and position_ids int64, logprobs "
+        f"float32, mask int8; {report['rounds']} rounds.\nMB/s are of these bytes, whatever a system makes of them. "
+        "Ours stores ids as int32, derives positions and policy\nversions, and waits for the disk; the others do not."
+    )
+    say(f"  {'system':17}{'operation':11}{'MB/s':>8}{'quartiles':>16}{'best':>8}{'on disk, MB':>14}")
+    for row in report["results"]:
+        first, third = row["mb_per_s_quartiles"]
+        speeds = f"{row['mb_per_s']:>8.0f}{f'{first:.0f} to {third:.0f}':>16}{row['mb_per_s_best']:>8.0f}"
+        say(f"  {row['system']:17}{row['operation']:11}{speeds}{row['size_mb']:>14.1f}")
+    say("\ntimes as fast, median of the rounds (quartiles)")
+    for row in report["comparisons"]:
+        first, third = row["ratio_quartiles"]
+        name = f"{row['operation']}: {row['system']} over {row['peer']}"
+        say(f"  {name:40}{row['ratio']:>8.2f}  ({first:.2f} to {third:.2f})")
+    for system, flush in report["flushes"].items():
+        say(f"  {system}: {flush['flush_ms']:.1f} ms of a write, {flush['share_of_write']:.0%}, wait for the disk")
+    for system, reason in report["skipped"].items():
+        say(f"  {system} was left out: {reason}")
+    say("\ntargets")
+    for claim in report["targets"]:
+        wanted = f"{claim['relation']} {claim['wanted']:g}"
+        say(f"  {claim['target']}: {claim['found']:g}; wanted {wanted}: {'met' if claim['is_met'] else 'missed'}")
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
