@@ -10,9 +10,9 @@ MEASURED = ("timing_s/", "perf/", "agent_loop/")
 """Metrics that are measured with a clock, or chosen by one (the slowest)."""
 
 
-def learnt(run: TinyRun) -> dict[str, bytes]:
+def learnt(run: TinyRun, *, step: int = 4) -> dict[str, bytes]:
     """Every file of the last checkpoint but those with wall times."""
-    folder = run.run_folder / "checkpoints" / "step_4"
+    folder = run.run_folder / "checkpoints" / f"step_{step}"
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     timed = ("trainer.json", "manifest.json")
     return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.name not in timed}

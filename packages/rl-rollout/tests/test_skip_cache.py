@@ -236,7 +236,7 @@ def test_an_entry_larger_than_the_limit_is_not_stored_and_nothing_else_goes(stor
 def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):
     groups = [replace(GROUPS[0], prompt=replace(GROUPS[0].prompt, columns={"when": np.datetime64("2026-01-01")}))]
     calls = Calls(tmp_path)
-    with pytest.raises(CacheError, match="columns of prompt .p0. cannot be stored: it must be JSON"):
+    with pytest.raises(CacheError, match=r"columns of prompt .p0. cannot be stored: it must be JSON"):
         calls(prompts=PROMPTS, new=groups)
     assert [path.name for path in tmp_path.iterdir()] == []
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from rl_core import Prompt
 from rl_core.publish import PublishReport
@@ -58,7 +57,7 @@ class Replay:
 
     def _circumstances(self, rollout: Rollout, sampling: SamplingParams, num_sessions: int) -> Circumstances:
         settings = self._settings
-        options: dict[str, Any] = asdict(settings.reward)
+        reward = asdict(settings.reward)
         return Circumstances(
             policy={"weights": self._weights},
             tokenizer=self._inputs.tokenizer.fingerprint,
@@ -66,7 +65,7 @@ class Replay:
             group_size=num_sessions,
             loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
             tools=rollout.tool_schemas,
-            reward=with_file_contents(options),
+            reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts")}),
             seed=settings.run.seed,
             versions={**package_versions(), "engine": self._engine or ""},
         )

@@ -114,7 +114,7 @@ def prompt_digest(prompt: Prompt) -> str:
 
 
 def with_file_contents(options: Json) -> Json:
-    """Options in which every file that they name is followed by the digest of its content.
+    """Options in which every file that they name is followed by the digest of its content, and its folder left out.
 
     A text counts as a file's name when such a file exists: "rewards.py:score", "servers/search.py". What these files
     import from others is not looked at.
@@ -124,7 +124,7 @@ def with_file_contents(options: Json) -> Json:
     if isinstance(options, list | tuple):
         return [with_file_contents(value) for value in options]
     digest = _file_digest(options) if isinstance(options, str) else None
-    return options if digest is None else {"name": options, "content": digest}
+    return options if digest is None else {"file": options.rpartition("/")[2], "content": digest}
 
 
 def digest_of(*parts: bytes) -> str:

@@ -1,0 +1,180 @@
+"""Runs that replay their rollouts from a skip cache learn what they learnt when they generated them."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_equality import differing_metrics, learnt, metrics_without_clock, summary
+from tiny_run import (
+    NUM_PROBLEMS,
+    REWARDS_BEFORE_STEP_1,
+    REWARDS_PER_STEP,
+    TinyRun,
+    copy_tiny_run,
+    make_tiny_run,
+    train_here,
+)
+from train_process import training, wait_until_held
+
+from rl_metrics.events import read_events
+from rl_metrics.trackers.jsonl import read_metrics
+
+STEPS = 10
+IN_STEP_6 = REWARDS_BEFORE_STEP_1 + 5 * REWARDS_PER_STEP + 2 * NUM_PROBLEMS["validation"] + REWARDS_PER_STEP // 2
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run of ten steps whose rollouts were stored, in `cache` of its folder."""
+    run = make_tiny_run(tmp_path_factory.mktemp("cached"))
+    assert train_here(run, trainer__steps=STEPS, **cache_of(run)) == 0
+    return run
+
+
+@pytest.fixture
+def run(cached: TinyRun, tmp_path: Path) -> TinyRun:
+    """The same run, not begun, with what is stored."""
+    return copy_tiny_run(cached, tmp_path / "run")
+
+
+def cache_of(run: TinyRun, **options: Any) -> dict[str, Any]:
+    return {"skip__enabled": True, "skip__directory": run.folder / "cache"} | {
+        f"skip__{name}": value for name, value in options.items()
+    }
+
+
+def replayed(run: TinyRun) -> list[float | None]:
+    """`rollout/replayed` of each step from 1."""
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    return [row.metrics.get("rollout/replayed") for row in rows if row.step]
+
+
+def events(run: TinyRun, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.run_folder / "events.jsonl") if event["event"] == name]
+
+
+def differing(run: TinyRun, expected: TinyRun) -> list[str]:
+    """Metrics that differ, beside the mark of a replay."""
+    return [line for line in differing_metrics(run, expected) if "rollout/replayed" not in line]
+
+
+def test_a_replayed_run_has_the_losses_and_metrics_of_the_one_that_generated(run: TinyRun, cached: TinyRun) -> None:
+    assert train_here(run, trainer__steps=STEPS, **cache_of(run)) == 0
+    assert replayed(cached) == [0.0] * STEPS
+    assert replayed(run) == [1.0] * STEPS
+    assert differing(run, cached) == []
+    assert learnt(run, step=STEPS) == learnt(cached, step=STEPS)
+    assert summary(run) == summary(cached)
+    assert len(events(cached, "skip_stored")) == len(events(run, "skip_hit")) == STEPS
+    for row in read_metrics(run.run_folder / "metrics.jsonl"):
+        if row.step:
+            assert 0 < row.metrics["timing_s/load_rollouts"] <= row.metrics["timing_s/gen"]
+            assert row.metrics["timing_s/replayed_gen"] > 0
+            assert "timing_s/reward" not in row.metrics
+
+
+def test_storing_changes_nothing_of_a_run(run: TinyRun, cached: TinyRun) -> None:
+    assert train_here(run, trainer__steps=STEPS) == 0
+    assert replayed(run) == [None] * STEPS
+    assert differing(run, cached) == []
+    assert learnt(run, step=STEPS) == learnt(cached, step=STEPS)
+
+
+def test_a_run_that_replays_a_part_goes_on_with_the_prompts_that_come_next(run: TinyRun, cached: TinyRun) -> None:
+    """The source of prompts advances with every replay: what is generated afterwards is what always was."""
+    assert train_here(run, trainer__steps=STEPS, **cache_of(run, steps="1-4,7")) == 0
+    assert replayed(run) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert differing(run, cached) == []
+    assert learnt(run, step=STEPS) == learnt(cached, step=STEPS)
+
+
+def test_a_run_killed_in_the_middle_stores_and_replays_on(run: TinyRun, cached: TinyRun) -> None:
+    """Killed in step 6, with checkpoints of step 2 and 4: steps 5 and on come from the cache, then are generated."""
+    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
+    with training(run, hold_after=IN_STEP_6, reward__timeout_s=None, trainer__steps=STEPS, **options) as process:
+        wait_until_held(process, run)
+        process.wait_until(lambda: len(events(run, "checkpoint_saved")) == 2, "checkpoint of step 4")
+        process.signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert train_here(run, "--resume", trainer__steps=STEPS, **options) == 0
+    assert replayed(run) == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert differing(run, cached) == []
+    assert learnt(run, step=STEPS) == learnt(cached, step=STEPS)
+
+
+def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accepted(
+    run: TinyRun, cached: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"trainer__steps": 3, "learner__learning_rate": 1e-4}
+    assert train_here(run, **settings, **cache_of(run)) == 1
+    error = capsys.readouterr().err
+    assert "train-00000002-0000 holds rollouts that were made otherwise:\n  policy.weights: stored " in error
+    assert 'skip.on_mismatch = "accept"' in error
+    (mismatch,) = events(run, "skip_mismatch")
+    assert mismatch["wanted"] == "train-00000002-0000"
+    assert train_here(run, **settings, run__if_exists="archive", **cache_of(run, on_mismatch="accept")) == 0
+    assert replayed(run) == [1.0] * 3
+    assert len(events(run, "skip_mismatch")) == 2
+    rewards, stored = (
+        [m["critic/rewards/mean"] for step, m in metrics_without_clock(r) if step] for r in (run, cached)
+    )
+    assert rewards == stored[:3]
+
+
+def test_one_step_is_trained_on_again_and_again(run: TinyRun, cached: TinyRun) -> None:
+    """repeat_last on one stored step: the rewards stay, the loss moves, the staleness says how old the tokens are."""
+    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__action": "repeat_last"}
+    assert train_here(run, trainer__steps=4, **options) == 0
+    assert replayed(run) == [0.0, 1.0, 1.0, 1.0]
+    rows = [metrics for step, metrics in metrics_without_clock(run) if step]
+    assert len({row["critic/rewards/mean"] for row in rows}) == 1
+    assert [row["training/staleness/max"] for row in rows] == [0.0, 1.0, 2.0, 3.0]
+    assert len({row["actor/loss"] for row in rows}) == 4
+
+
+def test_refilled_steps_have_an_entry_for_each_round(run: TinyRun) -> None:
+    settings = {"trainer__steps": 2, "refill__filter": "reward_spread", "refill__max_rounds": 2}
+    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
+    assert train_here(run, **settings, **options) == 0
+    first = metrics_without_clock(run)
+    rounds = sum(int(metrics["rollout/num_rounds"]) for step, metrics in first if step)
+    assert len(events(run, "skip_stored")) == rounds
+    assert train_here(run, **settings, **options, run__if_exists="archive") == 0
+    assert replayed(run) == [1.0, 1.0]
+    again = metrics_without_clock(run)
+    for rows in (first, again):
+        for _, metrics in rows:
+            metrics.pop("rollout/replayed", None)
+    assert again == first
+
+
+def test_validation_is_replayed_where_that_is_asked_for(run: TinyRun) -> None:
+    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__validation": True}
+    assert train_here(run, trainer__steps=2, **options) == 0
+    names = sorted(path.name for path in (run.folder / "fresh").iterdir())
+    assert names == [
+        *(f"{kind}-{step:08d}-0000" for kind, step in (("test", 0), ("test", 2), ("train", 1), ("train", 2))),
+        "validation-00000000-0000",
+        "validation-00000002-0000",
+    ]
+    first = summary(run)
+    assert train_here(run, trainer__steps=2, run__if_exists="archive", **options) == 0
+    assert summary(run) == first
+    assert len(events(run, "skip_hit")) == 6
+
+
+def test_mistakes_in_the_settings_are_refused_before_anything_starts(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(run, **cache_of(run, steps="5-2", max_bytes=0)) == 2
+    error = capsys.readouterr().err
+    assert "skip.max_bytes must be at least 1, or none; found 0." in error
+    assert "skip.steps has the range '5-2', which runs backwards" in error
+    assert train_here(run, **cache_of(run, action="again")) == 2
+    assert "skip.action" in capsys.readouterr().err
+    (run.folder / "file").write_text("")
+    assert train_here(run, skip__enabled=True, skip__directory=run.folder / "file") != 0
+    assert "cannot be made for a skip cache" in capsys.readouterr().err
+    assert train_here(run, "--dry-run", **cache_of(run, steps="1-3")) == 0
+    assert f"steps 1-3 from the skip cache {run.folder / 'cache'} (skip.action = cache)" in capsys.readouterr().out
