@@ -1,0 +1,302 @@
+"""The command `rl-rollout`."""
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core.errors import BrokenEntryError, RLError
+from rl_core.queue.report_text import printable
+from rl_rollout.skip.commands import (
+    choose_entry,
+    list_entries,
+    newest_entry,
+    open_store,
+    prune_entries,
+    some_entries,
+    verify_entries,
+)
+from rl_rollout.skip.differences import compare_entries, compare_folders
+from rl_rollout.skip.report import Verified, as_plain
+from rl_rollout.skip.report_text import (
+    as_json,
+    entry_difference_text,
+    folder_difference_text,
+    listing_text,
+    pruning_text,
+    verification_text,
+    verified_line,
+)
+from rl_rollout.skip.shown import ShowOptions, show_entry
+from rl_rollout.skip.shown_text import shown_text
+
+FOUND, REFUSED, INTERRUPTED = 1, 2, 130
+DEFAULT_GROUPS, DEFAULT_SESSIONS = 2, 2
+SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+ERASE_LINE = "\r\x1b[K"
+
+EPILOG = "Exit status: 0; 1 where something is broken or differs; 2 where the command cannot do what it is told."
+DIRECTORY = "a local folder, or a URL that fsspec knows, such as s3://bucket/rollouts"
+JSON = "as one JSON object"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; None takes the process's.
+
+    Returns:
+        The exit status: 0; 1 where an entry is broken or two differ; 2 where there is nothing of what was asked for.
+    """
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except BrokenEntryError as error:
+        _complain(f"BROKEN {error}")
+        return FOUND
+    except RLError as error:
+        _complain(str(error))
+        return REFUSED
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "500M", "1.5GB" or "20Gi"; k, M, G and T count in thousands, Ki, Mi, Gi, Ti in 1024s.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a size such as 500000, 500M, 1.5GB or 20Gi was expected; found {text!r}")
+    base = 1024 if match[3] else 1000
+    unit: int = base ** POWERS[(match[2] or "").lower()]
+    return round(float(match[1]) * unit)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    listing = list_entries(open_store(arguments.directory), arguments.directory)
+    _write(_json(listing) if arguments.json else listing_text(listing))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    directory = arguments.directory
+    store = open_store(directory)
+    keys = some_entries(store, directory)
+    choice = None
+    if arguments.entry is not None:
+        key = choose_entry(keys, arguments.entry, directory)
+    else:
+        key = newest_entry(store, keys)
+        choice = "the only one" if len(keys) == 1 else f"the newest of {len(keys)}; name another to see that"
+    options = ShowOptions(max_groups=arguments.groups, max_sessions=arguments.sessions, tokenizer=arguments.tokenizer)
+    shown = show_entry(store, key, directory, choice=choice, options=options)
+    _write(_json(shown) if arguments.json else shown_text(shown, is_full=arguments.full))
+    return 0 if shown.entry.fault is None else FOUND
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    directory = arguments.directory
+    store = open_store(directory)
+    keys = some_entries(store, directory)
+    chosen = [choose_entry(keys, text, directory) for text in arguments.entries] or keys
+    is_watched = sys.stderr.isatty()
+
+    def say(verified: Verified, num_read: int, num_all: int) -> None:
+        if is_watched:
+            sys.stderr.write(ERASE_LINE)
+        if not arguments.json:
+            _write(verified_line(verified))
+        if is_watched and num_read < num_all:
+            sys.stderr.write(f"read {num_read} of {num_all} entries")
+            sys.stderr.flush()
+
+    found = verify_entries(store, chosen, directory, on_verified=say)
+    _write(_json(found) if arguments.json else verification_text(found))
+    return FOUND if found.num_broken else 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    if arguments.b is None:
+        first, second = arguments.directory, arguments.a
+        one, other = ((open_store(directory), directory) for directory in (first, second))
+        some_entries(*one), some_entries(*other)
+        folders = compare_folders(one, other)
+        _write(_json(folders, is_same=folders.is_same) if arguments.json else folder_difference_text(folders))
+        return 0 if folders.is_same else FOUND
+    store = open_store(arguments.directory)
+    keys = some_entries(store, arguments.directory)
+    a, b = (choose_entry(keys, text, arguments.directory) for text in (arguments.a, arguments.b))
+    found = compare_entries((store, a), (store, b))
+    _write(_json(found, is_same=found.is_same) if arguments.json else entry_difference_text(found))
+    return 0 if found.is_same else FOUND
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    if arguments.max_bytes is None and not arguments.broken:
+        _complain("prune needs --max-bytes SIZE, --broken, or both: without them nothing is known to be unwanted.")
+        return REFUSED
+    found = prune_entries(
+        open_store(arguments.directory),
+        arguments.directory,
+        max_bytes=arguments.max_bytes,
+        is_broken_removed=arguments.broken,
+        is_dry_run=arguments.dry_run,
+    )
+    _write(_json(found) if arguments.json else pruning_text(found))
+    return 0
+
+
+def _json(report: msgspec.Struct, **more: Any) -> str:
+    return as_json(as_plain({**more, **msgspec.to_builtins(report, str_keys=True)}))
+
+
+def _complain(text: str) -> None:
+    lines = (printable(line, width=None) for line in text.split("\n"))
+    sys.stderr.write("rl-rollout: " + "\n".join(lines) + "\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard output; a reader that has gone away, such as `head`, is no error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, quietly
+        raise
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"a number from 0 was expected; found {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rl-rollout", description="Works with rollouts that are stored.")
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    cache = parts.add_parser(
+        "cache",
+        help="skip caches: stored rollouts that a run replays",
+        description="Looks into a skip cache, the directory given as skip.directory, also while runs use it.",
+        epilog=EPILOG,
+    )
+    verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_ls(verbs)
+    _add_show(verbs)
+    _add_verify(verbs)
+    _add_diff(verbs)
+    _add_prune(verbs)
+    return parser
+
+
+def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int], texts: tuple[str, str, str]) -> Any:
+    """A verb with its help, its description and its examples."""
+    summary, description, examples = texts
+    shown = "\n".join(f"  rl-rollout cache {name} {example}" for example in examples.split("\n"))
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"examples:\n{shown}\n\n{EPILOG}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.set_defaults(run=run)
+    verb.add_argument("directory", metavar="DIR", help=DIRECTORY)
+    verb.add_argument("--json", action="store_true", help=JSON)
+    return verb
+
+
+def _add_ls(verbs: Any) -> None:
+    description = (
+        "Lists entries by their manifests and the sizes of their files; arrays are not read. Sizes are of all files.\n"
+        "A broken entry is listed with its path and reason, and is no error here."
+    )
+    _add_verb(
+        verbs,
+        "ls",
+        run=_list,
+        texts=("list entries", description, "skip-cache\ns3://bucket/rollouts --json"),
+    )
+
+
+def _add_show(verbs: Any) -> None:
+    description = (
+        "Shows what an entry was made of, and its prompts and responses. Reads it whole, every byte checked.\n"
+        "Tokens become text by the tokenizer in FOLDER, or in the folder of the policy where the entry names it."
+    )
+    examples = (
+        "skip-cache\nskip-cache 7 --tokenizer models/Qwen3-0.6B --groups 1 --sessions 8\nskip-cache 7 --json --full"
+    )
+    verb = _add_verb(verbs, "show", run=_show, texts=("show prompts and responses", description, examples))
+    verb.add_argument("entry", nargs="?", metavar="ENTRY", help="an entry's name, or its step (default: the newest)")
+    verb.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a local model folder; needs transformers")
+    verb.add_argument(
+        "--groups",
+        type=_count,
+        default=DEFAULT_GROUPS,
+        metavar="N",
+        help=f"prompts to show (default: {DEFAULT_GROUPS})",
+    )
+    verb.add_argument(
+        "--sessions",
+        type=_count,
+        default=DEFAULT_SESSIONS,
+        metavar="N",
+        help=f"sessions of each prompt to show (default: {DEFAULT_SESSIONS})",
+    )
+    verb.add_argument("--full", action="store_true", help="do not cut long texts; --json never does")
+
+
+def _add_verify(verbs: Any) -> None:
+    description = "Reads entries whole and checks every byte by its checksum. Changes nothing."
+    examples = "skip-cache\nskip-cache train-00000007-0000 8 9"
+    verb = _add_verb(verbs, "verify", run=_verify, texts=("read entries whole", description, examples))
+    verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
+
+
+def _add_diff(verbs: Any) -> None:
+    description = (
+        "Compares two entries of one directory, or all that two directories have in common: first what they were made\n"
+        "of, then prompts by content, sessions and trajectories by index: tokens, logprobs, rewards, failures.\n"
+        "uids, timings and times of making are not compared."
+    )
+    examples = "skip-cache 7 8\nruns/a/skip-cache runs/b/skip-cache"
+    verb = _add_verb(verbs, "diff", run=_diff, texts=("compare entries or directories", description, examples))
+    verb.add_argument("a", metavar="A", help="an entry's name or step; without B, another directory")
+    verb.add_argument("b", nargs="?", metavar="B", help="an entry's name or step")
+
+
+def _add_prune(verbs: Any) -> None:
+    description = (
+        "Removes what writers left that died, then what was set aside and the oldest entries until no more than SIZE\n"
+        "is left. Entries go whole, also while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi,\n"
+        "Gi, Ti of 1024. On an object store, what a writer left counts as such after an hour."
+    )
+    examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken"
+    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove what is old or broken", description, examples))
+    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="most bytes of everything that stays")
+    verb.add_argument("--broken", action="store_true", help="remove broken entries and what was set aside in broken/")
+    verb.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
