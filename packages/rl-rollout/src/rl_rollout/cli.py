@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        _complain(str(error))
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 
