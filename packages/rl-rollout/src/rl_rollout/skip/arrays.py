@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rl_core.checksums import checksum
 from rl_core.errors import BrokenEntryError, MissingExtraError
 from rl_core.records import Json
+from rl_rollout.skip.bounded_json import load_json, shown
 from rl_rollout.skip.manifest import ArraySpec, FileSpec
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ MAX_CHUNK_BYTES = 1 << 24
 MAX_METADATA_BYTES = 1 << 14
 BLOSC_HEADER = struct.Struct("<BBBBIII")
 """Version, version of the codec, flags, type size, bytes of the content, of a block, and of the whole chunk."""
+BLOSC_VERSION = 2
+BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
+"""Flags of a chunk by lz4; and those that it may have besides: bits are shuffled, stored as it is, blocks not split."""
 MAX_RATIO = 256
 """lz4 makes at most 255 bytes of one."""
 
@@ -112,7 +116,9 @@ def decode_array(files: Mapping[str, bytes], spec: ArraySpec, *, path: str) -> N
             raise BrokenEntryError(f"{path}/c/{index}", "its checksum is not the manifest's")
         if spec.is_compressed:
             _check_blosc(content, spec, path=f"{path}/c/{index}")
-    opened, _ = _open(files, writable=False)
+    # zarr reads what was checked against, and nothing of the file.
+    canonical = json.dumps(array_metadata(spec)).encode()
+    opened, _ = _open({**files, METADATA: canonical}, writable=False)
     try:
         values: NDArray[Any] = np.asarray(opened[:])
     except Exception as error:  # codecs raise many kinds
@@ -145,16 +151,26 @@ def _check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
     if checksum(content) != spec.metadata.crc32c:
         raise BrokenEntryError(where, "its checksum is not the manifest's")
     try:
-        found = json.loads(content)
+        found = load_json(content, max_values=MAX_METADATA_BYTES)
     except (ValueError, RecursionError) as error:
         raise BrokenEntryError(where, f"it is not JSON ({type(error).__name__}: {error})") from None
     expected = array_metadata(spec)
     if not isinstance(found, dict) or set(found) != set(expected):
         raise BrokenEntryError(where, f"it must be an object with {', '.join(sorted(expected))}")
     for name, value in expected.items():
-        if found[name] != value or type(found[name]) is not type(value):
-            shown = json.dumps(found[name])
-            raise BrokenEntryError(where, f"{name} must be {json.dumps(value)}; found {shown[:200]}")
+        if not _is_same(found[name], value):
+            raise BrokenEntryError(where, f"{name} must be {json.dumps(value)}; found {shown(found[name])}")
+
+
+def _is_same(found: Json, expected: Json) -> bool:
+    """True when two JSON values are equal, and 1 is not 1.0 nor true in any place."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, dict):
+        return found.keys() == expected.keys() and all(_is_same(found[name], expected[name]) for name in found)
+    if isinstance(found, list):
+        return len(found) == len(expected) and all(map(_is_same, found, expected))
+    return bool(found == expected)
 
 
 def _check_blosc(content: bytes, spec: ArraySpec, *, path: str) -> None:
@@ -162,7 +178,11 @@ def _check_blosc(content: bytes, spec: ArraySpec, *, path: str) -> None:
     body_bytes, itemsize = len(content) - CRC_BYTES, np.dtype(spec.dtype).itemsize
     if body_bytes < BLOSC_HEADER.size:
         raise BrokenEntryError(path, f"it has {len(content)} bytes, too few for a compressed chunk")
-    _, _, _, typesize, num_bytes, _, compressed_bytes = BLOSC_HEADER.unpack_from(content)
+    version, _, flags, typesize, num_bytes, block_bytes, compressed_bytes = BLOSC_HEADER.unpack_from(content)
+    if version != BLOSC_VERSION or flags & ~BLOSC_FREE_FLAGS != BLOSC_LZ4 or not 0 < block_bytes <= num_bytes:
+        raise BrokenEntryError(
+            path, f"it must be compressed by lz4 in whole blocks; found version {version}, flags {flags:#x}"
+        )
     expected = (itemsize, spec.chunk_length * itemsize, body_bytes)
     if (typesize, num_bytes, compressed_bytes) != expected:
         raise BrokenEntryError(

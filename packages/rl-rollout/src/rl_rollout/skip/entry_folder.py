@@ -23,6 +23,10 @@ class EntryFiles(Protocol):
         """
         ...
 
+    def is_current(self) -> bool:
+        """False when the entry was removed or replaced since it was opened: what it lacks then says nothing of it."""
+        ...
+
 
 class EntryWriter(Protocol):
     """An entry that is being made."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_rollout.skip.bounded_json import shown_path
 from rl_rollout.skip.entry_folder import EntryFolder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
@@ -89,14 +90,13 @@ class LocalFolder:
     @contextmanager
     def begin(self, name: str) -> Iterator["LocalWriter"]:
         """A new entry, built aside under a lock."""
-        aside = self._root / f"{WRITING}{name}-{secrets.token_hex(TOKEN_BYTES)}"
         try:
-            aside.mkdir(parents=True)
-            lock = os.open(aside, FOLDER_FLAGS)
+            aside, lock = self._make_aside(name)
         except OSError as error:
-            raise CacheError(f"rollouts cannot be stored in {self._root}: {error}.") from error
+            raise CacheError(
+                f"rollouts cannot be stored in {self._root}: {error}. Give a skip.directory that can be written."
+            ) from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield LocalWriter(aside, self._root / name)
         except OSError as error:
             raise CacheError(
@@ -107,21 +107,43 @@ class LocalFolder:
             shutil.rmtree(aside, ignore_errors=True)  # published, it is no longer there
             os.close(lock)
 
+    def _make_aside(self, name: str) -> tuple[Path, int]:
+        """A new folder under a lock; another one where a sweep took the first before it was locked."""
+        while True:
+            aside = self._root / f"{WRITING}{name}-{secrets.token_hex(TOKEN_BYTES)}"
+            aside.mkdir(parents=True)
+            with contextlib.suppress(FileNotFoundError):
+                lock = os.open(aside, FOLDER_FLAGS)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if _is_at(aside, lock):
+                    return aside, lock
+                os.close(lock)
+
     def remove(self, name: str) -> None:
         """Rename an entry, then remove it: it is never seen by half."""
         aside = self._root / f"{REMOVING}{secrets.token_hex(TOKEN_BYTES)}"
-        with contextlib.suppress(FileNotFoundError):
+        try:
             (self._root / name).rename(aside)
-            _remove_tree(aside)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CacheError(f"{self._root / name} cannot be removed: {error}. Remove it by hand.") from error
+        _remove_tree(aside)
 
     def set_aside(self, name: str) -> str | None:
         """Move an entry below `broken`."""
         target = self._root / BROKEN / f"{name}-{secrets.token_hex(TOKEN_BYTES)}"
-        target.parent.mkdir(exist_ok=True)
         try:
+            target.parent.mkdir(exist_ok=True)
+            if target.parent.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a link", str(target.parent))
             (self._root / name).rename(target)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise CacheError(
+                f"{self._root / name} is broken, and cannot be moved to {target.parent}: {error}. Remove both."
+            ) from error
         return str(target)
 
     def set_aside_sizes(self) -> dict[str, int]:
@@ -175,6 +197,10 @@ class LocalFiles:
         self._descriptor = descriptor
         self._path = path
 
+    def is_current(self) -> bool:
+        """False when the entry was removed or replaced since it was opened."""
+        return _is_at(self._path, self._descriptor)
+
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by its path in the entry."""
         found: dict[str, int] = {}
@@ -219,7 +245,7 @@ class LocalFiles:
         with os.scandir(descriptor) as items:
             for item in items:
                 path = f"{stem}{item.name}"
-                where = f"{self._path}/{path}"
+                where = f"{self._path}/{shown_path(path)}"
                 if len(found) >= MAX_FILES or depth >= MAX_DEPTH:
                     raise BrokenEntryError(where, f"an entry has at most {MAX_FILES} files, {MAX_DEPTH} deep")
                 status = os.stat(item.name, dir_fd=descriptor, follow_symlinks=False)
@@ -275,6 +301,14 @@ def _rename_new(source: Path, target: Path) -> bool:
             return False
         raise
     return True
+
+
+def _is_at(path: str | Path, descriptor: int) -> bool:
+    """True when an open folder is the one that a path names."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: str | Path) -> None:

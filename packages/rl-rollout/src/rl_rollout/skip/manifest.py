@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl_core.errors import BrokenEntryError
+from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.records import Json
+from rl_rollout.skip.bounded_json import count_values, load_json, shown
 
 FORMAT = "rl-rollout skip cache entry"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 24
+MAX_MANIFEST_VALUES = 1 << 19
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
 TOKEN_BYTES = 8
 ARRAYS_FOLDER = re.compile(r"arrays-[0-9a-f]{16}")
@@ -87,6 +89,7 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -117,8 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     format: str
     format_version: int
     key: EntryKey
-    created_at: float
-    generate_s: float
+    created_at: Seconds
+    generate_s: Seconds
     counts: Counts
     fingerprint: dict[str, Any]
     arrays_folder: str
@@ -140,9 +143,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's file, which carries its own checksum."""
+    """The manifest's file, which carries its own checksum.
+
+    Raises:
+        CacheError: It is so large that it would not be read.
+    """
     content = msgspec.to_builtins(manifest)
-    return json.dumps({"sha256": _sha256(content), "manifest": content}, indent=1).encode()
+    raw = json.dumps({"sha256": _sha256(content), "manifest": content}, indent=1).encode()
+    if len(raw) > MAX_MANIFEST_BYTES or count_values(raw) > MAX_MANIFEST_VALUES:
+        raise CacheError(
+            f"the manifest of {manifest.key.name} has {len(raw)} bytes and up to {count_values(raw)} values; at most "
+            f"{MAX_MANIFEST_BYTES} and {MAX_MANIFEST_VALUES} are read. Store fewer prompts an entry, or make the "
+            "fingerprint's parts shorter."
+        )
+    return raw
 
 
 def decode_manifest(raw: bytes, *, path: str) -> Manifest:
@@ -152,15 +166,15 @@ def decode_manifest(raw: bytes, *, path: str) -> Manifest:
         BrokenEntryError: It is torn, of another format, or not a manifest.
     """
     try:
-        document = json.loads(raw)
+        document = load_json(raw, max_values=MAX_MANIFEST_VALUES)
         content = document["manifest"]
         if set(document) != {"sha256", "manifest"} or document["sha256"] != _sha256(content):
             raise BrokenEntryError(path, "its checksum is not that of its content")
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             raise BrokenEntryError(path, f"it must be of format {FORMAT!r}, and is not")
         if content.get("format_version") != FORMAT_VERSION:
-            found = content.get("format_version")
-            raise BrokenEntryError(path, f"it must have format_version {FORMAT_VERSION}; found {found!r}")
+            found = shown(content.get("format_version"))
+            raise BrokenEntryError(path, f"it must have format_version {FORMAT_VERSION}; found {found}")
         return msgspec.convert(content, Manifest)
     except (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError) as error:
         raise BrokenEntryError(path, f"it is no manifest ({type(error).__name__}: {error})") from None

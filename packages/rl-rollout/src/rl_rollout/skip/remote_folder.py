@@ -153,6 +153,7 @@ class RemoteFiles:
     def __init__(self, tree: "_RemoteTree") -> None:
         """Name the entry."""
         self._tree = tree
+        self._manifest: bytes | None = None
 
     def has_manifest(self) -> bool:
         """True when the entry is there."""
@@ -175,7 +176,13 @@ class RemoteFiles:
         if len(content) != size_bytes:
             more = " or more" if len(content) > size_bytes else ""
             raise BrokenEntryError(where, f"it must have {size_bytes} bytes; found {len(content)}{more}")
+        if path == MANIFEST:
+            self._manifest = content
         return content
+
+    def is_current(self) -> bool:
+        """True while the manifest that was read is still there."""
+        return self._manifest is None or self._tree.read(MANIFEST, len(self._manifest) + 1) == self._manifest
 
 
 class RemoteWriter:

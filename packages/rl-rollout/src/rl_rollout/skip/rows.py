@@ -18,6 +18,7 @@ from rl_core.ragged import offsets_of
 from rl_core.records import NO_VERSION, FinishReason, Json, Prompt, Timings, Trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
+from rl_rollout.skip.bounded_json import count_values, load_json, shown
 from rl_rollout.skip.manifest import Counts
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -40,7 +41,7 @@ DTYPES = {
 """Every array that an entry may have. `row_versions` takes the place of `policy_versions` where each trajectory was
 sampled by one version throughout."""
 MAX_RECORDS_BYTES = 1 << 28
-"""JSON becomes objects of up to 30 times its size."""
+MAX_RECORDS_VALUES = 1 << 23
 
 
 class _TrajectoryRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -277,10 +278,11 @@ def _encode_records(groups: Sequence[GroupResult]) -> bytes:
                 "the prompt's row, or of what the loop gives."
             ) from error
     raw = f"[{','.join(parts)}]".encode()
-    if len(raw) > MAX_RECORDS_BYTES:
+    if len(raw) > MAX_RECORDS_BYTES or count_values(raw) > MAX_RECORDS_VALUES:
         raise CacheError(
-            f"what is not a token takes {len(raw)} bytes of JSON; an entry holds at most {MAX_RECORDS_BYTES}. Drop "
-            "columns of the prompts that nothing needs, or store fewer prompts an entry."
+            f"what is not a token takes {len(raw)} bytes of JSON with up to {count_values(raw)} values; an entry holds "
+            f"at most {MAX_RECORDS_BYTES} and {MAX_RECORDS_VALUES}. Drop columns of the prompts that nothing needs, or "
+            "store fewer prompts an entry."
         )
     return raw
 
@@ -324,7 +326,7 @@ def _decode_records(raw: NDArray[np.uint8], *, path: str) -> list[_GroupRecord]:
     if len(raw) > MAX_RECORDS_BYTES:
         raise BrokenEntryError(path, f"it has {len(raw)} bytes; at most {MAX_RECORDS_BYTES} were expected")
     try:
-        records = msgspec.convert(json.loads(raw.tobytes()), list[_GroupRecord])
+        records = msgspec.convert(load_json(raw.tobytes(), max_values=MAX_RECORDS_VALUES), list[_GroupRecord])
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise BrokenEntryError(path, f"it cannot be read ({type(error).__name__}: {error})") from None
     known = get_args(FinishReason)
@@ -332,7 +334,9 @@ def _decode_records(raw: NDArray[np.uint8], *, path: str) -> list[_GroupRecord]:
         for session in record.sessions:
             for row in session.trajectories:
                 if row.finish_reason not in known:
-                    raise BrokenEntryError(path, f"finish_reason must be one of {known}; found {row.finish_reason!r}")
+                    raise BrokenEntryError(
+                        path, f"finish_reason must be one of {known}; found {shown(row.finish_reason)}"
+                    )
     return records
 
 

@@ -2,18 +2,19 @@
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.errors import BrokenEntryError
+from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.records import Json
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.arrays import METADATA, check_sizes, decode_array, encode_array, plan_array
+from rl_rollout.skip.bounded_json import shown, shown_path
 from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder
 from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.manifest import (
@@ -32,6 +33,7 @@ from rl_rollout.skip.manifest import (
 from rl_rollout.skip.rows import DTYPES, count, decode_groups, encode_groups, storable
 
 NUM_THREADS = 4
+ReadT = TypeVar("ReadT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,7 @@ class EntryStore:
         Raises:
             BrokenEntryError: It is no entry.
         """
-        with self.folder.open(key.name) as files:
-            return None if files is None else self._read_manifest(files, key, files.sizes())
+        return self._whole(key, lambda files: self._read_manifest(files, key, files.sizes()))
 
     def read(self, key: EntryKey) -> StoredEntry | None:
         """An entry with all that it holds, every byte checked; None where there is none.
@@ -91,14 +92,10 @@ class EntryStore:
             BrokenEntryError: It is no entry, or not whole.
             MissingExtraError: zarr is not installed.
         """
-        path = self.folder.path_of(key.name)
-        with self.folder.open(key.name) as files:
-            if files is None:
-                return None
-            manifest = self._read_manifest(files, key, files.sizes())
-            with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
-                reads = [threads.submit(_read_array, files, name, manifest, path) for name in manifest.arrays]
-                arrays = {name: read.result() for name, read in zip(manifest.arrays, reads, strict=True)}
+        read = self._whole(key, lambda files: self._read_arrays(files, key))
+        if read is None:
+            return None
+        (manifest, arrays), path = read, self.folder.path_of(key.name)
         groups = decode_groups(arrays, path=path)
         if count(groups) != manifest.counts:
             raise BrokenEntryError(path, f"it holds {count(groups)}; the manifest says {manifest.counts}")
@@ -134,20 +131,9 @@ class EntryStore:
         """
         arrays_folder = f"arrays-{secrets.token_hex(TOKEN_BYTES)}"
         groups = storable(groups)
-        with self.folder.begin(key.name) as writer:
-            with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
-                arrays = encode_groups(groups)
-                encoded = list(threads.map(self._encode, arrays.values()))
-                size_bytes = sum(len(content) for _, files in encoded for content in files.values())
-                if max_bytes is not None and size_bytes > max_bytes:
-                    return None
-                files = {
-                    f"{arrays_folder}/{name}/{file}": content
-                    for name, (_, written) in zip(arrays, encoded, strict=True)
-                    for file, content in written.items()
-                }
-                list(threads.map(writer.write, files, files.values()))
-            specs = {name: spec for name, (spec, _) in zip(arrays, encoded, strict=True)}
+        with self.folder.begin(key.name) as writer, ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
+            arrays = self._bounded(encode_groups(groups), key)
+            encoded = list(threads.map(self._encode, arrays.values()))
             manifest = Manifest(
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
@@ -157,9 +143,27 @@ class EntryStore:
                 counts=count(groups),
                 fingerprint=fingerprint,
                 arrays_folder=arrays_folder,
-                arrays=specs,
+                arrays={name: spec for name, (spec, _) in zip(arrays, encoded, strict=True)},
             )
-            return manifest if writer.publish(encode_manifest(manifest), replace=replace) else None
+            raw = encode_manifest(manifest)
+            if max_bytes is not None and manifest.size_bytes + len(raw) > max_bytes:
+                return None
+            files = {
+                f"{arrays_folder}/{name}/{file}": content
+                for name, (_, written) in zip(arrays, encoded, strict=True)
+                for file, content in written.items()
+            }
+            list(threads.map(writer.write, files, files.values()))
+            return manifest if writer.publish(raw, replace=replace) else None
+
+    def _bounded(self, arrays: dict[str, NDArray[Any]], key: EntryKey) -> dict[str, NDArray[Any]]:
+        total = sum(array.nbytes for array in arrays.values())
+        if total > self._max_entry_bytes:
+            raise CacheError(
+                f"rollouts of {key.name} take {total} bytes; an entry holds at most {self._max_entry_bytes}. Leave the "
+                "step out of skip.steps, or turn the cache off."
+            )
+        return arrays
 
     def _encode(self, array: NDArray[Any]) -> tuple[ArraySpec, dict[str, bytes]]:
         return encode_array(array, plan_array(array, compress=self._compress))
@@ -193,18 +197,34 @@ class EntryStore:
     def _ages(self) -> Iterator[tuple[float, int, EntryKey]]:
         """When each entry was made, its bytes and key; a broken one counts as the oldest."""
         for key in self.entries():
+            size_bytes = 0
             try:
-                with self.folder.open(key.name) as files:
-                    if files is None:
-                        continue
-                    sizes = files.sizes()
-                    try:
-                        created_at = self._read_manifest(files, key, sizes).created_at
-                    except BrokenEntryError:
-                        created_at = 0.0
-                    yield created_at, sum(sizes.values()), key
+                size_bytes = self._whole(key, lambda files: sum(files.sizes().values())) or 0
+                manifest = self.manifest(key)
             except BrokenEntryError:
-                yield 0.0, 0, key
+                yield 0.0, size_bytes, key
+            else:
+                if manifest is not None:
+                    yield manifest.created_at, size_bytes, key
+
+    def _whole(self, key: EntryKey, read: Callable[[EntryFiles], ReadT]) -> ReadT | None:
+        """What is read of an entry, None where there is none; read again when it was replaced meanwhile."""
+        while True:
+            with self.folder.open(key.name) as files:
+                if files is None:
+                    return None
+                try:
+                    return read(files)
+                except BrokenEntryError:
+                    if files.is_current():
+                        raise
+
+    def _read_arrays(self, files: EntryFiles, key: EntryKey) -> tuple[Manifest, dict[str, NDArray[Any]]]:
+        path = self.folder.path_of(key.name)
+        manifest = self._read_manifest(files, key, files.sizes())
+        with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
+            reads = [threads.submit(_read_array, files, name, manifest, path) for name in manifest.arrays]
+            return manifest, {name: each.result() for name, each in zip(manifest.arrays, reads, strict=True)}
 
     def _read_manifest(self, files: EntryFiles, key: EntryKey, sizes: dict[str, int]) -> Manifest:
         path = self.folder.path_of(key.name)
@@ -216,19 +236,21 @@ class EntryStore:
             raise BrokenEntryError(where, f"it has {size} bytes; at most {MAX_MANIFEST_BYTES} were expected")
         manifest = decode_manifest(files.read(MANIFEST, size), path=where)
         if manifest.key != key:
-            raise BrokenEntryError(where, f"it is of {manifest.key.name}")
+            raise BrokenEntryError(where, f"it is of {shown(manifest.key.name)}")
         self._check(manifest, sizes, path=path)
         return manifest
 
     def _check(self, manifest: Manifest, sizes: dict[str, int], *, path: str) -> None:
         """Refuse what is too large, unknown, missing or too many, before any of it is read."""
         if ARRAYS_FOLDER.fullmatch(manifest.arrays_folder) is None:
-            raise BrokenEntryError(path, f"its arrays are in {manifest.arrays_folder!r}; expected arrays-<16 digits>")
+            raise BrokenEntryError(
+                path, f"its arrays are in {shown(manifest.arrays_folder)}; expected arrays-<16 digits>"
+            )
         total = 0
         for name, spec in manifest.arrays.items():
             if name not in DTYPES or spec.dtype != DTYPES[name]:
                 known = ", ".join(f"{known} ({dtype})" for known, dtype in DTYPES.items())
-                raise BrokenEntryError(path, f"it has the array {name[:80]!r} of {spec.dtype[:80]}; known: {known}")
+                raise BrokenEntryError(path, f"it has the array {shown(name)} of {shown(spec.dtype)}; known: {known}")
             total += spec.shape[0] * np.dtype(spec.dtype).itemsize
             if total > self._max_entry_bytes:
                 raise BrokenEntryError(path, f"its arrays take {total} bytes; at most {self._max_entry_bytes} are read")
@@ -239,7 +261,7 @@ class EntryStore:
         for file in sorted(expected.keys() | found.keys()):
             if expected.get(file) != found.get(file):
                 raise BrokenEntryError(
-                    f"{path}/{file}",
+                    f"{path}/{shown_path(file)}",
                     f"it must {_shown_size(expected.get(file))}; it {_shown_size(found.get(file), is_found=True)}",
                 )
 

@@ -1,0 +1,144 @@
+"""Entries of a skip cache made by somebody who gets every checksum right, and a child process that reads them."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from skip_groups import make_groups
+
+from rl_core.checksums import checksum
+from rl_rollout.skip import EntryKey, EntryStore
+from rl_rollout.skip.arrays import encode_array, plan_array
+from rl_rollout.skip.rows import encode_groups
+
+KEY = EntryKey(step=1)
+READER = Path(__file__).with_name("skip_reader.py")
+DEADLINE_S = 240.0
+
+
+def file_spec(size_bytes: int | str, crc32c: int) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"size_bytes": size_bytes, "crc32c": crc32c}
+
+
+class Forgery:
+    """An entry on disk that is changed at will; `seal` makes all checksums right."""
+
+    def __init__(self, entry: Path) -> None:
+        self.entry = entry
+        self.manifest: dict[str, Any] = json.loads((entry / "manifest.json").read_bytes())["manifest"]
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        return self.manifest["arrays"]
+
+    @property
+    def arrays(self) -> Path:
+        return self.entry / self.manifest["arrays_folder"]
+
+    def metadata(self, name: str) -> dict[str, Any]:
+        return json.loads((self.arrays / name / "zarr.json").read_bytes())
+
+    def put_metadata(self, name: str, content: Mapping[str, Any] | bytes) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (self.arrays / name / "zarr.json").write_bytes(raw)
+        self.specs[name]["metadata"] = file_spec(len(raw), checksum(raw))
+
+    def change_metadata(self, name: str, **fields: Any) -> None:
+        self.put_metadata(name, {**self.metadata(name), **fields})
+
+    def chunk(self, name: str, index: int = 0) -> bytes:
+        """A chunk without its checksum."""
+        return (self.arrays / name / "c" / str(index)).read_bytes()[:-4]
+
+    def put_chunk(self, name: str, body: bytes, index: int = 0) -> None:
+        crc = checksum(body)
+        (self.arrays / name / "c" / str(index)).write_bytes(body + crc.to_bytes(4, "little"))
+        self.specs[name]["chunks"][index] = file_spec(len(body) + 4, crc)
+
+    def put_array(self, name: str, values: np.ndarray, *, compress: bool = False) -> None:
+        """Put an array in place of one, or add it."""
+        spec, files = encode_array(values, plan_array(values, compress=compress))
+        shutil.rmtree(self.arrays / name, ignore_errors=True)
+        for file, content in files.items():
+            (self.arrays / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (self.arrays / name / file).write_bytes(content)
+        self.specs[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "chunk_length": spec.chunk_length,
+            "is_compressed": compress,
+            "metadata": file_spec(spec.metadata.size_bytes, spec.metadata.crc32c),
+            "chunks": [file_spec(chunk.size_bytes, chunk.crc32c) for chunk in spec.chunks],
+        }
+
+    def records(self) -> Any:
+        """Of the groups that `make_entry` stored."""
+        return json.loads(encode_groups(make_groups())["records"].tobytes())
+
+    def put_records(self, content: Any) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.put_array("records", np.frombuffer(raw, dtype=np.uint8), compress=True)
+
+    def seal(self) -> None:
+        canonical = json.dumps(self.manifest, sort_keys=True, separators=(",", ":"))
+        self.put_manifest({"sha256": hashlib.sha256(canonical.encode()).hexdigest(), "manifest": self.manifest})
+
+    def put_manifest(self, content: Any) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (self.entry / "manifest.json").write_bytes(raw)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What reading an entry did in a process of its own.
+
+    Attributes:
+        error: Name of what was raised; None when it was read.
+        message: Of the error.
+        events: What the interpreter's audit hooks told that reading has no need of: imports, code, processes.
+        growth_mib: How much the process's peak memory grew.
+        seconds: How long it took.
+    """
+
+    error: str | None
+    message: str
+    events: list[str]
+    growth_mib: float
+    seconds: float
+
+
+def make_entry(root: Path, *, compress: bool) -> Path:
+    """An entry of `make_groups()`; its folder."""
+    EntryStore(str(root), compress=compress).write(KEY, make_groups(), fingerprint={"seed": 1}, generate_s=1.0)
+    return root / KEY.name
+
+
+def forge(entry: Path, change: Callable[[Forgery], object]) -> None:
+    """Change an entry, and make its checksums right, unless the change gives True: it wrote the manifest itself."""
+    forgery = Forgery(entry)
+    if change(forgery) is not True:
+        forgery.seal()
+
+
+def read_in_child(roots: Mapping[str, Path], *, limit_mib: int) -> dict[str, Outcome]:
+    """Read the entry of each folder in one process, whose memory may grow by `limit_mib`.
+
+    A name is missing where the process did not survive it, or took too long.
+    """
+    path = os.pathsep.join(part for part in sys.path if part)
+    asked = json.dumps({name: str(root) for name, root in roots.items()})
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(READER), str(limit_mib)]
+    child = subprocess.run(
+        command, input=asked, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, env=environment, check=False
+    )
+    return {line.pop("name"): Outcome(**line) for line in map(json.loads, child.stdout.splitlines())}

@@ -1,0 +1,102 @@
+"""Reads entries one after the other, each in a process of its own, and says what that did; see `skip_forgery`."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from skip_forgery import KEY, Forgery, make_entry
+
+from rl_core.errors import BrokenEntryError
+from rl_rollout.skip import EntryStore
+
+MAX_S = 20
+EXPECTED = {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "_thread.start_new_thread",
+    "object.__getattr__",
+    "object.__setattr__",
+    "object.__delattr__",
+    "builtins.id",
+    "sys._getframe",
+    "socket.__new__",  # the pipe of the event loop on which zarr runs; nothing is connected
+    "sys.set_asyncgen_hook_finalizer",
+    "sys.set_asyncgen_hook_firstiter",
+}
+
+
+def warm() -> None:
+    """Read a good entry and a broken one: whatever is imported or compiled when it is first needed, is now."""
+    for compress in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            entry = make_entry(root, compress=compress)
+            store = EntryStore(folder)
+            assert store.read(KEY) is not None
+            forgery = Forgery(entry)
+            forgery.put_records(b"[")
+            forgery.seal()
+            for _ in range(2):
+                try:
+                    store.read(KEY)
+                except BrokenEntryError as error:
+                    str(error)
+
+
+def address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def read(name: str, root: str, limit_mib: int) -> None:
+    """In a child: read, and print what that did."""
+    limit = address_space_bytes() + (limit_mib << 20) + (256 << 20)  # the stacks of four threads, and their arenas
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.alarm(MAX_S)
+    events: set[str] = set()
+    is_watching = True
+    sys.addaudithook(
+        lambda event, told: events.add(f"{event} {str(told)[:80]}") if is_watching and event not in EXPECTED else None
+    )
+    before, started, error, message = peak_mib(), time.perf_counter(), None, ""
+    try:
+        EntryStore(root).read(KEY)
+    except BaseException as raised:
+        error, message = type(raised).__name__, str(raised)
+    is_watching = False
+    found = {
+        "name": name,
+        "error": error,
+        "message": message[:2000],
+        "events": sorted(events),
+        "growth_mib": round(peak_mib() - before, 1),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    os.write(1, (json.dumps(found) + "\n").encode())
+
+
+def main() -> None:
+    """Read all that is asked for on standard input."""
+    asked = json.load(sys.stdin)
+    warm()
+    for name, root in asked.items():
+        child = os.fork()
+        if child == 0:
+            try:
+                read(name, root, int(sys.argv[1]))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
