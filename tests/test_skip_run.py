@@ -122,6 +122,29 @@ def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accept
     assert rewards == stored[:3]
 
 
+def test_a_reward_that_is_changed_scores_what_is_stored(run: TinyRun, cached: TinyRun) -> None:
+    """As if the run had been begun with it: the first step's rollouts are those that it would have generated."""
+    reward = run.folder / "reward.py"
+    reward.write_text(reward.read_text().replace('"02468"', '"13579"'))
+    options = {"skip__directory": run.folder / "cache", "skip__enabled": True, "skip__steps": 1}
+    assert train_here(run, trainer__steps=2, **options) == 1
+    assert "reward.function.content" in str(events(run, "skip_mismatch"))
+    assert train_here(run, trainer__steps=2, run__if_exists="archive", skip__rewards="again", **options) == 0
+    assert replayed(run) == [1.0, 0.0]
+    assert events(run, "skip_mismatch") == []
+    found = metrics_without_clock(run)
+    assert train_here(run, trainer__steps=2, run__if_exists="archive") == 0
+    expected = metrics_without_clock(run)
+    for _, metrics in found:
+        metrics.pop("rollout/replayed", None)
+    assert found == expected
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    assert (
+        rows[1].metrics["critic/rewards/mean"]
+        != read_metrics(cached.run_folder / "metrics.jsonl")[1].metrics["critic/rewards/mean"]
+    )
+
+
 def test_one_step_is_trained_on_again_and_again(run: TinyRun, cached: TinyRun) -> None:
     """repeat_last on one stored step: the rewards stay, the loss moves, the staleness says how old the tokens are."""
     options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__action": "repeat_last"}

@@ -12,6 +12,7 @@ from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
 from rl_rollout.filters import resolve_filter
 from rl_rollout.loops.registry import LOOPS
+from rl_rollout.rescoring import can_score_again
 from rl_sync_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
 from rl_sync_trainer.parallel_checks import parallel_problems
 from rl_sync_trainer.settings import Settings
@@ -131,6 +132,13 @@ def _options(settings: Settings) -> Iterator[str]:
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
     yield from (f"refill.{problem}" for problem in settings.refill.problems())
     yield from (f"skip.{problem}" for problem in settings.skip.problems())
+    if settings.skip.enabled and settings.skip.rewards == "again":
+        with contextlib.suppress(SettingsError):  # an unknown loop is told as such
+            if not can_score_again(LOOPS.get(settings.rollout.loop)):
+                yield (
+                    f'skip.rewards = "again" needs a loop whose stored sessions can be scored again; '
+                    f'{settings.rollout.loop!r} is none. Set it to "stored".'
+                )
     if settings.refill.filter:
         try:
             resolve_filter(settings.refill.filter)

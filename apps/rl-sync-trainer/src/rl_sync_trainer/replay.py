@@ -53,7 +53,10 @@ class Replay:
             return StepRollouts(groups=tuple(await generate()))
         await rollout.start()  # what tools a server has, it says when it runs
         circumstances = self._circumstances(rollout, sampling, num_sessions)
-        return await self._cache.rollouts(key, prompts, circumstances, generate)
+        found = await self._cache.rollouts(key, prompts, circumstances, generate)
+        if found.is_replayed and self._settings.skip.rewards == "again":
+            return replace(found, groups=tuple(await rollout.score_again(found.groups)))
+        return found
 
     def _circumstances(self, rollout: Rollout, sampling: SamplingParams, num_sessions: int) -> Circumstances:
         settings = self._settings

@@ -42,6 +42,7 @@ CHANGEABLE_ON_RESUME = (
     "skip.action",
     "skip.on_mismatch",
     "skip.on_broken",
+    "skip.rewards",
     "skip.max_bytes",
     "skip.compress",
     "skip.validation",

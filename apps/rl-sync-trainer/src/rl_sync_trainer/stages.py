@@ -33,7 +33,7 @@ class StepFeed:
     """Gives the groups of one step, generated or replayed; each call is a part of the step with an entry of its own.
 
     Attributes:
-        replayed: uids of the prompts whose groups were replayed.
+        replayed: uids of the prompts whose groups, and their rewards, were replayed.
     """
 
     def __init__(self, parts: Parts, recorder: Recorder, *, step: int) -> None:
@@ -63,7 +63,8 @@ class StepFeed:
             record_replay(self._recorder, found)
         if found.is_replayed:
             for group in found.groups:
-                self.replayed.add(group.prompt.uid)
+                if parts.settings.skip.rewards == "stored":
+                    self.replayed.add(group.prompt.uid)
                 parts.queue.issue([group.prompt], num_sessions=len(group.sessions))
                 if on_group is not None:
                     on_group(group)

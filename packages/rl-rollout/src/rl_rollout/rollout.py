@@ -15,6 +15,7 @@ from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, SessionResult, describe_failure, stable_seed
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rescoring import score_groups_again
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.user_errors import ends_the_run
 
@@ -189,17 +190,26 @@ class Rollout:
             raise on_group_error
         return [group.result() for group in groups]
 
+    async def score_again(self, groups: Sequence[GroupResult]) -> list[GroupResult]:
+        """The same trajectories with the rewards of now; sessions that failed stay as they are.
+
+        Raises:
+            SettingsError: The loop cannot tell from a stored session what its reward judges.
+        """
+        await self.start()
+        context = self._context(self._engine, SamplingParams(max_tokens=1))
+        return await score_groups_again(groups, loop=self._loop, context=context)
+
+    def _context(self, engine: RolloutEngine, sampling: SamplingParams) -> LoopContext:
+        return LoopContext(
+            engine=engine, sampling=sampling, scorer=self._scorer, decode=self._decode, tokenizer=self._tokenizer
+        )
+
     async def _run_prompt(
         self, prompt: Prompt, num_sessions: int, sampling: SamplingParams, on_group: OnGroup | None
     ) -> GroupResult:
         recording = RecordingEngine(self._engine)
-        context = LoopContext(
-            engine=recording.as_engine,
-            sampling=sampling,
-            scorer=self._scorer,
-            decode=self._decode,
-            tokenizer=self._tokenizer,
-        )
+        context = self._context(recording.as_engine, sampling)
         async with self._slots or nullcontext():
             result = self._audited(await self._run_loop(prompt, num_sessions, context), recording)
         if result.failures:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from rl_core.errors import RLError, RolloutError
-from rl_core.records import IntArray, Prompt, Trajectory
+from rl_core.records import FinishReason, IntArray, Prompt, Trajectory
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
@@ -30,6 +30,21 @@ class SessionResult:
 
     trajectories: tuple[Trajectory, ...] = ()
     failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What the reward of a session judges.
+
+    Attributes:
+        text: The response as text, without special tokens.
+        ids: [R] int32 the response as sampled.
+        finish_reason: Why it ended.
+    """
+
+    text: str
+    ids: IntArray
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +81,9 @@ class AgentLoop(Protocol):
     """Runs the sessions of one prompt.
 
     A loop may also have `async def start(self, tokenizer: PromptTokenizer | None) -> None`, which is awaited once
-    before the first group and refuses what cannot work, and `def close(self) -> None`.
+    before the first group and refuses what cannot work; `def close(self) -> None`; and, where what its reward judges
+    can be told from the trajectories, `def judged(self, session: SessionResult, context: LoopContext) -> Judged`, so
+    that stored sessions can be scored again.
     """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:

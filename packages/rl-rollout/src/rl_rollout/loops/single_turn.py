@@ -10,7 +10,7 @@ import numpy as np
 from rl_core.errors import EngineError
 from rl_core.records import NO_VERSION, Prompt, Timings, Trajectory
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.loops.protocol import LoopContext, SessionResult
+from rl_rollout.loops.protocol import Judged, LoopContext, SessionResult
 from rl_rollout.rewards.scorer import Scored, reward_input
 
 
@@ -49,6 +49,13 @@ class SingleTurnLoop:
             else SessionResult(trajectories=(trajectories[index],), failure=_failure_of(generation))
             for index, generation in enumerate(generations)
         ]
+
+    def judged(self, session: SessionResult, context: LoopContext) -> Judged:
+        """The response of a session, as its reward judges it."""
+        (trajectory,) = session.trajectories
+        ids = trajectory.input_ids[trajectory.num_prompt_tokens :]
+        (text,) = context.decode([ids])
+        return Judged(text=text, ids=ids, finish_reason=trajectory.finish_reason)
 
 
 def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int, generate_s: float) -> Trajectory:

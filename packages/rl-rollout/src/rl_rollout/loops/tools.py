@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rl_core.errors import SettingsError
 from rl_core.records import IntArray, Json, Prompt
 from rl_rollout.loops.conversation import Conversation, TurnLimits
-from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
+from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
@@ -138,6 +140,19 @@ class ToolsLoop(SessionLoop):
                 raise
             return conversation.failed(describe_failure(self, error))
 
+    def judged(self, session: SessionResult, context: LoopContext) -> Judged:
+        """The last turn of a session and the tokens of all its turns, as its reward judges them."""
+        last = session.trajectories[-1]
+        sampled = np.flatnonzero(last.loss_mask)
+        starts = np.flatnonzero(np.diff(sampled, prepend=-2) > 1)
+        turn_ids = last.input_ids[sampled[starts[-1] :]]
+        ids = np.concatenate([row.input_ids[row.loss_mask] for row in session.trajectories])
+        (text,) = context.decode([turn_ids])
+        if last.extras.get("ended_by") == "answer":
+            turn = self._parser.parse(self._text(context, turn_ids), parameters=self._toolbox.parameters())
+            text = text if turn.answer is None else turn.answer
+        return Judged(text=text, ids=ids, finish_reason=last.finish_reason)
+
     async def _converse(self, conversation: Conversation, turns: Turns) -> SessionResult:
         outcomes: Counter[str] = Counter()
         while True:
@@ -145,7 +160,7 @@ class ToolsLoop(SessionLoop):
             if generation.finish_reason == "length":
                 return await self._scored(conversation, outcomes, ended_by="length")
             turn = self._parser.parse(
-                self._text(conversation, generation.token_ids), parameters=self._toolbox.parameters()
+                self._text(conversation.context, generation.token_ids), parameters=self._toolbox.parameters()
             )
             if not turn.calls:
                 return await self._scored(conversation, outcomes, ended_by="answer", text=turn.answer)
@@ -183,8 +198,8 @@ class ToolsLoop(SessionLoop):
             raise SettingsError("the agent loop 'tools' was closed while it ran.")
         return self._joined
 
-    def _text(self, conversation: Conversation, ids: IntArray) -> str:
-        tokenizer = conversation.context.tokenizer
+    def _text(self, context: LoopContext, ids: IntArray) -> str:
+        tokenizer = context.tokenizer
         if tokenizer is None:
             raise SettingsError("the agent loop 'tools' needs LoopContext.tokenizer.")
         (text,) = tokenizer.decode([ids], skip_special_tokens=False)

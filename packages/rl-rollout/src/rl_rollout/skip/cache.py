@@ -157,7 +157,11 @@ class SkipCache:
     def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
         """What differs and is accepted; None where the step is to be generated again."""
         parts = None if self._options.action == "cache" else ESSENTIAL
-        found = tuple(compare(manifest.fingerprint, live, parts=parts))
+        found = tuple(
+            each
+            for each in compare(manifest.fingerprint, live, parts=parts)
+            if self._options.rewards == "stored" or not each.name.startswith("reward")
+        )
         if not found:
             return ()
         path = self._store.folder.path_of(manifest.key.name)

@@ -9,6 +9,7 @@ from rl_rollout.skip.steps import StepSelection
 
 Action = Literal["cache", "repeat", "repeat_last"]
 OnMismatch = Literal["error", "regenerate", "accept"]
+Rewards = Literal["stored", "again"]
 OnBroken = Literal["regenerate", "error"]
 
 
@@ -29,6 +30,8 @@ class SkipOptions:
             entry.
         on_broken: When an entry is torn or no entry: "regenerate" (it is set aside, and the step is generated), or
             "error".
+        rewards: Of what is replayed: "stored" takes those of the entry; "again" asks the reward functions of now, and a
+            reward that changed is then no mismatch.
         max_bytes: Most bytes of all entries together; the oldest go first. None has no limit.
         compress: Store with lz4, in about half the bytes; False reads and writes a little faster.
         validation: Store and replay validation too.
@@ -40,13 +43,19 @@ class SkipOptions:
     action: Action = "cache"
     on_mismatch: OnMismatch = "error"
     on_broken: OnBroken = "regenerate"
+    rewards: Rewards = "stored"
     max_bytes: int | None = None
     compress: bool = True
     validation: bool = False
 
     def problems(self) -> Iterator[str]:
         """What cannot be: each names the option, what it must be, and what it is."""
-        for name, known in (("action", Action), ("on_mismatch", OnMismatch), ("on_broken", OnBroken)):
+        for name, known in (
+            ("action", Action),
+            ("on_mismatch", OnMismatch),
+            ("on_broken", OnBroken),
+            ("rewards", Rewards),
+        ):
             found, values = getattr(self, name), get_args(known)
             if found not in values:
                 yield f"{name} must be one of {', '.join(map(repr, values))}; found {found!r}."
