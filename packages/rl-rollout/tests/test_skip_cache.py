@@ -168,6 +168,18 @@ def test_nothing_of_the_live_batch_is_mixed_into_a_hit(stored):
     assert not (kept_uids & live_uids)
 
 
+def test_the_same_weights_may_lie_elsewhere_and_without_a_digest_their_place_counts(tmp_path):
+    known = [{"weights": "abc", "origin": "/a", "version": 3}, {"weights": "abc", "origin": "/b", "version": 4}]
+    unknown = [{"origin": "/a", "version": 3}, {"origin": "/a", "version": 4}]
+    for name, (stored, live) in {"known": known, "unknown": unknown}.items():
+        Calls(tmp_path / name)(circumstances=replace(STORED, policy=stored))
+        if name == "known":
+            assert Calls(tmp_path / name)(circumstances=replace(STORED, policy=live)).is_replayed
+        else:
+            with pytest.raises(CacheMismatchError, match=r"policy\.version: stored 3, now 4"):
+                Calls(tmp_path / name)(circumstances=replace(STORED, policy=live))
+
+
 def test_circumstances_that_are_no_json_are_refused_by_name(tmp_path):
     with pytest.raises(DataError, match="the fingerprint's part 'loop' must be JSON"):
         Calls(tmp_path)(circumstances=replace(STORED, loop={"name": object()}))

