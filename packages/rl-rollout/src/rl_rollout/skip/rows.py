@@ -5,7 +5,7 @@ rewards, timings, failures) is one JSON document, as bytes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -40,6 +40,8 @@ DTYPES = {
 }
 """Every array that an entry may have. `row_versions` takes the place of `policy_versions` where each trajectory was
 sampled by one version throughout."""
+ROWS_AT_ONCE = 32
+"""Of which versions are computed together: what that takes on the way stays in the processor's cache."""
 MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
 
@@ -95,7 +97,12 @@ def storable(groups: Sequence[GroupResult]) -> list[GroupResult]:
 
 
 def encode_groups(groups: Sequence[GroupResult]) -> dict[str, NDArray[Any]]:
-    """Arrays by name, each with one axis.
+    """Arrays by name, each with one axis; see `iter_arrays`."""
+    return dict(iter_arrays(groups))
+
+
+def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Names and arrays one by one, the large ones first, so that each can be stored while the next is made.
 
     Raises:
         CacheError: A prompt or trajectory holds what is no JSON, or tokens of another dtype, or a trajectory has
@@ -105,18 +112,18 @@ def encode_groups(groups: Sequence[GroupResult]) -> dict[str, NDArray[Any]]:
         for index, session in enumerate(group.sessions):
             _check_rows(session, group, index)
     trajectories = _trajectories(groups)
-    arrays = {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_DTYPES.items()}
-    offsets = offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
-    arrays["offsets"] = offsets
-    row_versions = _row_versions(arrays["policy_versions"], arrays["loss_mask"], offsets)
-    if row_versions is not None:
-        del arrays["policy_versions"]
-        arrays["row_versions"] = row_versions
+    for name in ("input_ids", "rollout_logprobs", "loss_mask"):
+        yield name, _joined(trajectories, name, DTYPES[name])
+    row_versions = _row_versions(trajectories)
+    if row_versions is None:
+        yield "policy_versions", _joined(trajectories, "policy_versions", DTYPES["policy_versions"])
+    else:
+        yield "row_versions", row_versions
+    yield "records", np.frombuffer(_encode_records(groups), dtype=np.uint8)
+    yield "offsets", offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
     prompts = [group.prompt for group in groups]
-    arrays["prompt_ids"] = _joined(prompts, "input_ids", DTYPES["prompt_ids"])
-    arrays["prompt_offsets"] = offsets_of([len(prompt.input_ids) for prompt in prompts])
-    arrays["records"] = np.frombuffer(_encode_records(groups), dtype=np.uint8)
-    return arrays
+    yield "prompt_ids", _joined(prompts, "input_ids", DTYPES["prompt_ids"])
+    yield "prompt_offsets", offsets_of([len(prompt.input_ids) for prompt in prompts])
 
 
 def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
@@ -144,8 +151,7 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     versions = arrays[versions_name]
     if versions_name == "row_versions":
         _check_length(versions, len(rows), path=f"{path}/row_versions")
-        repeated = np.repeat(versions, np.diff(offsets))
-        versions = np.where(arrays["loss_mask"], repeated, np.int32(NO_VERSION))
+        versions = _token_versions(versions, arrays["loss_mask"], offsets)
     _check_length(versions, len(arrays["input_ids"]), path=f"{path}/{versions_name}")
     tokens = {**{name: arrays[name] for name in TOKEN_DTYPES if name in arrays}, "policy_versions": versions}
     return _joined_groups(records, tokens, offsets.tolist(), (arrays["prompt_ids"], prompt_offsets.tolist()))
@@ -252,16 +258,33 @@ def _joined(rows: Sequence[Trajectory | Prompt], name: str, dtype: str) -> NDArr
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
 
-def _row_versions(
-    versions: NDArray[np.int32], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
-) -> NDArray[np.int32] | None:
+def _row_versions(rows: Sequence[Trajectory]) -> NDArray[np.int32] | None:
     """[N] the version of each trajectory, or None where one has several."""
-    found = np.full(len(offsets) - 1, NO_VERSION, dtype=np.int32)
-    has_tokens = offsets[1:] > offsets[:-1]
-    if has_tokens.any():
-        found[has_tokens] = np.maximum.reduceat(versions, offsets[:-1][has_tokens])
-    rebuilt = np.where(mask, np.repeat(found, np.diff(offsets)), np.int32(NO_VERSION))
-    return found if np.array_equal(rebuilt, versions) else None
+    found = np.full(len(rows), NO_VERSION, dtype=np.int32)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part, part_found = rows[start : start + ROWS_AT_ONCE], found[start : start + ROWS_AT_ONCE]
+        versions = np.concatenate([row.policy_versions for row in part])
+        mask = np.concatenate([row.loss_mask for row in part])
+        offsets = offsets_of([len(row.policy_versions) for row in part])
+        has_tokens = offsets[1:] > offsets[:-1]
+        if has_tokens.any():
+            part_found[has_tokens] = np.maximum.reduceat(versions, offsets[:-1][has_tokens])
+        if not np.array_equal(_token_versions(part_found, mask, offsets), versions):
+            return None
+    return found
+
+
+def _token_versions(
+    row_versions: NDArray[np.int32], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """[T] the version of each sampled token of trajectories that have one throughout, NO_VERSION elsewhere."""
+    found = np.empty(len(mask), dtype=np.int32)
+    for start in range(0, len(row_versions), ROWS_AT_ONCE):
+        ends = offsets[start : start + ROWS_AT_ONCE + 1]
+        place = slice(ends[0], ends[-1])
+        repeated = np.repeat(row_versions[start : start + ROWS_AT_ONCE], np.diff(ends))
+        found[place] = np.where(mask[place], repeated, np.int32(NO_VERSION))
+    return found
 
 
 def _encode_records(groups: Sequence[GroupResult]) -> bytes:
