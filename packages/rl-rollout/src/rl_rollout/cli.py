@@ -38,7 +38,7 @@ from rl_rollout.skip.shown_text import shown_text
 
 FOUND, REFUSED, INTERRUPTED = 1, 2, 130
 DEFAULT_GROUPS, DEFAULT_SESSIONS = 2, 2
-SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE | re.ASCII)
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 ERASE_LINE = "\r\x1b[K"
 

@@ -17,7 +17,7 @@ from rl_rollout.skip.report import (
     Verified,
     as_plain,
 )
-from rl_rollout.skip.store import EntryStore, StoredEntry
+from rl_rollout.skip.store import EntryStore
 
 NUM_THREADS = 8
 MAX_NAMED = 12
@@ -67,13 +67,14 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
     """
     name = text.rstrip("/").rpartition("/")[2]
     named = [key for key in keys if key.name == name]
-    if not named and text.isascii() and text.isdecimal():
+    is_step = text.isascii() and text.isdecimal()
+    if not named and is_step:
         named = [key for key in keys if str(key.step) == text.lstrip("0") or (key.step == 0 and not text.strip("0"))]
     if len(named) == 1:
         return named[0]
     if named:
         raise CacheError(f"step {text} has {len(named)} entries in {directory}: {_names(named)}. Name one of them.")
-    what = f"step {text}" if text.isdecimal() else f"entry {text!r}"
+    what = f"step {text}" if is_step else f"entry {text!r}"
     raise CacheError(f"{directory} has no {what}. It has {len(keys)}: {_names(keys)}.")
 
 
@@ -133,19 +134,6 @@ def made_at(manifest: Manifest) -> str | None:
         return None
 
 
-def read_entry(store: EntryStore, key: EntryKey) -> StoredEntry | None:
-    """An entry read whole, twice before it counts as broken: another process may have been replacing it.
-
-    Raises:
-        BrokenEntryError: It is no entry, or not whole.
-        MissingExtraError: zarr is not installed.
-    """
-    try:
-        return store.read(key)
-    except BrokenEntryError:
-        return store.read(key)
-
-
 def verify_entries(
     store: EntryStore, keys: Sequence[EntryKey], directory: str, *, on_verified: OnVerified
 ) -> Verification:
@@ -153,7 +141,7 @@ def verify_entries(
     verified: list[Verified] = []
     for key in keys:
         try:
-            entry = read_entry(store, key)
+            entry = store.read(key)
         except CacheError as error:
             verified.append(Verified(name=key.name, fault=fault_of(error, store, key)))
         else:

@@ -12,7 +12,7 @@ from rl_core.errors import BrokenEntryError
 from rl_core.records import Json, Prompt, Trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.commands import fault_of, read_entry
+from rl_rollout.skip.commands import fault_of
 from rl_rollout.skip.fingerprint import compare, prompt_digest
 from rl_rollout.skip.manifest import EntryKey
 from rl_rollout.skip.report import Fault, as_plain
@@ -87,7 +87,8 @@ class EntryDifference(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_same(self) -> bool:
         """True when nothing that is compared differs."""
-        return self.fault is None and not (self.fingerprint or self.only_a or self.only_b or self.rows)
+        is_content_same = self.is_order_same and not (self.only_a or self.only_b or self.rows)
+        return self.fault is None and is_content_same and not self.fingerprint
 
 
 class FolderDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +143,7 @@ def compare_entries(a: Place, b: Place) -> EntryDifference:
     found: list[StoredEntry] = []
     for store, key in (a, b):
         try:
-            entry = read_entry(store, key)
+            entry = store.read(key)
         except BrokenEntryError as error:
             return EntryDifference(a=path_a, b=path_b, fault=fault_of(error, store, key))
         if entry is None:

@@ -12,7 +12,7 @@ from rl_core.records import IntArray, Trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.commands import describe_entry, read_entry
+from rl_rollout.skip.commands import describe_entry
 from rl_rollout.skip.manifest import EntryKey, Manifest
 from rl_rollout.skip.report import EntryReport, Fault, as_plain
 from rl_rollout.skip.store import EntryStore
@@ -179,7 +179,7 @@ def show_entry(
         SettingsError: The folder that was named has no tokenizer.
         MissingExtraError: zarr is not installed, or transformers for the tokenizer that was named.
     """
-    entry, report = read_entry(store, key), describe_entry(store, key)
+    entry, report = store.read(key), describe_entry(store, key)
     if entry is None or report is None:
         fault = Fault(path=store.folder.path_of(key.name), reason="it was removed meanwhile")
         gone = EntryReport(name=key.name, key=key, fault=fault)

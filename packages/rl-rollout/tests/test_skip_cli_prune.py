@@ -1,0 +1,133 @@
+"""`rl-rollout cache verify` and `prune`."""
+
+import fcntl
+import os
+import re
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from skip_command import FIRST, SECOND, THIRD, as_json, break_chunk, break_torn, fill, run, tree, tree_bytes
+
+from rl_rollout.cli import main, parse_bytes
+
+
+@pytest.fixture(params=["local", "memory"])
+def directory(request, tmp_path) -> str:
+    return str(tmp_path / "cache") if request.param == "local" else f"memory://{uuid4().hex}/cache"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_verify_reads_every_byte_and_changes_nothing(capsys, folder):
+    fill(folder)
+    assert run(capsys, "verify", folder)[:2] == (
+        0,
+        f"ok      {FIRST}  6 trajectories\nok      {SECOND}  6 trajectories\nok      {THIRD}  6 trajectories\n"
+        "3 entries ok, none broken\n",
+    )
+    break_chunk(folder, SECOND)
+    before = tree(folder)
+    status, out, _ = run(capsys, "verify", folder)
+    assert status == 1
+    assert re.search(rf"^BROKEN  {folder / SECOND}/arrays-\w+/input_ids\S*: \S", out, re.MULTILINE)
+    assert out.endswith("\n2 entries ok, 1 broken\n")
+    status, found = as_json(capsys, "verify", folder)
+    assert (status, found["num_broken"]) == (1, 1)
+    assert [entry["fault"] is None for entry in found["entries"]] == [True, False, True]
+    assert run(capsys, "verify", folder, 1, THIRD)[0] == 0
+    assert run(capsys, "verify", folder, SECOND)[0] == 1
+    assert tree(folder) == before
+
+
+def test_verify_shows_its_progress_on_a_terminal_alone(capsys, folder, monkeypatch):
+    fill(folder)
+    assert run(capsys, "verify", folder)[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(["cache", "verify", str(folder)])
+    assert "read 2 of 3 entries" in capsys.readouterr().err
+
+
+def test_prune_removes_the_oldest_until_the_rest_fits(capsys, directory):
+    store = fill(directory, (2, 3, 1))
+    _, listing = as_json(capsys, "ls", directory)
+    sizes = {entry["name"]: entry["size_bytes"] for entry in listing["entries"]}
+    room = sizes[FIRST] + sizes[THIRD]
+    status, out, _ = run(capsys, "prune", directory, "--max-bytes", room, "--dry-run")
+    assert status == 0
+    assert re.match(rf"would remove  {SECOND}  \S+ kB  \(oldest\)\nwould remove \S+ kB; 2 entries of ", out)
+    assert len(store.entries()) == 3
+    status, pruned = as_json(capsys, "prune", directory, "--max-bytes", room)
+    assert status == 0
+    assert pruned["removed"] == [{"name": SECOND, "size_bytes": sizes[SECOND], "why": "oldest"}]
+    assert (pruned["kept_entries"], pruned["kept_bytes"], pruned["is_dry_run"]) == (2, room, False)
+    assert [key.step for key in store.entries()] == [1, 3]
+    assert run(capsys, "prune", directory, "--max-bytes", room)[1].startswith("removed 0 B; 2 entries of ")
+
+
+def test_prune_broken_removes_what_is_broken_set_aside_or_left(capsys, folder):
+    store = fill(folder)
+    store.folder.set_aside(FIRST)
+    break_torn(folder / SECOND)
+    (folder / ".writing-dead").mkdir()
+    alive = folder / ".writing-alive"
+    alive.mkdir()
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    before = tree(folder)
+    status, planned = as_json(capsys, "prune", folder, "--broken", "--dry-run")
+    assert (status, tree(folder) == before) == (0, True)
+    assert [(each["name"].partition("-")[0], each["why"]) for each in planned["removed"]] == [
+        (".writing", "left by a writer that died"),
+        ("broken/train", "set aside"),
+        ("train", "broken"),
+    ]
+    _, done = as_json(capsys, "prune", folder, "--broken")
+    assert done == {**planned, "is_dry_run": False}
+    assert sorted(path.name for path in folder.iterdir()) == [".writing-alive", "broken", THIRD]
+    assert list((folder / "broken").iterdir()) == []
+    assert tree_bytes(folder) == done["kept_bytes"]
+    os.close(lock)
+
+
+def test_a_dry_run_plans_what_is_then_done(capsys, folder):
+    store = fill(folder, (1, 2, 3, 4))
+    store.folder.set_aside(SECOND)
+    break_torn(folder / FIRST)
+    arguments = ["prune", folder, "--broken", "--max-bytes", tree_bytes(folder / "train-00000004-0000")]
+    _, planned = as_json(capsys, *arguments, "--dry-run")
+    _, done = as_json(capsys, *arguments)
+    assert {each["name"]: each["size_bytes"] for each in planned["removed"]} == {
+        each["name"]: each["size_bytes"] for each in done["removed"]
+    }
+    assert len(done["removed"]) == 3
+    assert planned["kept_bytes"] == done["kept_bytes"] == tree_bytes(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("500000", 500_000),
+        ("1k", 1000),
+        ("500M", 500_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("20Gi", 20 * 1024**3),
+        ("2 tib", 2 * 1024**4),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "many", "1e9", "5X", "k", "1.2.3", "9" * 40, "inf", "\u0661"])
+def test_what_is_no_size_is_refused(capsys, folder, text):
+    with pytest.raises(SystemExit) as raised:
+        main(["cache", "prune", str(folder), f"--max-bytes={text}"])
+    assert raised.value.code == 2
+    assert "a size such as 500000, 500M, 1.5GB or 20Gi was expected" in capsys.readouterr().err

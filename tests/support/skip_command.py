@@ -1,0 +1,75 @@
+"""`rl-rollout cache` for its tests: caches to look into, and a run of the command that checks what it prints."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+from skip_groups import make_groups, make_prompts_of
+
+from rl_rollout.cli import main
+from rl_rollout.skip import Circumstances, EntryKey, EntryStore
+from rl_rollout.skip.fingerprint import make_fingerprint
+from rl_rollout.skip.manifest import decode_manifest, encode_manifest
+from rl_rollout.skip.rows import TOKEN_DTYPES
+
+FIRST, SECOND, THIRD = (f"train-0000000{step}-0000" for step in (1, 2, 3))
+UNPRINTED = re.compile(r"[^\n -~\u00a1-\u2027\u2030-\u2fff\u4e00-\u9fff]")
+
+
+def fill(directory: str | Path, steps=(1, 2, 3), *, groups=None, policy=None, kind: str = "train") -> EntryStore:
+    store = EntryStore(str(directory))
+    for step in steps:
+        made = groups or make_groups(2, 3, seed=step)
+        circumstances = Circumstances(
+            policy=policy or {"weights": f"{step}abcdef0123456789"},
+            tokenizer={"vocabulary": "v"},
+            sampling={"temperature": 0.5},
+            group_size=3,
+            loop={"name": "single_turn"},
+        )
+        fingerprint = make_fingerprint(circumstances, make_prompts_of(made), columns=TOKEN_DTYPES)
+        store.write(EntryKey(step=step, kind=kind), made, fingerprint=fingerprint, generate_s=12.25 * step)
+    return store
+
+
+def forge(folder: Path, name: str, **fields) -> None:
+    """Give an entry a manifest that says something else, with the right checksum."""
+    path = folder / name / "manifest.json"
+    path.write_bytes(encode_manifest(msgspec.structs.replace(decode_manifest(path.read_bytes(), path=""), **fields)))
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    status = main(["cache", *map(str, arguments)])
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert UNPRINTED.search(text) is None, repr(text)
+    return status, captured.out, captured.err
+
+
+def as_json(capsys, *arguments: object):
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    status, out, _ = run(capsys, *arguments, "--json")
+    return status, json.loads(out, parse_constant=refuse)
+
+
+def break_chunk(folder: Path, name: str) -> Path:
+    chunk = next((folder / name).glob("arrays-*/input_ids/c/0"))
+    raw = bytearray(chunk.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    chunk.write_bytes(raw)
+    return chunk
+
+
+def tree_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def break_torn(entry: Path) -> None:
+    (entry / "manifest.json").write_bytes((entry / "manifest.json").read_bytes()[:-9])
