@@ -34,6 +34,14 @@ def with_row(groups: list[GroupResult], **changes) -> list[GroupResult]:
     return [groups[0], replace(groups[1], sessions=(changed, *groups[1].sessions[1:]))]
 
 
+def renamed(group: GroupResult, uid: str) -> GroupResult:
+    sessions = (
+        replace(session, trajectories=tuple(replace(row, prompt_uid=uid) for row in session.trajectories))
+        for session in group.sessions
+    )
+    return replace(group, prompt=replace(group.prompt, uid=uid), sessions=tuple(sessions))
+
+
 def changed_row(groups: list[GroupResult]):
     return groups[1].sessions[0].trajectories[0]
 
@@ -43,8 +51,7 @@ def test_entries_of_the_same_rollouts_are_the_same(capsys, folder, url):
     directory = str(folder) if url == "local" else f"memory://{uuid4().hex}"
     groups = make_groups()
     timed = with_row(groups, timings=Timings(generate_s=99.0))
-    renamed = [replace(group, prompt=replace(group.prompt, uid=f"{group.prompt.uid}-r9")) for group in timed]
-    store_pair(directory, groups, renamed)
+    store_pair(directory, groups, [renamed(group, f"{group.prompt.uid}-r9") for group in timed])
     assert run(capsys, "diff", directory, 1, SECOND) == (
         0,
         f"A  {directory}/{FIRST}\nB  {directory}/{SECOND}\nmade of: the same\n"
@@ -132,12 +139,8 @@ def test_masks_and_versions_are_compared(capsys, folder):
     row = changed_row(groups)
     mask, versions = row.loss_mask.copy(), row.policy_versions.copy()
     mask[-1], versions[-1] = False, -1
-    changes = {
-        "loss_mask": mask,
-        "policy_versions": versions,
-        "rollout_logprobs": np.where(mask, row.rollout_logprobs, 0),
-    }
-    store_pair(folder, groups, with_row(groups, **changes))
+    logprobs = np.where(mask, row.rollout_logprobs, 0)
+    store_pair(folder, groups, with_row(groups, loss_mask=mask, policy_versions=versions, rollout_logprobs=logprobs))
     _, found = as_json(capsys, "diff", folder, 1, 2)
     assert found["num_different"] == {"logprobs": 1, "loss_mask": 1, "policy_versions": 1}
 
@@ -160,8 +163,7 @@ def test_sessions_are_compared_by_index(capsys, folder):
 
 def test_prompts_are_matched_by_what_they_are(capsys, folder):
     groups, others = make_groups(3), make_groups(1, seed=9)
-    other = replace(others[0], prompt=replace(others[0].prompt, uid="new"))
-    store_pair(folder, groups, [groups[2], other, groups[0]])
+    store_pair(folder, groups, [groups[2], renamed(others[0], "new"), groups[0]])
     status, out, _ = run(capsys, "diff", folder, 1, 2)
     assert status == 1
     assert "prompts: 2 in both, in another order, 1 only in A, 1 only in B\n" in out
