@@ -1,0 +1,137 @@
+"""Writers that are killed: the entry is then the old one, the new one or none, and what they left is swept."""
+
+import random
+import signal
+import sys
+import time
+
+import pytest
+from skip_processes import DEADLINE_S, Workers
+from skip_worker import KEY, read, write
+
+from rl_core.testing import wait_until
+from rl_rollout.skip import EntryKey, EntryStore, SkipCache, SkipOptions
+from rl_rollout.skip import folder as local
+
+LIVE = EntryKey(step=99)
+MAX_DELAY_S = 0.15
+SHORT_KILLS, LONG_KILLS = 12, 200
+
+
+@pytest.fixture
+def workers(tmp_path):
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    found = Workers(folder)
+    yield found
+    found.close()
+
+
+def leftovers(root):
+    return sorted(path.name for path in root.iterdir() if path.name.startswith((".writing-", ".removing-")))
+
+
+def sweep(root):
+    """As every run does when it starts."""
+    SkipCache(SkipOptions(enabled=True, directory=str(root)))
+
+
+def last_start(worker):
+    return max((int(line.split()[1]) for line in worker.lines if line.startswith("start")), default=0)
+
+
+def kill_writers(workers, tmp_path, *, seed, kills):
+    """Kill a writer again and again; gives what was then found: the old entry, the new one or none, and leftovers."""
+    draws = random.Random(seed)
+    seen = dict.fromkeys(("old", "new", "none", "left"), 0)
+    for number in range(kills):
+        root = tmp_path / f"cache{number}"
+        role = draws.choice(["replace_for_ever", "add_for_ever"])
+        store = EntryStore(str(root), compress=draws.random() < 0.5)
+        worker = workers.start(role, root, compress=draws.random() < 0.5)
+        worker.wait_for("ready")
+        delay_s = draws.uniform(0, MAX_DELAY_S)
+        time.sleep(delay_s)  # the random point
+        worker.kill()
+        started = last_start(worker)
+        if role == "add_for_ever":
+            assert store.entries() == [EntryKey(step=step) for step in range(1, len(store.entries()) + 1)]
+            assert [read(store, key) for key in store.entries()[: started - 1]] == list(range(1, started))
+            found = read(store, EntryKey(step=max(started, 1)))
+            seen["none" if found is None else "new"] += 1
+            assert found in (None, started)
+        else:
+            found = read(store, KEY)
+            seen["none" if found is None else "new" if found == started else "old"] += 1
+            assert found in (None, started - 1, started)
+        seen["left"] += bool(root.exists() and leftovers(root))
+        with store.folder.begin(LIVE.name) as live:
+            sweep(root)
+            assert [name.startswith(f".writing-{LIVE.name}") for name in leftovers(root)] == [True], leftovers(root)
+            live.write("file", b"1")
+        assert leftovers(root) == []
+        assert write(store, KEY, 1000, replace=True)
+        assert read(store, KEY) == 1000
+    return seen
+
+
+def test_a_writer_killed_at_any_point_leaves_the_old_entry_the_new_one_or_none(workers, tmp_path, seed):
+    seen = kill_writers(workers, tmp_path, seed=seed, kills=SHORT_KILLS)
+    assert seen["left"] > 0, "no writer was killed in the middle of a store"
+
+
+@pytest.mark.soak
+def test_skip_cache_writers_killed_200_times(workers, tmp_path, seed, capsys):
+    seen = kill_writers(workers, tmp_path, seed=seed, kills=LONG_KILLS)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{LONG_KILLS} kills, seed {seed}: {seen}\n")
+    assert min(seen.values()) > 0, seen
+
+
+def test_a_writer_that_lives_is_not_swept_however_slow_it_is(workers, tmp_path):
+    root = tmp_path / "cache"
+    worker = workers.start("add_for_ever", root)
+
+    def is_stopped_within_a_store():
+        worker.send(signal.SIGSTOP)
+        if root.exists() and leftovers(root):
+            return True
+        worker.send(signal.SIGCONT)
+        return False
+
+    wait_until(is_stopped_within_a_store, "a store to be under way", deadline_s=DEADLINE_S)
+    before = leftovers(root)
+    sweep(root)
+    assert leftovers(root) == before
+    number = last_start(worker)
+    worker.send(signal.SIGCONT)
+    worker.wait_for(f"start {number + 1}")
+    worker.kill()
+    assert read(EntryStore(str(root)), EntryKey(step=number)) == number
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    store = EntryStore(str(tmp_path))
+    lock, sweeps = local.fcntl.flock, []
+
+    def swept_before_the_first_lock(descriptor, operation):
+        if not sweeps:
+            sweeps.append(None)
+            EntryStore(str(tmp_path)).folder.sweep()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(local.fcntl, "flock", swept_before_the_first_lock)
+    assert write(store, KEY, 7, replace=False)
+    assert sweeps
+    assert read(store, KEY) == 7
+    assert leftovers(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_never_counts_as_an_entry(tmp_path):
+    store = EntryStore(str(tmp_path))
+    with store.folder.begin(KEY.name) as writer:
+        writer.write("arrays-0123456789abcdef/input_ids/zarr.json", b"{}")
+        assert store.entries() == []
+        assert store.read(KEY) is None
+        assert store.manifest(KEY) is None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,128 @@
+"""Several processes at one entry or folder: one wins whole, and readers see whole entries alone."""
+
+import json
+import time
+
+import pytest
+from skip_processes import Workers
+from skip_worker import KEY, groups_of, read, write
+
+from rl_rollout.skip import EntryKey, EntryStore
+
+SHORT_ROUNDS, LONG_ROUNDS = 12, 200
+START_S = 0.5
+
+
+@pytest.fixture
+def workers(tmp_path):
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    found = Workers(folder)
+    yield found
+    found.close()
+
+
+def race(workers, root, *, rounds, replaces, stop):
+    """Two writers and two readers at the same entries; gives who won each round, by writer, and what was read."""
+    at = time.time() + START_S
+    readers = [workers.start("read_until", root, stop=str(stop)) for _ in range(2)]
+    writers = [
+        workers.start("race", root, number=number, replace=replace, first=1, rounds=rounds, at=at)
+        for number, replace in enumerate(replaces, start=1)
+    ]
+    said = [dict(line.split() for line in writer.result()) for writer in writers]
+    stop.touch()
+    found = [json.loads(reader.result()[0].removeprefix("found ")) for reader in readers]
+    return [[each[str(step)] == "won" for each in said] for step in range(1, rounds + 1)], found
+
+
+def check_race(workers, tmp_path, *, rounds, replaces):
+    root = tmp_path / "cache"
+    won, found = race(workers, root, rounds=rounds, replaces=replaces, stop=tmp_path / "stop")
+    store = EntryStore(str(root))
+    final = [read(store, EntryKey(step=step)) for step in range(1, rounds + 1)]
+    for each, number in zip(won, final, strict=True):
+        if replaces == (False, False):
+            assert sum(each) == 1
+            assert number == each.index(True) + 1
+        elif replaces == (True, False):
+            assert each[0]
+            assert number == 1
+        else:
+            assert all(each)
+            assert number in (1, 2)
+    assert set().union(*found) <= {"1", "2", "None"}
+    assert sum(each.get("1", 0) + each.get("2", 0) for each in found) > 0
+    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []
+    return final
+
+
+MODES = pytest.mark.parametrize(
+    "replaces", [(False, False), (True, False), (True, True)], ids=["keep", "both", "replace"]
+)
+
+
+@MODES
+def test_of_two_writers_one_wins_whole(workers, tmp_path, replaces):
+    check_race(workers, tmp_path, rounds=SHORT_ROUNDS, replaces=replaces)
+
+
+@MODES
+@pytest.mark.soak
+def test_skip_cache_of_two_writers_one_wins_whole(workers, tmp_path, replaces):
+    final = check_race(workers, tmp_path, rounds=LONG_ROUNDS, replaces=replaces)
+    if replaces != (True, False):
+        assert set(final) == {1, 2}, "one of them was always first: they never raced"
+
+
+def check_replaced_while_read(workers, tmp_path, *, reads):
+    root, stop = tmp_path / "cache", tmp_path / "stop"
+    write(EntryStore(str(root)), KEY, 0, replace=False)
+    writer = workers.start("replace_for_ever", root)
+    reader = workers.start("read_until", root, stop=str(stop), step=1)
+    store = EntryStore(str(root))
+    seen = [read(store, KEY) for _ in range(reads)]
+    stop.touch()
+    found = json.loads(reader.result()[0].removeprefix("found "))
+    writer.kill()
+    stored = [number for number in seen if number is not None]
+    assert stored == sorted(stored), "an older entry came back"
+    assert len(set(stored)) > 1
+    assert len(set(found) - {"None"}) > 1
+
+
+def test_an_entry_that_is_replaced_all_the_while_is_read_whole_or_not_at_all(workers, tmp_path):
+    check_replaced_while_read(workers, tmp_path, reads=60)
+
+
+@pytest.mark.soak
+def test_skip_cache_entry_that_is_replaced_all_the_while_is_read_whole_or_not_at_all(workers, tmp_path):
+    check_replaced_while_read(workers, tmp_path, reads=3000)
+
+
+def check_pruned_while_read(workers, tmp_path, *, reads):
+    root, stop = tmp_path / "cache", tmp_path / "stop"
+    store = EntryStore(str(root))
+    manifest = store.write(KEY, groups_of(1), fingerprint={"number": 1}, generate_s=1.0)
+    room = 3 * (manifest.size_bytes + 4096)
+    others = [
+        workers.start("keep_pruning", root, stop=str(stop), max_bytes=room, first=first) for first in (100_000, 100_001)
+    ]
+    reader = workers.start("read_until", root, stop=str(stop))
+    seen = [read(store, key) for _ in range(reads) for key in store.entries()]
+    stop.touch()
+    reader.result()
+    for other in others:
+        other.result()
+    assert len({number for number in seen if number is not None}) > 1
+    assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= room
+    assert [path.name for path in root.iterdir() if path.name.startswith((".", "broken"))] == []
+
+
+def test_entries_are_removed_by_two_others_while_they_are_read(workers, tmp_path):
+    check_pruned_while_read(workers, tmp_path, reads=30)
+
+
+@pytest.mark.soak
+def test_skip_cache_entries_are_removed_by_two_others_while_they_are_read(workers, tmp_path):
+    check_pruned_while_read(workers, tmp_path, reads=1000)
