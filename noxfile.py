@@ -387,7 +387,7 @@ def soak(session: nox.Session) -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     options, rest = parser.parse_known_args(session.posargs)
     session.log(f"Seed {options.seed}; the same run again: nox -s soak -- {options.name or ''} --seed {options.seed}")
-    chosen = ["-k", options.name] if options.name else []
+    chosen = ["-k", options.name.replace("-", "_")] if options.name else []
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
     limits = ["-o", "faulthandler_timeout=14400"]
     run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *limits, *rest, "packages", "apps", "tests")
