@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 
 from rl_core import Prompt
+from rl_core.errors import NotReadyError
 from rl_core.publish import PublishReport
 from rl_metrics.reduction import Recorder
 from rl_rollout.engines.protocol import SamplingParams
@@ -29,15 +30,16 @@ class Replay:
             MissingExtraError: A library that it needs is not installed.
         """
         self._settings = settings
-        self._inputs = inputs
         self._cache = SkipCache(settings.skip, on_event=say)
-        self._weights: str | None = None
-        self._version: int | None = None
-        self._engine: str | None = None
+        self._common: Circumstances | None = None
+        if settings.skip.enabled:
+            self._common = _common_circumstances(settings, inputs)
+        self._report: PublishReport | None = None
+        self._engine = ""
 
     def served(self, report: PublishReport, *, engine: str) -> None:
         """Remember which weights are served, and by what."""
-        self._weights, self._version, self._engine = report.fingerprint, report.version, engine
+        self._report, self._engine = report, engine
 
     async def rollouts(
         self,
@@ -50,33 +52,47 @@ class Replay:
         num_sessions: int,
     ) -> StepRollouts:
         """Stored rollouts, or those that `generate` makes; see `SkipCache.rollouts`."""
-        if not self._cache.serves(key):
+        if self._common is None or not self._cache.serves(key):
             return StepRollouts(groups=tuple(await generate()))
         await rollout.start()  # what tools a server has, it says when it runs
-        circumstances = self._circumstances(rollout, sampling, num_sessions)
+        circumstances = self._circumstances(self._common, rollout, sampling, num_sessions)
         found = await self._cache.rollouts(key, prompts, circumstances, generate)
         if found.is_replayed and self._settings.skip.rewards == "again":
             return replace(found, groups=tuple(await rollout.score_again(found.groups)))
         return found
 
-    def _circumstances(self, rollout: Rollout, sampling: SamplingParams, num_sessions: int) -> Circumstances:
-        settings = self._settings
-        reward = asdict(settings.reward)
-        return Circumstances(
+    def _circumstances(
+        self, common: Circumstances, rollout: Rollout, sampling: SamplingParams, num_sessions: int
+    ) -> Circumstances:
+        if self._report is None:
+            raise NotReadyError("rollouts were asked for before weights were published. Publish first.")
+        return replace(
+            common,
             policy={
-                "weights": self._weights,
-                "origin": str(settings.policy.path.absolute()),
-                "version": self._version,
+                "weights": self._report.fingerprint,
+                "origin": str(self._settings.policy.path.absolute()),
+                "version": self._report.version,
             },
-            tokenizer=self._inputs.tokenizer.fingerprint,
             sampling=asdict(replace(sampling, seed=None)),
             group_size=num_sessions,
-            loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
             tools=rollout.tool_schemas,
-            reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts")}),
-            seed=settings.run.seed,
-            versions={**package_versions(), "engine": self._engine or ""},
+            versions={**common.versions, "engine": self._engine},
         )
+
+
+def _common_circumstances(settings: Settings, inputs: Inputs) -> Circumstances:
+    """What stays as it is in a run, as it is at its start: files that are changed meanwhile are not read again."""
+    reward = asdict(settings.reward)
+    return Circumstances(
+        policy=None,
+        tokenizer=inputs.tokenizer.fingerprint,
+        sampling=None,
+        group_size=0,
+        loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
+        reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts")}),
+        seed=settings.run.seed,
+        versions=package_versions(),
+    )
 
 
 def record_replay(recorder: Recorder, found: StepRollouts) -> None:

@@ -1,6 +1,7 @@
 """Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics of the batch."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
@@ -62,13 +63,18 @@ class StepFeed:
         if parts.settings.skip.enabled:
             record_replay(self._recorder, found)
         if found.is_replayed:
-            for group in found.groups:
-                if parts.settings.skip.rewards == "stored":
-                    self.replayed.add(group.prompt.uid)
-                parts.queue.issue([group.prompt], num_sessions=len(group.sessions))
-                if on_group is not None:
+            self._issue(found.groups)
+            if on_group is not None:
+                for group in found.groups:
                     on_group(group)
         return list(found.groups)
+
+    def _issue(self, groups: Sequence[GroupResult]) -> None:
+        """Issue what was replayed, as many sessions of each prompt as there are."""
+        if self._parts.settings.skip.rewards == "stored":
+            self.replayed.update(group.prompt.uid for group in groups)
+        for num_sessions, run in itertools.groupby(groups, key=lambda group: len(group.sessions)):
+            self._parts.queue.issue([group.prompt for group in run], num_sessions=num_sessions)
 
 
 async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> int:
