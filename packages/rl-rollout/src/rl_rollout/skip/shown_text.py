@@ -141,7 +141,7 @@ def _facts(row: ShownTrajectory, limits: _Limits) -> str:
     said.append(row.finish_reason)
     tools = row.num_response_tokens - row.num_trained_tokens
     said.append(
-        f"{row.num_prompt_tokens:,} + {counted(row.num_response_tokens, 'token')}"
+        f"{row.num_prompt_tokens:,} prompt + {counted(row.num_response_tokens, 'response token')}"
         + (f" ({tools:,} not sampled)" if tools else "")
     )
     if row.policy_versions is not None:
