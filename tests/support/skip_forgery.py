@@ -70,7 +70,7 @@ class Forgery:
         shutil.rmtree(self.arrays / name, ignore_errors=True)
         for file, content in files.items():
             (self.arrays / name / file).parent.mkdir(parents=True, exist_ok=True)
-            (self.arrays / name / file).write_bytes(content)
+            (self.arrays / name / file).write_bytes(b"".join(content))
         self.specs[name] = {
             "dtype": spec.dtype,
             "shape": list(spec.shape),

@@ -15,8 +15,8 @@ class EntryFiles(Protocol):
         """
         ...
 
-    def read(self, path: str, size_bytes: int) -> bytes:
-        """A whole file.
+    def read(self, path: str, size_bytes: int) -> memoryview:
+        """A whole file, in memory that is the caller's to change.
 
         Raises:
             BrokenEntryError: It is missing, no plain file, or of another size.
@@ -31,8 +31,8 @@ class EntryFiles(Protocol):
 class EntryWriter(Protocol):
     """An entry that is being made."""
 
-    def write(self, path: str, content: bytes) -> None:
-        """Add a file."""
+    def write(self, path: str, *parts: bytes | memoryview) -> None:
+        """Add a file of these parts; several threads may do so at once."""
         ...
 
     def publish(self, manifest: bytes, *, replace: bool) -> bool:

@@ -12,8 +12,11 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_rollout.skip.bounded_json import shown_path
@@ -22,6 +25,8 @@ from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
 MAX_DEPTH = 4
 MAX_FILES = 200_000
+NUM_FLUSHES = 8
+"""Folders that are flushed at once: one after the other, each may wait for a commit of its own."""
 BROKEN = "broken"
 WRITING, REMOVING = ".writing-", ".removing-"
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -210,7 +215,7 @@ class LocalFiles:
             raise BrokenEntryError(self._path, f"its files cannot be listed: {error.strerror}") from None
         return found
 
-    def read(self, path: str, size_bytes: int) -> bytes:
+    def read(self, path: str, size_bytes: int) -> memoryview:
         """A whole file."""
         where = f"{self._path}/{path}"
         try:
@@ -220,12 +225,13 @@ class LocalFiles:
                     raise BrokenEntryError(where, "it must be a plain file")
                 if status.st_size != size_bytes:
                     raise BrokenEntryError(where, f"it must have {size_bytes} bytes; found {status.st_size}")
+                content = np.empty(size_bytes, dtype=np.uint8).data  # in large pages, which bytes do not get
                 with open(descriptor, "rb", closefd=False, buffering=0) as stream:
-                    content = stream.read(size_bytes)
+                    num_read = stream.readinto(content)
         except OSError as error:
             raise BrokenEntryError(where, f"it must be a plain file that can be read: {error.strerror}") from None
-        if len(content) != size_bytes:
-            raise BrokenEntryError(where, f"it must give {size_bytes} bytes; found {len(content)}")
+        if num_read != size_bytes:
+            raise BrokenEntryError(where, f"it must give {size_bytes} bytes; found {num_read}")
         return content
 
     @contextmanager
@@ -270,20 +276,21 @@ class LocalWriter:
         self._aside = aside
         self._target = target
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, *parts: bytes | memoryview) -> None:
         """Add a file, flushed to the disk."""
         file = self._aside / path
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as stream:
-            stream.write(content)
+            stream.writelines(parts)
             stream.flush()
             os.fsync(stream.fileno())
 
     def publish(self, manifest: bytes, *, replace: bool) -> bool:
         """Write the manifest, flush every folder, and rename the entry into its place."""
         self.write(MANIFEST, manifest)
-        for folder, _, _ in os.walk(self._aside):
-            _sync_folder(folder)
+        folders = [folder for folder, _, _ in os.walk(self._aside)]
+        with ThreadPoolExecutor(NUM_FLUSHES, "skip-cache") as threads:
+            list(threads.map(_sync_folder, folders))
         while not _rename_new(self._aside, self._target):
             if not replace:
                 return False

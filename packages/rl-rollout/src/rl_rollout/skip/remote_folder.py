@@ -167,7 +167,7 @@ class RemoteFiles:
                 raise BrokenEntryError(f"{self._tree.url}/{path}", "it must be a plain file of a known size")
         return {path: size for path, size in found.items() if size is not None}
 
-    def read(self, path: str, size_bytes: int) -> bytes:
+    def read(self, path: str, size_bytes: int) -> memoryview:
         """A whole file."""
         where = f"{self._tree.url}/{path}"
         content = self._tree.read(path, size_bytes + 1)
@@ -178,7 +178,7 @@ class RemoteFiles:
             raise BrokenEntryError(where, f"it must have {size_bytes} bytes; found {len(content)}{more}")
         if path == MANIFEST:
             self._manifest = content
-        return content
+        return memoryview(bytearray(content))
 
     def is_current(self) -> bool:
         """True while the manifest that was read is still there."""
@@ -193,10 +193,10 @@ class RemoteWriter:
         self._tree = tree
         self._written: list[str] = []
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, *parts: bytes | memoryview) -> None:
         """Put a file."""
         self._written.append(path)
-        self._tree.put(path, content)
+        self._tree.put(path, b"".join(parts))
 
     def publish(self, manifest: bytes, *, replace: bool) -> bool:
         """Put the manifest, unless there is one that stays; what it takes the place of is removed."""

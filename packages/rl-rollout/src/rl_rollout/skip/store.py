@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from rl_core.records import Json
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.arrays import METADATA, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.skip.bounded_json import shown, shown_path
-from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder
+from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter
 from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.manifest import (
     ARRAYS_FOLDER,
@@ -30,9 +30,10 @@ from rl_rollout.skip.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from rl_rollout.skip.rows import DTYPES, count, decode_groups, encode_groups, storable
+from rl_rollout.skip.rows import DTYPES, count, decode_groups, iter_arrays, storable
 
-NUM_THREADS = 4
+NUM_READS, NUM_WRITES = 4, 8
+"""Arrays at once; writes wait for the disk most of their time."""
 ReadT = TypeVar("ReadT")
 
 
@@ -65,12 +66,13 @@ class EntryStore:
         self._max_entry_bytes = max_entry_bytes
 
     def require_library(self) -> None:
-        """Find out at the start whether zarr is installed.
+        """Find out at the start whether the library of zarr's codecs is installed.
 
         Raises:
             MissingExtraError: It is not.
         """
-        self._encode(np.zeros(1, dtype=np.uint8))
+        sample = np.zeros(1, dtype=np.uint8)
+        encode_array(sample, plan_array(sample, compress=True))
 
     def entries(self) -> list[EntryKey]:
         """Of all entries, broken ones too; sorted by kind, step and part."""
@@ -90,7 +92,7 @@ class EntryStore:
 
         Raises:
             BrokenEntryError: It is no entry, or not whole.
-            MissingExtraError: zarr is not installed.
+            MissingExtraError: The library of zarr's codecs is not installed.
         """
         read = self._whole(key, lambda files: self._read_arrays(files, key))
         if read is None:
@@ -127,13 +129,16 @@ class EntryStore:
 
         Raises:
             CacheError: It cannot be stored; nothing of it is left.
-            MissingExtraError: zarr is not installed.
+            MissingExtraError: The library of zarr's codecs is not installed.
         """
         arrays_folder = f"arrays-{secrets.token_hex(TOKEN_BYTES)}"
         groups = storable(groups)
-        with self.folder.begin(key.name) as writer, ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
-            arrays = self._bounded(encode_groups(groups), key)
-            encoded = list(threads.map(self._encode, arrays.values()))
+        with self.folder.begin(key.name) as writer:
+            with ThreadPoolExecutor(NUM_WRITES, "skip-cache") as threads:
+                writes = {
+                    name: threads.submit(self._write_array, writer, f"{arrays_folder}/{name}", array)
+                    for name, array in self._bounded(iter_arrays(groups), key)
+                }
             manifest = Manifest(
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
@@ -143,30 +148,29 @@ class EntryStore:
                 counts=count(groups),
                 fingerprint=fingerprint,
                 arrays_folder=arrays_folder,
-                arrays={name: spec for name, (spec, _) in zip(arrays, encoded, strict=True)},
+                arrays={name: write.result() for name, write in writes.items()},
             )
             raw = encode_manifest(manifest)
             if max_bytes is not None and manifest.size_bytes + len(raw) > max_bytes:
                 return None
-            files = {
-                f"{arrays_folder}/{name}/{file}": content
-                for name, (_, written) in zip(arrays, encoded, strict=True)
-                for file, content in written.items()
-            }
-            list(threads.map(writer.write, files, files.values()))
             return manifest if writer.publish(raw, replace=replace) else None
 
-    def _bounded(self, arrays: dict[str, NDArray[Any]], key: EntryKey) -> dict[str, NDArray[Any]]:
-        total = sum(array.nbytes for array in arrays.values())
-        if total > self._max_entry_bytes:
-            raise CacheError(
-                f"rollouts of {key.name} take {total} bytes; an entry holds at most {self._max_entry_bytes}. Leave the "
-                "step out of skip.steps, or turn the cache off."
-            )
-        return arrays
+    def _bounded(self, arrays: Iterable[tuple[str, NDArray[Any]]], key: EntryKey) -> Iterator[tuple[str, NDArray[Any]]]:
+        total = 0
+        for name, array in arrays:
+            total += array.nbytes
+            if total > self._max_entry_bytes:
+                raise CacheError(
+                    f"rollouts of {key.name} take {total} bytes or more; an entry holds at most "
+                    f"{self._max_entry_bytes}. Leave the step out of skip.steps, or turn the cache off."
+                )
+            yield name, array
 
-    def _encode(self, array: NDArray[Any]) -> tuple[ArraySpec, dict[str, bytes]]:
-        return encode_array(array, plan_array(array, compress=self._compress))
+    def _write_array(self, writer: EntryWriter, stem: str, array: NDArray[Any]) -> ArraySpec:
+        spec, files = encode_array(array, plan_array(array, compress=self._compress))
+        for file, parts in files.items():
+            writer.write(f"{stem}/{file}", *parts)
+        return spec
 
     def prune(self, max_bytes: int, *, dry_run: bool = False) -> list[tuple[str, int]]:
         """Remove what was set aside, then the oldest entries, until no more than so many bytes are left.
@@ -222,7 +226,7 @@ class EntryStore:
     def _read_arrays(self, files: EntryFiles, key: EntryKey) -> tuple[Manifest, dict[str, NDArray[Any]]]:
         path = self.folder.path_of(key.name)
         manifest = self._read_manifest(files, key, files.sizes())
-        with ThreadPoolExecutor(NUM_THREADS, "skip-cache") as threads:
+        with ThreadPoolExecutor(NUM_READS, "skip-cache") as threads:
             reads = [threads.submit(_read_array, files, name, manifest, path) for name in manifest.arrays]
             return manifest, {name: each.result() for name, each in zip(manifest.arrays, reads, strict=True)}
 
@@ -234,7 +238,7 @@ class EntryStore:
             raise BrokenEntryError(where, "it is missing; the entry is not whole")
         if size > MAX_MANIFEST_BYTES:
             raise BrokenEntryError(where, f"it has {size} bytes; at most {MAX_MANIFEST_BYTES} were expected")
-        manifest = decode_manifest(files.read(MANIFEST, size), path=where)
+        manifest = decode_manifest(bytes(files.read(MANIFEST, size)), path=where)
         if manifest.key != key:
             raise BrokenEntryError(where, f"it is of {shown(manifest.key.name)}")
         self._check(manifest, sizes, path=path)
