@@ -1,0 +1,37 @@
+"""Options of a skip cache that cannot be, and what is said of them."""
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_rollout.skip import SkipCache, SkipOptions
+
+
+def test_the_defaults_are_possible_and_do_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    SkipOptions().check()
+    SkipCache(SkipOptions())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"action": "replay"}, "action must be one of 'cache', 'repeat', 'repeat_last'; found 'replay'"),
+        ({"on_mismatch": "warn"}, "on_mismatch must be one of 'error', 'regenerate', 'accept'; found 'warn'"),
+        ({"on_broken": "accept"}, "on_broken must be one of 'regenerate', 'error'; found 'accept'"),
+        ({"directory": ""}, "directory must name a folder or a URL; found ''"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1, or none; found 0"),
+        ({"max_bytes": True}, "max_bytes must be at least 1, or none; found True"),
+        ({"steps": "4-2"}, "runs backwards"),
+        ({"steps": []}, "at least one step"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_with_what_it_must_be(tmp_path, options, message):
+    with pytest.raises(SettingsError, match=message):
+        SkipCache(SkipOptions(**{"directory": str(tmp_path), **options}))
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(SettingsError) as caught:
+        SkipOptions(action="a", on_mismatch="b", steps="c", max_bytes=-1).check()
+    assert len(str(caught.value).splitlines()) == 4

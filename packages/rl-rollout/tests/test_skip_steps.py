@@ -1,0 +1,65 @@
+"""Which steps a skip cache serves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.errors import SettingsError
+from rl_rollout.skip.steps import StepSelection
+
+LAST = 60
+
+
+def chosen(steps):
+    return [step for step in range(LAST + 1) if step in StepSelection.parse(steps)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ("1-4,7", [1, 2, 3, 4, 7]),
+        (" 2 , 4 - 5 ".replace(" - ", "-"), [2, 4, 5]),
+        ("58-", [58, 59, 60]),
+        ("3,3,3", [3]),
+        ("5-9,7-8", [5, 6, 7, 8, 9]),
+        ("9,1-3,4", [1, 2, 3, 4, 9]),
+        ("[1, 2]", [1, 2]),
+        ([3, 1], [1, 3]),
+        ((5,), [5]),
+        ("0004", [4]),
+    ],
+)
+def test_steps_are_lists_and_ranges(steps, expected):
+    assert chosen(steps) == expected
+
+
+def test_all_steps_are_all_from_the_first():
+    assert chosen("all") == list(range(1, LAST + 1))
+    assert 10**12 in StepSelection.parse("all")
+
+
+def test_ranges_that_touch_are_one():
+    assert StepSelection.parse("1-3,4,5-9").ranges == ((1, 9),)
+    assert StepSelection.parse("20-,1-3,25-30").ranges == ((1, 3), (20, None))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    ["", " ", ",", "1,,2", "a", "1-2-3", "-3", "0", "0-4", "4-2", "1.5", "1e3", [], [0], [True], [1.0], ["1"], "all,3"],
+)
+def test_what_is_no_selection_is_refused_with_an_example(steps):
+    with pytest.raises(SettingsError, match=r'Write "all", \[1, 2, 40\] or "1-20,40"|runs backwards'):
+        StepSelection.parse(steps)
+
+
+RANGES = st.lists(st.tuples(st.integers(1, LAST), st.integers(0, 9)), min_size=1, max_size=5)
+
+
+@given(RANGES, st.integers(1, LAST))
+def test_a_selection_holds_what_its_ranges_hold_and_counts_it(ranges, step):
+    text = ",".join(f"{first}-{first + more}" if more else str(first) for first, more in ranges)
+    selection = StepSelection.parse(text)
+    expected = {each for first, more in ranges for each in range(first, first + more + 1)}
+    assert (step in selection) == (step in expected)
+    assert selection.count_before(step) == sum(each < step for each in expected)
+    assert StepSelection.parse(sorted(expected)) == selection
