@@ -8,9 +8,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from flat_store import FlatStore
 from skip_command import FIRST, SECOND, THIRD, as_json, break_chunk, break_torn, fill, run, tree, tree_bytes
 
 from rl_rollout.cli import main, parse_bytes
+from rl_rollout.skip.remote_folder import LEFT_AFTER_S
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -92,6 +94,36 @@ def test_prune_broken_removes_what_is_broken_set_aside_or_left(capsys, folder):
     assert list((folder / "broken").iterdir()) == []
     assert tree_bytes(folder) == done["kept_bytes"]
     os.close(lock)
+
+
+def test_what_the_store_cannot_give_is_unreadable_and_stays(capsys):
+    FlatStore.reset()
+    store = fill("flat://bucket/cache", (1, 2))
+    FlatStore.failing["cat_file"] = PermissionError("denied")
+    status, out, _ = run(capsys, "ls", "flat://bucket/cache")
+    assert status == 0
+    assert f"UNREADABLE {FIRST}: flat://bucket/cache/{FIRST}: " in out
+    assert "manifest.json cannot be read: PermissionError: denied" in out
+    assert run(capsys, "verify", "flat://bucket/cache")[0] == 1
+    assert run(capsys, "prune", "flat://bucket/cache", "--broken")[1].startswith("removed 0 B; 2 entries")
+    FlatStore.reset()
+    assert store.entries() == []
+
+
+def test_prune_removes_what_writers_left_on_an_object_store(capsys):
+    FlatStore.reset()
+    fill("flat://bucket/cache", (1,))
+    flat, left = FlatStore(), f"{SECOND}/arrays-{'0' * 16}"
+    flat.pipe_file(f"bucket/cache/{left}/input_ids/c/0", b"12345")
+    assert "removed 0 B; 1 entry" in run(capsys, "prune", "flat://bucket/cache", "--broken")[1]
+    flat.age("", LEFT_AFTER_S + 60)
+    _, planned = as_json(capsys, "prune", "flat://bucket/cache", "--broken", "--dry-run")
+    assert planned["removed"] == [{"name": left, "size_bytes": 5, "why": "left by a writer that died"}]
+    _, done = as_json(capsys, "prune", "flat://bucket/cache", "--broken")
+    assert done["removed"] == planned["removed"]
+    assert not any(left in name for name in FlatStore.objects)
+    assert run(capsys, "verify", "flat://bucket/cache")[0] == 0
+    FlatStore.reset()
 
 
 def test_a_dry_run_plans_what_is_then_done(capsys, folder):

@@ -194,7 +194,7 @@ def fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
     """Which place is at fault, and why."""
     if isinstance(error, BrokenEntryError):
         return Fault(path=error.path, reason=error.reason)
-    return Fault(path=store.folder.path_of(key.name), reason=str(error))
+    return Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
 
 
 def _left(listing: Listing) -> Iterator[Removal]:
@@ -206,7 +206,7 @@ def _broken(store: EntryStore, listing: Listing) -> Iterator[Removal]:
     for each in listing.set_aside:
         yield Removal(name=f"broken/{each.name}", size_bytes=each.size_bytes, why="set aside")
     for entry in listing.entries:
-        if entry.fault is not None and _is_broken(store, entry.key):
+        if entry.fault is not None and entry.fault.is_broken and _is_broken(store, entry.key):
             yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="broken")
 
 

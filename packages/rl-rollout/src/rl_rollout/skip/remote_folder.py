@@ -138,10 +138,13 @@ class RemoteFolder:
         """True for arrays that are old and belong to no entry; a broken manifest may name any of them."""
         name, _, arrays = path.partition("/")
         entry = self._tree(name)
-        if entry.has(MANIFEST) and _named_arrays(entry) in (None, arrays):
+        try:
+            newest = self._tree(path).newest()
+            if newest is None or time.time() - newest <= LEFT_AFTER_S:
+                return False
+            return not entry.has(MANIFEST) or _named_arrays(entry) not in (None, arrays)
+        except CacheError:  # what the store cannot give now is not known to be left
             return False
-        newest = self._tree(path).newest()
-        return newest is not None and time.time() - newest > LEFT_AFTER_S
 
     def _tree(self, path: str) -> "_RemoteTree":
         return _RemoteTree(self._fs, f"{self._root.path}/{path}", f"{self._url}/{path}")
@@ -308,11 +311,13 @@ class _RemoteTree:
         times = []
         for name in self.objects():
             try:
-                changed: datetime = self._fs.modified(f"{self.path}/{name}")
+                changed: object = self._fs.modified(f"{self.path}/{name}")
             except (FileNotFoundError, NotImplementedError):
                 return None
             except Exception as error:  # each file system raises its own kinds
                 raise self._failed("looked at", name, error) from error
+            if not isinstance(changed, datetime):
+                return None
             times.append((changed if changed.tzinfo else changed.replace(tzinfo=UTC)).timestamp())
         return max(times, default=None)
 

@@ -17,10 +17,17 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: Of the file or folder that is not as it must be.
         reason: What it must be, and what it is.
+        is_broken: False where the store failed to give it, which says nothing of the entry.
     """
 
     path: str
     reason: str
+    is_broken: bool = True
+
+    @property
+    def word(self) -> str:
+        """The state in a word."""
+        return "BROKEN" if self.is_broken else "UNREADABLE"
 
 
 class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +41,7 @@ class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
         counts: How much it holds.
         size_bytes: Of all its files; of a broken entry what could be listed.
         fingerprint: Of what it was made.
-        fault: Why it is broken; None when it is not.
+        fault: Why it is broken or cannot be read; None when it is whole.
     """
 
     name: str
@@ -67,7 +74,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
         entries: Sorted by kind, step and part.
         set_aside: Broken entries that a run moved to broken/.
         leftovers: What writers left that died.
-        num_broken: Entries that are broken.
+        num_broken: Entries that are broken, or could not be read.
         totals: Of the entries that are not broken.
         size_bytes: Of everything.
     """
@@ -101,7 +108,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         directory: As it was given.
         entries: In order.
-        num_broken: Of these.
+        num_broken: Of these, those that are broken or could not be read.
     """
 
     directory: str

@@ -32,9 +32,9 @@ def listing_text(listing: Listing) -> str:
     """The table of `ls`, then totals."""
     lines = [*_table(listing.entries), ""] if listing.entries else []
     broken_entries = ((entry.name, entry.fault) for entry in listing.entries)
-    lines += [f"BROKEN {name}: {_fault(fault)}" for name, fault in broken_entries if fault is not None]
+    lines += [f"{fault.word} {name}: {_fault(fault)}" for name, fault in broken_entries if fault is not None]
     totals, num_whole = listing.totals, len(listing.entries) - listing.num_broken
-    broken = f", {listing.num_broken} BROKEN" if listing.num_broken else ""
+    broken = f", {listing.num_broken} broken" if listing.num_broken else ""
     lines.append(
         f"{counted(num_whole, 'entry', 'entries')}{broken}: {counted(totals.groups, 'group')}, "
         f"{counted(totals.sessions, 'session')} ({totals.failed_sessions:,} failed), "
@@ -51,7 +51,7 @@ def listing_text(listing: Listing) -> str:
 def verified_line(verified: Verified) -> str:
     """One line of `verify`."""
     if verified.fault is not None:
-        return f"BROKEN  {_fault(verified.fault)}\n"
+        return f"{verified.fault.word}  {_fault(verified.fault)}\n"
     held = "" if verified.counts is None else f"  {counted(verified.counts.trajectories, 'trajectory', 'trajectories')}"
     return f"ok      {verified.name}{held}\n"
 
@@ -150,7 +150,14 @@ def _table(entries: Sequence[EntryReport]) -> Iterator[str]:
 def _row(entry: EntryReport) -> tuple[str, ...]:
     counts = entry.counts
     if counts is None:
-        return (entry.name, *("-" for _ in range(6)), shown_bytes(entry.size_bytes), "-", "-", "BROKEN")
+        return (
+            entry.name,
+            *("-" for _ in range(6)),
+            shown_bytes(entry.size_bytes),
+            "-",
+            "-",
+            entry.fault.word if entry.fault else "-",
+        )
     return (
         entry.name,
         (entry.made_at or "-").rstrip("Z").replace("T", " "),
