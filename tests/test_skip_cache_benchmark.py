@@ -1,0 +1,128 @@
+"""The skip-cache benchmark: its arithmetic, its samples, and a run of few samples that times nothing of note."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up, and the samples need the payload
+    spec.loader.exec_module(module)
+    return module
+
+
+load("_payload"), load("_protocol")
+samples, summary, protocol = load("_skip_samples"), load("_skip_summary"), load("_skip_protocol")
+
+
+def measured(write_s: list[float], read_s: list[float], **rest: object) -> object:
+    return summary.Measured(wall_s={"write": write_s, "read": read_s}, **rest)
+
+
+def test_speed_is_the_payload_over_the_median_round() -> None:
+    found = {"ours": measured([0.1, 0.4, 0.2], [0.05, 0.05, 0.02], size_bytes=20_400_000)}
+    write, read = summary.result_rows(found, payload_bytes=40_000_000)
+    assert (write["system"], write["operation"], write["mb_per_s"], write["size_mb"]) == ("ours", "write", 200.0, 20.4)
+    assert (read["operation"], read["mb_per_s"], read["mb_per_s_best"]) == ("read", 800.0, 2000.0)
+    assert write["mb_per_s_quartiles"] == [133.3, 266.7]  # of 0.3 s and of 0.15 s
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    found = {"ours": measured([1.0, 2.0, 4.0], [1.0] * 3), "torch_rows": measured([2.0, 8.0, 40.0], [3.0, 9.0, 1.0])}
+    rows = {(row["peer"], row["operation"]): row for row in summary.comparisons(found)}
+    assert list(rows) == [("torch_rows", "write"), ("torch_rows", "read")]  # what was left out is compared with nothing
+    assert rows["torch_rows", "write"]["ratio"] == 4.0  # of 2, 4 and 10
+    assert rows["torch_rows", "write"]["ratio_quartiles"] == [3.0, 7.0]
+    assert rows["torch_rows", "read"]["ratio"] == 3.0
+
+
+@pytest.mark.parametrize(("size_bytes", "is_met"), [(35, True), (36, False)])
+def test_targets_are_those_that_were_set(size_bytes: int, is_met: bool) -> None:
+    found = {
+        "ours": measured([1.0], [1e-7]),
+        "ours_compressed": measured([1.0], [1.0], size_bytes=size_bytes),
+        "torch_rows": measured([3.9], [8e-7]),
+    }
+    claims = {claim["target"]: claim for claim in summary.targets(found, payload_bytes=100)}
+    assert [(claim["wanted"], claim["found"], claim["is_met"]) for claim in claims.values()] == [
+        (1_000.0, 1_000.0, True),
+        (8.0, 8.0, True),
+        (4.0, 3.9, False),
+        (0.35, size_bytes / 100, is_met),
+    ]
+
+
+def test_share_of_the_wait_for_the_disk_is_of_pairs() -> None:
+    found = {
+        "ours": measured([0.04, 0.06, 0.05], [1.0], unflushed_s=[0.03, 0.03, 0.04]),
+        "verl": measured([1.0], [1.0]),
+    }
+    assert summary.flushes(found) == {"ours": {"flush_ms": 10.0, "share_of_write": 0.25}}
+
+
+def test_a_single_round_has_its_value_for_quartiles() -> None:
+    assert summary.quartiles([3.0]) == [3.0, 3.0]
+
+
+def test_samples_are_rollouts_of_groups() -> None:
+    rows, again = samples.make_samples(), samples.make_samples()
+    assert len(rows.lengths) == 1_024
+    assert 44e6 < rows.size_bytes < 50e6
+    assert (rows.lengths.min() >= 256, rows.lengths.max() <= 4_096) == (True, True)
+    assert all(np.array_equal(rows.columns[name], again.columns[name]) for name in samples.COLUMNS)
+    dtypes = {name: rows.columns[name].dtype.name for name in samples.COLUMNS}
+    assert dtypes == {"input_ids": "int64", "position_ids": "int64", "logprobs": "float32", "mask": "int8"}
+    is_prompt = rows.columns["position_ids"] < 64
+    assert np.array_equal(rows.columns["mask"] == 0, is_prompt)
+    assert not rows.columns["logprobs"][is_prompt].any()
+    prompts = rows.columns["input_ids"][is_prompt].reshape(128, 8, 64)
+    assert (prompts == prompts[:, :1]).all()
+    assert np.array_equal(rows.columns["position_ids"], samples.positions(rows.lengths))
+
+
+def test_what_was_read_changed_is_refused() -> None:
+    rows = samples.make_samples(1)
+    protocol.check(rows.columns, rows)
+    changed = {**rows.columns, "logprobs": rows.columns["logprobs"].copy()}
+    changed["logprobs"][-1] += 1e-6
+    with pytest.raises(protocol.ChangedError, match="logprobs must be read as it was written"):
+        protocol.check(changed, rows)
+
+
+def test_quick_run_without_verl_says_so_and_has_a_row_for_all_others(tmp_path: Path) -> None:
+    report_path = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "skip_cache.py"), "--quick"]
+    places = ["--folder", str(tmp_path), "--json", str(report_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_PYTHON"}
+    done = subprocess.run(
+        [*command, "--json", str(report_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(report_path.read_text())
+    systems = ("ours", "ours_compressed", "torch_rows", "torch_padded")
+    assert [(row["system"], row["operation"]) for row in report["results"]] == [
+        (system, operation) for system in systems for operation in ("write", "read")
+    ]
+    assert all(row["mb_per_s"] > 0 and row["size_mb"] > 0 for row in report["results"])
+    assert "VERL_PYTHON" in report["skipped"]["verl"]
+    assert report["skipped"]["verl"] in done.stdout
+    assert {claim["target"] for claim in report["targets"]} > {"ours read, MB/s"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # nothing of the entries is left
