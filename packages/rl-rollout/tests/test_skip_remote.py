@@ -31,7 +31,6 @@ def url(request) -> Iterator[str]:
 def flat() -> Iterator[FlatStore]:
     FlatStore.reset()
     yield FlatStore()
-    FlatStore.reset()
 
 
 FLAT = "flat://bucket/cache"
