@@ -28,9 +28,9 @@ def url(request) -> Iterator[str]:
 
 
 @pytest.fixture
-def flat() -> Iterator[FlatStore]:
+def flat() -> FlatStore:
     FlatStore.reset()
-    yield FlatStore()
+    return FlatStore()
 
 
 FLAT = "flat://bucket/cache"
@@ -305,7 +305,6 @@ def test_removing_an_entry_leaves_the_arrays_of_a_writer_at_work(url):
     store.folder.remove(KEY.name)
     assert store.entries() == []
     assert paths_below(url) == [f"{ORPHAN}/input_ids/c/0"]
-    store.folder.remove(KEY.name)
 
 
 def test_arrays_that_no_manifest_names_are_left_over_once_they_are_old(flat):
