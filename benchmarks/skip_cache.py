@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured],
             first = number % len(order)  # who begins changes from round to round
             for system in [*order[first:], *order[:first]]:
                 with leaving_out(system, skipped):
-                    take_turn(system, peers[system], measured[system], is_warm_up=number == 0)
+                    take_turn(system, peers[system], measured[system], number)
             say(f"{time.strftime('%H:%M:%S')}  {f'round {number}' if number else 'warm-up'}")
         for system in [system for system in peers if system not in skipped]:
             measured[system].versions = peers[system].ask({"operation": "versions"}, timeout_s=ANSWER_TIMEOUT_S)
@@ -142,16 +142,16 @@ def start(system: str, num_groups: int, folder: Path) -> Peer:
     return Peer(system, command, folder, variables=variables)
 
 
-def take_turn(system: str, peer: Peer, found: Measured, *, is_warm_up: bool) -> None:
-    """A write and a read; of ours one more write, which does not wait for the disk."""
-    unflushed = peer.ask({"operation": "write_unflushed"}, timeout_s=ANSWER_TIMEOUT_S) if system in FLUSHING else None
-    written = peer.ask({"operation": "write"}, timeout_s=ANSWER_TIMEOUT_S)
-    read = peer.ask({"operation": "read"}, timeout_s=ANSWER_TIMEOUT_S)
-    found.size_bytes = written["size_bytes"]
-    if not is_warm_up:
-        found.wall_s["write"].append(written["wall_s"])
-        found.wall_s["read"].append(read["wall_s"])
-        found.unflushed_s += [unflushed["wall_s"]] if unflushed else []
+def take_turn(system: str, peer: Peer, found: Measured, number: int) -> None:
+    """A write and a read; of ours one more write, which does not wait for the disk, first in every second round."""
+    writes = ["write_unflushed", "write"] if system in FLUSHING else ["write"]
+    operations = [*writes[:: 1 if number % 2 else -1], "read"]
+    answers = {name: peer.ask({"operation": name}, timeout_s=ANSWER_TIMEOUT_S) for name in operations}
+    found.size_bytes = answers["write"]["size_bytes"]
+    if number:
+        for operation in found.wall_s:
+            found.wall_s[operation].append(answers[operation]["wall_s"])
+        found.unflushed_s += [answers[name]["wall_s"] for name in writes if name == "write_unflushed"]
 
 
 def new_report(

@@ -108,7 +108,7 @@ def test_quick_run_without_verl_says_so_and_has_a_row_for_all_others(tmp_path: P
     places = ["--folder", str(tmp_path), "--json", str(report_path)]
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PYTHON"}
     done = subprocess.run(
-        [*command, "--json", str(report_path)],
+        [*command, *places],
         capture_output=True,
         text=True,
         timeout=280,
