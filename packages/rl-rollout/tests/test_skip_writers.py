@@ -4,9 +4,10 @@ import json
 import time
 
 import pytest
-from skip_processes import Workers
+from skip_processes import DEADLINE_S, Workers
 from skip_worker import KEY, groups_of, read, write
 
+from rl_core.testing import wait_until
 from rl_rollout.skip import EntryKey, EntryStore
 
 SHORT_ROUNDS, LONG_ROUNDS = 12, 200
@@ -75,20 +76,24 @@ def test_skip_cache_of_two_writers_one_wins_whole(workers, tmp_path, replaces):
         assert set(final) == {1, 2}, "one of them was always first: they never raced"
 
 
+def is_enough(seen, reads):
+    return len(seen) >= reads and len(set(seen) - {None}) > 2
+
+
 def check_replaced_while_read(workers, tmp_path, *, reads):
     root, stop = tmp_path / "cache", tmp_path / "stop"
     write(EntryStore(str(root)), KEY, 0, replace=False)
     writer = workers.start("replace_for_ever", root)
     reader = workers.start("read_until", root, stop=str(stop), step=1)
     store = EntryStore(str(root))
-    seen = [read(store, KEY) for _ in range(reads)]
+    seen = []
+    wait_until(lambda: seen.append(read(store, KEY)) or is_enough(seen, reads), "replacements", deadline_s=DEADLINE_S)
     stop.touch()
     found = json.loads(reader.result()[0].removeprefix("found "))
     writer.kill()
     stored = [number for number in seen if number is not None]
     assert stored == sorted(stored), "an older entry came back"
-    assert len(set(stored)) > 1
-    assert len(set(found) - {"None"}) > 1
+    assert found.keys() - {"None"}
 
 
 def test_an_entry_that_is_replaced_all_the_while_is_read_whole_or_not_at_all(workers, tmp_path):

@@ -126,14 +126,20 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         """Rename an entry, then remove it: it is never seen by half."""
+        taken = self.take_away(name)
+        if taken is not None:
+            _remove_tree(taken)
+
+    def take_away(self, name: str) -> Path | None:
+        """Rename an entry that is to be removed; gives where it is now, or None where it is gone."""
         aside = self._root / f"{REMOVING}{secrets.token_hex(TOKEN_BYTES)}"
         try:
             (self._root / name).rename(aside)
         except FileNotFoundError:
-            return
+            return None
         except OSError as error:
             raise CacheError(f"{self._root / name} cannot be removed: {error}. Remove it by hand.") from error
-        _remove_tree(aside)
+        return aside
 
     def set_aside(self, name: str) -> str | None:
         """Move an entry below `broken`."""
@@ -291,11 +297,15 @@ class LocalWriter:
         folders = [folder for folder, _, _ in os.walk(self._aside)]
         with ThreadPoolExecutor(NUM_FLUSHES, "skip-cache") as threads:
             list(threads.map(_sync_folder, folders))
+        replaced: list[Path | None] = []
         while not _rename_new(self._aside, self._target):
             if not replace:
                 return False
-            LocalFolder(self._target.parent).remove(self._target.name)
+            replaced.append(LocalFolder(self._target.parent).take_away(self._target.name))
         _sync_folder(self._target.parent)
+        for old in replaced:  # once the new one is there: readers find none for an instant alone
+            if old is not None:
+                _remove_tree(old)
         return True
 
 
