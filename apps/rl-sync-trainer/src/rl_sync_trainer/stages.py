@@ -46,16 +46,16 @@ class StepFeed:
         self.replayed: set[str] = set()
 
     async def run(
-        self, prompts: Sequence[Prompt], *, on_group: Callable[[GroupResult], None] | None = None
+        self, prompts: Sequence[Prompt], *, on_groups: Callable[[Sequence[GroupResult]], None] | None = None
     ) -> list[GroupResult]:
-        """Groups of these prompts; a replay gives its own prompts in their place."""
+        """Groups of these prompts, told to `on_groups` as they settle; a replay gives its own in their place."""
         parts, group_size = self._parts, self._parts.settings.rollout.group_size
         key = EntryKey(step=self._step, part=self._num_parts)
         self._num_parts += 1
         found = await parts.replay.rollouts(
             key,
             prompts,
-            lambda: run_groups(parts, prompts, on_group=on_group),
+            lambda: run_groups(parts, prompts, on_group=None if on_groups is None else lambda one: on_groups([one])),
             rollout=parts.rollout,
             sampling=parts.sampling,
             num_sessions=group_size,
@@ -64,9 +64,8 @@ class StepFeed:
             record_replay(self._recorder, found)
         if found.is_replayed:
             self._issue(found.groups)
-            if on_group is not None:
-                for group in found.groups:
-                    on_group(group)
+            if on_groups is not None:
+                on_groups(found.groups)
         return list(found.groups)
 
     def _issue(self, groups: Sequence[GroupResult]) -> None:
@@ -91,7 +90,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
     if not parts.settings.refill.filter:
-        groups = await feed.run(parts.source.next(num_prompts), on_group=lambda group: settle(parts, group))
+        groups = await feed.run(parts.source.next(num_prompts), on_groups=lambda settled: settle(parts, settled))
         record_rollouts(parts, groups, recorder, replayed=feed.replayed)
         return sum(bool(group.trajectories) for group in groups)
     found = await refill(
@@ -101,8 +100,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
         keep=resolve_filter(parts.settings.refill.filter),
         max_rounds=parts.settings.refill.max_rounds,
     )
-    for group in (*found.groups, *found.failed):
-        settle(parts, group)
+    settle(parts, [*found.groups, *found.failed])
     for group, reason in found.refused:
         for index in range(len(group.sessions)):
             parts.queue.fail(group.prompt.uid, index, reason=f"refused by {parts.settings.refill.filter}: {reason}")
@@ -128,13 +126,15 @@ async def run_groups(
     )
 
 
-def settle(parts: Parts, group: GroupResult) -> None:
-    """Put the sessions of a group into the queue, those that failed with their reasons."""
-    for index, session in enumerate(group.sessions):
-        if session.failure is None:
-            put_session(parts, group.prompt.uid, index, session.trajectories)
-        else:
-            parts.queue.fail(group.prompt.uid, index, reason=session.failure)
+def settle(parts: Parts, groups: Sequence[GroupResult]) -> None:
+    """Put the sessions of groups into the queue at once, those that failed with their reasons."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if trajectories:
+        put_trajectories(parts, trajectories)
+    for group in groups:
+        for index, session in enumerate(group.sessions):
+            if session.failure is not None:
+                parts.queue.fail(group.prompt.uid, index, reason=session.failure)
 
 
 def record_rollouts(
@@ -175,26 +175,27 @@ def record_rollouts(
     )
 
 
-def put_session(parts: Parts, prompt_uid: str, index: int, trajectories: Sequence[Trajectory]) -> None:
-    """Settle a session in the queue, with the components of its rewards where the advantage compares them.
+def put_trajectories(parts: Parts, trajectories: Sequence[Trajectory]) -> None:
+    """Settle whole sessions in the queue, with the components of their rewards where the advantage compares them.
 
     Raises:
         DataError: A trajectory lacks such a component.
     """
     names = gdpo_components(parts.settings)
-    if not names or not trajectories:
-        parts.queue.put(prompt_uid, index, trajectories)
+    batch = Batch.from_trajectories(trajectories)
+    if not names:
+        parts.queue.put_batch(batch)
         return
     for trajectory in trajectories:
         lacking = sorted(set(names) - trajectory.reward_components.keys())
         if lacking:
             raise DataError(
                 f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function gave "
-                f"{sorted(trajectory.reward_components) or 'none'} for prompt {prompt_uid}. Let it return every "
-                "component for every response."
+                f"{sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. Let it return "
+                "every component for every response."
             )
     components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
-    parts.queue.put_batch(with_reward_components(Batch.from_trajectories(trajectories), components))
+    parts.queue.put_batch(with_reward_components(batch, components))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
