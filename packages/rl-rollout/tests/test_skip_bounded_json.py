@@ -1,0 +1,44 @@
+"""JSON of a known form: read as json reads it, in the same bounds."""
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_rollout.skip.bounded_json import load_json, load_json_as
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**64, -(2**70), 1e23, -0.0, 5e-324, "\ud800", "é\x00", {"a": [None, True, {"b": 0.1}]}, math.inf],
+    ids=repr,
+)
+def test_values_are_those_of_json(value):
+    raw = json.dumps([value, 1.0]).encode()
+    found = load_json_as(raw, list[Any], max_values=10)
+    assert repr(found) == repr(load_json(raw, max_values=10)) == repr([value, 1.0])
+
+
+def test_nan_is_read():
+    assert math.isnan(load_json_as(b"[NaN]", list[float], max_values=10)[0])
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        (b"[1, 2, 3]", "may have 4 values; at most 3"),
+        ('["é"]'.encode(), "ascii"),
+        (b'["a"]', "Expected `int`, got `str`"),
+        (b"[1", "Expecting ',' delimiter"),
+    ],
+)
+def test_what_is_too_much_or_of_another_form_is_refused(raw, error):
+    with pytest.raises((ValueError, msgspec.ValidationError), match=error):
+        load_json_as(raw, list[int], max_values=3)
+
+
+def test_what_is_too_deep_is_refused():
+    with pytest.raises(RecursionError):
+        load_json_as(b"[" * 100_000 + b"]" * 100_000, list[Any], max_values=1 << 20)
