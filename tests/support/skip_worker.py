@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -56,11 +55,11 @@ def add_for_ever(store: EntryStore, say: Say, **_: Any) -> None:
         write(store, EntryKey(step=number), number, replace=False)
 
 
-def race(store: EntryStore, say: Say, *, number: int, replace: bool, first: int, rounds: int, at: float) -> None:
-    """Store one entry a round, each round at an instant that all racers share."""
-    for step in range(first, first + rounds):
-        at = max(at, time.time() // 0.05 * 0.05 + 0.05)
-        while time.time() < at:
+def race(store: EntryStore, say: Say, *, number: int, rival: int, replace: bool, rounds: int, meet: str) -> None:
+    """Store one entry a round, each at the instant at which the rival is ready too."""
+    for step in range(1, rounds + 1):
+        Path(meet, f"{step}-{number}").touch()
+        while not Path(meet, f"{step}-{rival}").exists():
             pass
         say(f"{step} {'won' if write(store, EntryKey(step=step), number, replace=replace) else 'lost'}")
 
