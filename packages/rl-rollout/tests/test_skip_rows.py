@@ -205,6 +205,7 @@ def test_arrays_that_do_not_belong_together_are_refused():
         (offsets(), "offsets must rise"),
         (offsets(*ends[:3], ends[4]), "4 values; expected 5"),
         ({**arrays, "loss_mask": arrays["loss_mask"][1:]}, "loss_mask"),
+        ({**arrays, "loss_mask": np.full(ends[4], 2, dtype=np.uint8).view(np.bool_)}, "0 and 1 alone"),
         ({**arrays, "rollout_logprobs": arrays["rollout_logprobs"][1:]}, "rollout_logprobs"),
         ({**arrays, "row_versions": arrays["row_versions"][1:]}, "row_versions"),
         ({**arrays, "prompt_offsets": arrays["prompt_offsets"][:-1]}, "prompt_offsets"),

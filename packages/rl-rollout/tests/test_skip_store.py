@@ -233,8 +233,9 @@ def test_no_groups_are_an_entry_too(tmp_path):
     assert store.read(KEY).groups == ()
 
 
-def test_a_replayed_array_can_be_written_to_as_a_new_one_can(tmp_path):
-    store = EntryStore(str(tmp_path))
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_replayed_array_can_be_written_to_as_a_new_one_can(tmp_path, compress):
+    store = EntryStore(str(tmp_path), compress=compress)
     write(store)
     row = store.read(KEY).groups[0].trajectories[0]
     assert all(getattr(row, name).flags.writeable for name in ("input_ids", "loss_mask", "rollout_logprobs"))

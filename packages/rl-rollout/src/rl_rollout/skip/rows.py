@@ -144,6 +144,8 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     prompt_offsets = _checked_offsets(arrays["prompt_offsets"], arrays["prompt_ids"], path=f"{path}/prompt_offsets")
     for name in ("loss_mask", "rollout_logprobs"):
         _check_length(arrays[name], len(arrays["input_ids"]), path=f"{path}/{name}")
+    if arrays["loss_mask"].view(np.uint8).max(initial=0) > 1:  # numpy takes any byte, and counts it as it likes
+        raise BrokenEntryError(f"{path}/loss_mask", "it must hold 0 and 1 alone")
     records = _decode_records(arrays["records"], path=f"{path}/records")
     rows = [row for group in records for session in group.sessions for row in session.trajectories]
     _check_length(offsets, len(rows) + 1, path=f"{path}/offsets")
