@@ -59,6 +59,10 @@ def differing(run: TinyRun, expected: TinyRun) -> list[str]:
     return [line for line in differing_metrics(run, expected) if "rollout/replayed" not in line]
 
 
+def _without_mark(rows: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
+    return [(step, {name: m[name] for name in m if name != "rollout/replayed"}) for step, m in rows]
+
+
 def test_a_replayed_run_has_the_losses_and_metrics_of_the_one_that_generated(run: TinyRun, cached: TinyRun) -> None:
     assert train_here(run, trainer__steps=STEPS, **cache_of(run)) == 0
     assert replayed(cached) == [0.0] * STEPS
@@ -134,10 +138,7 @@ def test_a_reward_that_is_changed_scores_what_is_stored(run: TinyRun, cached: Ti
     assert events(run, "skip_mismatch") == []
     found = metrics_without_clock(run)
     assert train_here(run, trainer__steps=2, run__if_exists="archive") == 0
-    expected = metrics_without_clock(run)
-    for _, metrics in found:
-        metrics.pop("rollout/replayed", None)
-    assert found == expected
+    assert _without_mark(found) == metrics_without_clock(run)
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert (
         rows[1].metrics["critic/rewards/mean"]
@@ -156,6 +157,17 @@ def test_one_step_is_trained_on_again_and_again(run: TinyRun, cached: TinyRun) -
     assert len({row["actor/loss"] for row in rows}) == 4
 
 
+def test_several_updates_a_step_share_its_entry(run: TinyRun) -> None:
+    settings = {"trainer__steps": 2, "trainer__minibatches": 2, "trainer__epochs": 2}
+    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
+    assert train_here(run, **settings, **options) == 0
+    first = metrics_without_clock(run)
+    assert len(events(run, "skip_stored")) == 2
+    assert train_here(run, **settings, **options, run__if_exists="archive") == 0
+    assert replayed(run) == [1.0, 1.0]
+    assert _without_mark(metrics_without_clock(run)) == _without_mark(first)
+
+
 def test_refilled_steps_have_an_entry_for_each_round(run: TinyRun) -> None:
     settings = {"trainer__steps": 2, "refill__filter": "reward_spread", "refill__max_rounds": 2}
     options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
@@ -165,11 +177,7 @@ def test_refilled_steps_have_an_entry_for_each_round(run: TinyRun) -> None:
     assert len(events(run, "skip_stored")) == rounds
     assert train_here(run, **settings, **options, run__if_exists="archive") == 0
     assert replayed(run) == [1.0, 1.0]
-    again = metrics_without_clock(run)
-    for rows in (first, again):
-        for _, metrics in rows:
-            metrics.pop("rollout/replayed", None)
-    assert again == first
+    assert _without_mark(metrics_without_clock(run)) == _without_mark(first)
 
 
 def test_validation_is_replayed_where_that_is_asked_for(run: TinyRun) -> None:

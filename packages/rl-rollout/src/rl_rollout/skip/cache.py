@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import structlog
 
@@ -21,7 +20,6 @@ from rl_rollout.skip.store import EntryStore, StoredEntry
 log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 12
-ReadT = TypeVar("ReadT")
 
 OnEvent = Callable[..., None]
 """Takes an event's name and its fields, such as `EventLog.write`."""
@@ -121,13 +119,13 @@ class SkipCache:
                 self._on_event("skip_miss", entry=key.name)
                 return None
             try:
-                manifest = self._again_if_broken(self._store.manifest, source)
+                manifest = self._store.manifest(source)
                 if manifest is None:
                     continue  # gone since it was chosen
                 differences = self._differences(key, manifest, live)
                 if differences is None:
                     return None
-                entry = self._again_if_broken(self._store.read, source)
+                entry = self._store.read(source)
             except BrokenEntryError as error:
                 self._set_aside(source, error)
                 continue
@@ -245,14 +243,6 @@ class SkipCache:
         log.warning("skip_entry_broken", path=error.path, reason=error.reason, set_aside_as=aside)
         if is_error:
             raise error
-
-    @staticmethod
-    def _again_if_broken(read: Callable[[EntryKey], ReadT], key: EntryKey) -> ReadT:
-        """Read twice before an entry counts as broken: another process may have been replacing it."""
-        try:
-            return read(key)
-        except BrokenEntryError:
-            return read(key)
 
 
 async def _generated(generate: Generate) -> StepRollouts:
