@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from rl_core import Prompt
-from rl_distill.durable_files import write_durably
+from rl_core.durable_files import write_durably
 from rl_metrics.validation import ValidationResponses, headline, summarize_validation
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptSet

@@ -12,9 +12,9 @@ from typing import Any
 
 import tomli_w
 
+from rl_core.durable_files import write_durably
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_distill.checkpoint_store import CheckpointStore
-from rl_distill.durable_files import write_durably
 from rl_sync_trainer.settings import Settings
 
 CHANGEABLE_ON_RESUME = (

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
-from rl_distill.durable_files import read_json_object
 from rl_distill.hf_folder import tensor_shapes, write_policy_folder
 from rl_distill.options import LearnerOptions
+from rl_distill.plain_files import read_json_object
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.torch_dist import Piece, TensorFolder
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import structlog
 
+from rl_core.durable_files import sync_file, sync_folder, write_durably
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
 from rl_core.records import Json
-from rl_distill.durable_files import file_crc32c, read_json_object, sync_file, sync_folder, write_durably
 from rl_distill.pending_save import PendingSave
+from rl_distill.plain_files import file_crc32c, read_json_object
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError
-from rl_distill.durable_files import open_plain
+from rl_distill.plain_files import open_plain
 from rl_distill.plain_pickle import PERSISTENT, read_plain_pickle
 from rl_distill.torch_dist_table import Shape, StoredChunk
 

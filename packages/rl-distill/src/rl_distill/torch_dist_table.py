@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rl_core.errors import CheckpointError
-from rl_distill.durable_files import open_plain
+from rl_distill.plain_files import open_plain
 from rl_distill.plain_pickle import Record, read_plain_pickle
 
 METADATA_FILE = ".metadata"

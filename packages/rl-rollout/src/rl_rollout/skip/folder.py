@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_core.durable_files import sync_folder
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_rollout.skip.bounded_json import shown_path
 from rl_rollout.skip.entry_folder import EntryFolder
@@ -296,13 +297,13 @@ class LocalWriter:
         self.write(MANIFEST, manifest)
         folders = [folder for folder, _, _ in os.walk(self._aside)]
         with ThreadPoolExecutor(NUM_FLUSHES, "skip-cache") as threads:
-            list(threads.map(_sync_folder, folders))
+            list(threads.map(sync_folder, folders))
         replaced: list[Path | None] = []
         while not _rename_new(self._aside, self._target):
             if not replace:
                 return False
             replaced.append(LocalFolder(self._target.parent).take_away(self._target.name))
-        _sync_folder(self._target.parent)
+        sync_folder(self._target.parent)
         for old in replaced:  # once the new one is there: readers find none for an instant alone
             if old is not None:
                 _remove_tree(old)
@@ -326,15 +327,6 @@ def _is_at(path: str | Path, descriptor: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _sync_folder(folder: str | Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_unlocked(path: Path) -> bool:

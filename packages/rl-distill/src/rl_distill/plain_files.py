@@ -1,6 +1,5 @@
-"""Files that survive a crash, and reading files that may be anything."""
+"""Reading files of a checkpoint, which may be anything."""
 
-import contextlib
 import json
 import os
 import stat
@@ -14,33 +13,6 @@ from rl_core.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 24
 MAX_JSON_BYTES = 1 << 26
-
-
-def write_durably(file: Path, content: bytes) -> None:
-    """Write a file aside, flush it to the disk, and rename it into place."""
-    part = file.with_name(f".{file.name}.part")
-    with part.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)
-    sync_folder(file.parent)
-
-
-def sync_file(file: Path) -> None:
-    """Flush a file to the disk."""
-    with file.open("rb+") as stream:
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_crc32c(file: Path) -> int:

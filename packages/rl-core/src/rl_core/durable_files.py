@@ -1,0 +1,32 @@
+"""Files and folders that survive a crash."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file aside, flush it to the disk, and rename it into place."""
+    part = file.with_name(f".{file.name}.part")
+    with part.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_file(file: Path) -> None:
+    """Flush a file to the disk."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
