@@ -173,7 +173,7 @@ def new_report(
         "results": result_rows(measured, payload_bytes=samples.size_bytes),
         "comparisons": comparisons(measured),
         "flushes": flushes(measured),
-        "targets": targets(measured, payload_bytes=samples.size_bytes),
+        "targets": targets(measured, payload_bytes=samples.size_bytes, is_judged=not options.quick),
         "skipped": dict(skipped),
         "environment": {
             "cores": os.cpu_count(),
@@ -207,9 +207,10 @@ def print_report(report: Mapping[str, Any]) -> None:
     for system, reason in report["skipped"].items():
         say(f"  {system} was left out: {reason}")
     say("\ntargets")
+    verdicts = {True: "met", False: "missed", None: "not judged, too few samples"}
     for claim in report["targets"]:
         wanted = f"{claim['relation']} {claim['wanted']:g}"
-        say(f"  {claim['target']}: {claim['found']:g}; wanted {wanted}: {'met' if claim['is_met'] else 'missed'}")
+        say(f"  {claim['target']}: {claim['found']:g}; wanted {wanted}: {verdicts[claim['is_met']]}")
 
 
 def say(line: str) -> None:

@@ -63,6 +63,8 @@ def test_targets_are_those_that_were_set(size_bytes: int, is_met: bool) -> None:
         (4.0, 3.9, False),
         (0.35, size_bytes / 100, is_met),
     ]
+    unjudged = summary.targets(found, payload_bytes=100, is_judged=False)
+    assert [claim | {"is_met": None} for claim in claims.values()] == unjudged
 
 
 def test_share_of_the_wait_for_the_disk_is_of_pairs() -> None:
@@ -125,4 +127,7 @@ def test_quick_run_without_verl_says_so_and_has_a_row_for_all_others(tmp_path: P
     assert "VERL_PYTHON" in report["skipped"]["verl"]
     assert report["skipped"]["verl"] in done.stdout
     assert {claim["target"] for claim in report["targets"]} > {"ours read, MB/s"}
+    assert {claim["is_met"] for claim in report["targets"]} == {None}  # so few samples say nothing of the targets
+    assert done.stdout.count(": not judged, too few samples\n") == len(report["targets"])
+    assert ": missed" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # nothing of the entries is left
