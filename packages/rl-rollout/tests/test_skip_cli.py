@@ -211,8 +211,10 @@ def test_a_directory_without_entries_says_so(capsys, folder):
     folder.mkdir()
     assert run(capsys, "ls", folder)[:2] == (
         0,
-        "0 entries: 0 groups, 0 sessions (0 failed), 0 trajectories, 0 tokens; 0 B in all\n",
+        f"no entries in {folder}; expected folders such as {FIRST} with a manifest.json.\n",
     )
+    status, listing = as_json(capsys, "ls", folder)
+    assert (status, listing["entries"], listing["totals"]["groups"], listing["size_bytes"]) == (0, [], 0, 0)
     assert run(capsys, "prune", folder, "--max-bytes", "1M")[0] == 0
     for verb in VERBS[1:4]:
         status, _, err = run(capsys, verb[0], folder, *verb[1:])
@@ -223,6 +225,18 @@ def test_an_entrys_own_folder_is_pointed_upwards(capsys, folder):
     fill(folder)
     status, _, err = run(capsys, "verify", folder / FIRST)
     assert (status, "It is itself an entry: give the folder above." in err) == (2, True)
+    status, out, _ = run(capsys, "ls", folder / FIRST)
+    assert (status, out.startswith(f"no entries in {folder / FIRST}; ")) == (0, True)
+    assert "It is itself an entry: give the folder above." in out
+
+
+def test_an_entry_of_another_directory_is_not_taken_for_one_of_this(capsys, folder):
+    fill(folder)
+    fill(folder.parent / "other")
+    for verb in ("show", "verify", "prune"):
+        status, _, err = run(capsys, verb, folder, folder.parent / "other" / FIRST)
+        assert (status, f"{folder} has no entry " in err) == (2, True)
+    assert run(capsys, "verify", f"{folder}/", f"{folder.parent}/./{folder.name}/{FIRST}/")[0] == 0
 
 
 def test_an_entry_that_is_not_there_is_named_with_those_that_are(capsys, folder):
@@ -246,10 +260,10 @@ def test_a_step_with_several_entries_is_asked_about(capsys, folder):
 def test_prune_without_a_wish_is_refused(capsys, folder):
     fill(folder)
     status, _, err = run(capsys, "prune", folder)
-    assert (status, "prune needs --max-bytes SIZE, --broken, or both" in err) == (2, True)
+    assert (status, "prune needs --max-bytes SIZE, --broken or an ENTRY" in err) == (2, True)
 
 
-@pytest.mark.parametrize("verb", [["show"], ["verify"], ["diff", "1", "2"]])
+@pytest.mark.parametrize("verb", [["show"], ["verify"], ["diff", "1", "2"], ["prune", "--broken"]])
 def test_without_zarr_the_extra_is_named(capsys, folder, monkeypatch, verb):
     fill(folder)
     monkeypatch.setitem(sys.modules, "numcodecs.blosc", None)

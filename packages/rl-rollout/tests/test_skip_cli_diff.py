@@ -243,8 +243,25 @@ def test_a_broken_entry_is_not_compared(capsys, folder):
     assert found["fault"]["path"].startswith(f"{folder / SECOND}/")
 
 
-def test_a_single_name_is_taken_for_a_directory_and_says_so(capsys, folder):
+def test_a_single_entry_is_refused_as_one_of_two(capsys, folder, monkeypatch):
     fill(folder)
-    status, _, err = run(capsys, "diff", folder, "1")
-    assert status == 2
-    assert "1 must be a folder of a skip cache" in err
+    monkeypatch.chdir(folder.parent)
+    for text in ("1", SECOND, f"{folder / SECOND}/"):
+        status, _, err = run(capsys, "diff", folder, text)
+        assert status == 2
+        assert f"one entry was given, {text}; two are needed to compare: diff DIR A B, or two directories" in err
+    fill(folder.parent / "1")  # a directory may be named so
+    assert run(capsys, "diff", folder, "1")[0] == 0
+    status, _, err = run(capsys, "diff", folder, "other")
+    assert (status, "other must be a folder of a skip cache" in err) == (2, True)
+
+
+def test_no_reward_and_one_that_is_no_number_differ(capsys, folder):
+    groups = make_groups()
+    nan = with_row(groups, reward=float("nan"), extras={"gap": float("inf")})
+    store_pair(folder, nan, nan)
+    assert run(capsys, "diff", folder, 1, 2)[0] == 0
+    store_pair(folder.parent / "b", nan, with_row(groups, reward=None, extras={"gap": None}))
+    status, out, _ = run(capsys, "diff", folder.parent / "b", 1, 2)
+    assert (status, "    reward: A NaN | B null\n" in out) == (1, True)
+    assert '    extras: A {"gap": Infinity} | B {"gap": null}\n' in out

@@ -11,7 +11,9 @@ import pytest
 from flat_store import FlatStore
 from skip_command import FIRST, SECOND, THIRD, as_json, break_chunk, break_torn, fill, run, tree, tree_bytes
 
+from rl_core.errors import CacheError
 from rl_rollout.cli import main, parse_bytes
+from rl_rollout.skip import EntryStore
 from rl_rollout.skip.remote_folder import LEFT_AFTER_S
 
 
@@ -94,6 +96,69 @@ def test_prune_broken_removes_what_is_broken_set_aside_or_left(capsys, folder):
     assert list((folder / "broken").iterdir()) == []
     assert tree_bytes(folder) == done["kept_bytes"]
     os.close(lock)
+
+
+def test_prune_broken_reads_every_entry_whole(capsys, folder, monkeypatch):
+    fill(folder, (1, 2, 3, 4))
+    break_chunk(folder, THIRD)
+    broken = {"name": THIRD, "size_bytes": tree_bytes(folder / THIRD), "why": "broken"}
+    room = tree_bytes(folder) - tree_bytes(folder / THIRD)
+    for wishes in (["--broken"], ["--broken", "--max-bytes", room]):  # the others fit once it is gone
+        status, planned = as_json(capsys, "prune", folder, *wishes, "--dry-run")
+        assert (status, planned["removed"], planned["kept_bytes"]) == (0, [broken], room)
+    oldest = {"name": FIRST, "size_bytes": tree_bytes(folder / FIRST), "why": "oldest"}
+    _, planned = as_json(capsys, "prune", folder, "--broken", "--max-bytes", room - 1, "--dry-run")
+    assert planned["removed"] == [broken, oldest]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(["cache", "prune", str(folder), "--broken", "--json"])
+    assert "read 3 of 4 entries" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == [FIRST, SECOND, "train-00000004-0000"]
+    monkeypatch.undo()
+    assert run(capsys, "verify", folder)[0] == 0
+
+
+def test_prune_broken_leaves_arrays_that_cannot_be_read_now(capsys, monkeypatch):
+    FlatStore.reset()
+    fill("flat://bucket/cache", (1,))
+    read = EntryStore.read
+
+    def denied(store, key):
+        raise CacheError("the store is away")
+
+    monkeypatch.setattr(EntryStore, "read", denied)
+    assert "removed 0 B; 1 entry" in run(capsys, "prune", "flat://bucket/cache", "--broken")[1]
+    monkeypatch.setattr(EntryStore, "read", read)
+    assert run(capsys, "verify", "flat://bucket/cache")[0] == 0
+    FlatStore.reset()
+
+
+def test_prune_for_room_says_which_were_broken(capsys, folder):
+    fill(folder)
+    break_torn(folder / SECOND)
+    for dry in (["--dry-run"], []):
+        _, found = as_json(capsys, "prune", folder, "--max-bytes", tree_bytes(folder / THIRD), *dry)
+        assert [(each["name"], each["why"]) for each in found["removed"]] == [(SECOND, "broken"), (FIRST, "oldest")]
+
+
+def test_prune_removes_entries_by_name_or_step(capsys, directory):
+    store = fill(directory)
+    _, planned = as_json(capsys, "prune", directory, 1, f"{directory}/{THIRD}", "0001", "--dry-run")
+    assert [(each["name"], each["why"]) for each in planned["removed"]] == [(FIRST, "named"), (THIRD, "named")]
+    assert len(store.entries()) == 3
+    status, _, err = run(capsys, "prune", directory, 1, 9)
+    assert (status, "has no step 9" in err, len(store.entries())) == (2, True, 3)
+    _, done = as_json(capsys, "prune", directory, 1, THIRD)
+    assert done == {**planned, "is_dry_run": False}
+    assert [key.name for key in store.entries()] == [SECOND]
+
+
+def test_room_is_made_of_what_is_not_named(capsys, folder):
+    fill(folder)
+    room = tree_bytes(folder / FIRST) + tree_bytes(folder / SECOND)
+    for dry in (["--dry-run"], []):
+        _, found = as_json(capsys, "prune", folder, 3, "--max-bytes", room, *dry)
+        assert [(each["name"], each["why"]) for each in found["removed"]] == [(THIRD, "named")]
+        assert found["kept_bytes"] == room
 
 
 def test_what_the_store_cannot_give_is_unreadable_and_stays(capsys):

@@ -85,6 +85,23 @@ def test_show_prints_prompts_and_responses(capsys, directory):
     assert re.search(r"sampling.temperature +0\.5\n", out)
 
 
+def test_show_says_which_numbers_are_none(capsys, directory):
+    (group,) = make_groups(1, 1)
+    nan, inf = float("nan"), float("inf")
+    row = replace(
+        group.sessions[0].trajectories[0], reward=nan, reward_components={"low": -inf, "high": inf}, extras={"gap": nan}
+    )
+    prompt = replace(group.prompt, ground_truth={"answer": nan}, columns={"levels": [inf, 1.5]})
+    fill(directory, (1,), groups=[replace(group, prompt=prompt, sessions=(SessionResult(trajectories=(row,)),))])
+    _, out, _ = run(capsys, "show", directory)
+    assert "session 0: reward NaN (low -Infinity, high Infinity), " in out
+    assert '  ground truth: {"answer": NaN}\n' in out
+    assert '  columns: {"levels": [Infinity, 1.5]}\n' in out
+    assert '    extras: {"gap": NaN}\n' in out
+    _, shown = as_json(capsys, "show", directory)  # which knows no such numbers
+    assert shown["groups"][0]["ground_truth"] == {"answer": None}
+
+
 def test_show_is_limited_and_says_what_is_left_out(capsys, folder):
     groups = make_groups(4, 3, min_tokens=60, max_tokens=60)
     long = replace(groups[0].prompt, messages=({"role": "user", "content": "x" * 2500},))

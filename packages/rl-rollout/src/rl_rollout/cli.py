@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 
-from rl_core.errors import BrokenEntryError, RLError
+from rl_core.errors import BrokenEntryError, CacheError, RLError
 from rl_core.queue.report_text import printable
 from rl_rollout.skip.commands import (
+    Unwanted,
     choose_entry,
+    is_entry,
     list_entries,
     newest_entry,
     open_store,
@@ -45,6 +47,7 @@ ERASE_LINE = "\r\x1b[K"
 EPILOG = "Exit status: 0; 1 where something is broken or differs; 2 where the command cannot do what it is told."
 DIRECTORY = "a local folder, or a URL that fsspec knows, such as s3://bucket/rollouts"
 JSON = "as one JSON object"
+BROKEN = "read every entry whole, and remove those that are broken and what was set aside in broken/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,16 +119,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = open_store(directory)
     keys = some_entries(store, directory)
     chosen = [choose_entry(keys, text, directory) for text in arguments.entries] or keys
-    is_watched = sys.stderr.isatty()
 
     def say(verified: Verified, num_read: int, num_all: int) -> None:
-        if is_watched:
+        if sys.stderr.isatty():
             sys.stderr.write(ERASE_LINE)
         if not arguments.json:
             _write(verified_line(verified))
-        if is_watched and num_read < num_all:
-            sys.stderr.write(f"read {num_read} of {num_all} entries")
-            sys.stderr.flush()
+        _say_progress(num_read, num_all)
 
     found = verify_entries(store, chosen, directory, on_verified=say)
     _write(_json(found) if arguments.json else verification_text(found))
@@ -134,6 +134,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
+        if is_entry(arguments.a):
+            raise CacheError(
+                f"one entry was given, {arguments.a}; two are needed to compare: diff DIR A B, or two directories: "
+                "diff DIR OTHER."
+            )
         first, second = arguments.directory, arguments.a
         one, other = ((open_store(directory), directory) for directory in (first, second))
         some_entries(*one), some_entries(*other)
@@ -149,22 +154,31 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    if arguments.max_bytes is None and not arguments.broken:
-        _complain("prune needs --max-bytes SIZE, --broken, or both: without them nothing is known to be unwanted.")
+    directory = arguments.directory
+    if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
+        _complain("prune needs --max-bytes SIZE, --broken or an ENTRY: without them nothing is known to be unwanted.")
         return REFUSED
-    found = prune_entries(
-        open_store(arguments.directory),
-        arguments.directory,
+    store = open_store(directory)
+    keys = some_entries(store, directory) if arguments.entries else []
+    unwanted = Unwanted(
+        named=tuple(choose_entry(keys, text, directory) for text in arguments.entries),
+        is_broken=arguments.broken,
         max_bytes=arguments.max_bytes,
-        is_broken_removed=arguments.broken,
-        is_dry_run=arguments.dry_run,
     )
+    found = prune_entries(store, directory, unwanted, is_dry_run=arguments.dry_run, on_read=_say_progress)
     _write(_json(found) if arguments.json else pruning_text(found))
     return 0
 
 
 def _json(report: msgspec.Struct, **more: Any) -> str:
     return as_json(as_plain({**more, **msgspec.to_builtins(report, str_keys=True)}))
+
+
+def _say_progress(num_read: int, num_all: int) -> None:
+    """How far reading is, in a line of a terminal that is gone at the end."""
+    if sys.stderr.isatty():
+        sys.stderr.write(ERASE_LINE + (f"read {num_read} of {num_all} entries" if num_read < num_all else ""))
+        sys.stderr.flush()
 
 
 def _complain(text: str) -> None:
@@ -294,12 +308,14 @@ def _add_diff(verbs: Any) -> None:
 
 def _add_prune(verbs: Any) -> None:
     description = (
-        "Removes what writers left that died, then what was set aside and the oldest entries until no more than SIZE\n"
-        "is left. Entries go whole, also while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi,\n"
-        "Gi, Ti of 1024. On an object store, what a writer left counts as such after an hour."
+        "Removes what writers left that died, then the entries that are named, then with --broken what is broken, for\n"
+        "which it reads everything, then with --max-bytes what was set aside and the oldest entries until no more\n"
+        "than SIZE is left. Entries go whole, also while runs use the directory. Units: k, M, G, T are powers of\n"
+        "1000; Ki, Mi, Gi, Ti of 1024. On an object store, what a writer left counts as such after an hour."
     )
-    examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken"
-    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove what is old or broken", description, examples))
+    examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
+    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove what is old, broken or named", description, examples))
+    verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
     verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="most bytes of everything that stays")
-    verb.add_argument("--broken", action="store_true", help="remove broken entries and what was set aside in broken/")
+    verb.add_argument("--broken", action="store_true", help=BROKEN)
     verb.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")

@@ -1,7 +1,9 @@
 """What `rl-rollout cache` does with a directory of entries: list, verify, prune, and find the entry that is meant."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rl_core.errors import BrokenEntryError, CacheError
@@ -25,6 +27,23 @@ COUNTS = ("groups", "sessions", "failed_sessions", "trajectories", "tokens")
 
 OnVerified = Callable[[Verified, int, int], None]
 """Takes what became of an entry, how many were read, and how many there are."""
+OnRead = Callable[[int, int], None]
+"""Takes how many entries were read, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwanted:
+    """What `prune` removes beside what writers left that died.
+
+    Attributes:
+        named: These entries.
+        is_broken: Whether broken entries go and what was set aside, even where there is room; reads everything.
+        max_bytes: Most that may stay; None leaves what is not unwanted otherwise.
+    """
+
+    named: tuple[EntryKey, ...] = ()
+    is_broken: bool = False
+    max_bytes: int | None = None
 
 
 def open_store(directory: str) -> EntryStore:
@@ -51,12 +70,19 @@ def some_entries(store: EntryStore, directory: str) -> list[EntryKey]:
     """
     keys = store.entries()
     if not keys:
-        last = directory.rstrip("/").rpartition("/")[2]
-        hint = " It is itself an entry: give the folder above." if EntryKey.parse(last) else ""
-        raise CacheError(
-            f"{directory} has no entries; expected folders such as {EntryKey(step=1).name} with a manifest.json.{hint}"
-        )
+        raise CacheError(f"{directory} has no entries; {entries_hint(directory)}")
     return keys
+
+
+def entries_hint(directory: str) -> str:
+    """What entries look like, for who gave a directory without any."""
+    upwards = " It is itself an entry: give the folder above." if EntryKey.parse(_last(directory)) else ""
+    return f"expected folders such as {EntryKey(step=1).name} with a manifest.json.{upwards}"
+
+
+def is_entry(text: str) -> bool:
+    """Whether a text names an entry, or is a step, rather than a directory of entries."""
+    return EntryKey.parse(_last(text)) is not None or (_is_step(text) and not EntryStore(text).folder.exists())
 
 
 def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKey:
@@ -65,9 +91,10 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
     Raises:
         CacheError: There is none, or a step has several.
     """
-    name = text.rstrip("/").rpartition("/")[2]
-    named = [key for key in keys if key.name == name]
-    is_step = text.isascii() and text.isdecimal()
+    above = text.rstrip("/").rpartition("/")[0]
+    is_here = not above or os.path.normpath(above) == os.path.normpath(directory)
+    named = [key for key in keys if is_here and key.name == _last(text)]
+    is_step = _is_step(text)
     if not named and is_step:
         named = [key for key in keys if str(key.step) == text.lstrip("0") or (key.step == 0 and not text.strip("0"))]
     if len(named) == 1:
@@ -122,7 +149,7 @@ def describe_entry(store: EntryStore, key: EntryKey) -> EntryReport | None:
         generate_s=as_plain(manifest.generate_s),
         counts=manifest.counts,
         size_bytes=size_bytes,
-        fingerprint=as_plain(manifest.fingerprint),
+        fingerprint=as_plain(manifest.fingerprint, is_finite=False),
     )
 
 
@@ -156,29 +183,34 @@ def verify_entries(
 
 
 def prune_entries(
-    store: EntryStore, directory: str, *, max_bytes: int | None, is_broken_removed: bool, is_dry_run: bool
+    store: EntryStore, directory: str, unwanted: Unwanted, *, is_dry_run: bool, on_read: OnRead
 ) -> Pruning:
-    """Remove what writers left that died, then broken entries, then the oldest; each whole.
+    """Remove what writers left that died, then entries by name, then broken ones, then the oldest; each whole.
 
     Args:
         store: Of the directory.
         directory: As it was given.
-        max_bytes: Most that may stay; None leaves what is neither broken nor left by the dead.
-        is_broken_removed: Whether to remove broken entries and what was set aside, even where there is room.
+        unwanted: What goes.
         is_dry_run: Whether to change nothing.
+        on_read: Told of each entry that was read to find out whether it is broken.
+
+    Raises:
+        CacheError: The directory cannot be read, or something cannot be removed.
+        MissingExtraError: Broken entries are to be found, and zarr is not installed; nothing was removed.
     """
     before = list_entries(store, directory)
-    removed = {each.name: each for each in _left(before)}
-    if is_broken_removed:
-        removed |= {each.name: each for each in _broken(store, before)}
-    if not is_dry_run:
-        for each in removed.values():
+    if unwanted.is_broken and before.entries:
+        store.require_library()
+    removed: dict[str, Removal] = {}
+    for each in _unwanted(store, before, unwanted, on_read):
+        if not is_dry_run:  # at once: what was found to be broken may be replaced by another process
             _remove(store, each)
-    if max_bytes is not None:
-        for name, size in store.prune(max_bytes, dry_run=is_dry_run):
-            removed.setdefault(
-                name, Removal(name=name, size_bytes=size, why="set aside" if name.startswith("broken/") else "oldest")
-            )
+        removed[each.name] = each
+    if unwanted.max_bytes is not None:
+        most = unwanted.max_bytes
+        oldest = _planned(store, most, without=removed) if is_dry_run else store.prune(most)
+        for name, size in oldest:
+            removed.setdefault(name, Removal(name=name, size_bytes=size, why=_why(name, before)))
     removed_bytes = sum(each.size_bytes for each in removed.values())
     return Pruning(
         directory=directory,
@@ -197,23 +229,48 @@ def fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
     return Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
 
 
-def _left(listing: Listing) -> Iterator[Removal]:
+def _unwanted(store: EntryStore, listing: Listing, unwanted: Unwanted, on_read: OnRead) -> Iterator[Removal]:
+    """All but the oldest; each entry is read as its turn comes."""
     for each in listing.leftovers:
         yield Removal(name=each.name, size_bytes=each.size_bytes, why="left by a writer that died")
-
-
-def _broken(store: EntryStore, listing: Listing) -> Iterator[Removal]:
+    for entry in listing.entries:
+        if entry.key in unwanted.named:
+            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="named")
+    if not unwanted.is_broken:
+        return
     for each in listing.set_aside:
         yield Removal(name=f"broken/{each.name}", size_bytes=each.size_bytes, why="set aside")
-    for entry in listing.entries:
-        if entry.fault is not None and entry.fault.is_broken and _is_broken(store, entry.key):
+    others = [entry for entry in listing.entries if entry.key not in unwanted.named]
+    for number, entry in enumerate(others, start=1):
+        is_broken = _is_broken(store, entry.key)
+        on_read(number, len(others))
+        if is_broken:
             yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="broken")
 
 
+def _planned(store: EntryStore, max_bytes: int, *, without: Container[str]) -> Iterator[tuple[str, int]]:
+    """What the store would remove for the rest to fit, if the others were gone."""
+    rest = [each for each in store.prune(-1, dry_run=True) if each[0] not in without]
+    total = sum(size for _, size in rest)
+    for name, size in rest:
+        if total <= max_bytes:
+            return
+        yield name, size
+        total -= size
+
+
+def _why(name: str, listing: Listing) -> str:
+    """Why something went for the rest to fit: what is known to be broken goes before the oldest."""
+    if name.startswith("broken/"):
+        return "set aside"
+    broken = (entry.name for entry in listing.entries if entry.fault is not None and entry.fault.is_broken)
+    return "broken" if name in broken else "oldest"
+
+
 def _is_broken(store: EntryStore, key: EntryKey) -> bool:
-    """Ask once more: another process may have replaced it, and what a store cannot give now is not broken."""
+    """Read it whole; what a store cannot give now is not broken, nor what is gone."""
     try:
-        store.manifest(key)
+        store.read(key)
     except BrokenEntryError:
         return True
     except CacheError:
@@ -224,7 +281,7 @@ def _is_broken(store: EntryStore, key: EntryKey) -> bool:
 def _remove(store: EntryStore, removal: Removal) -> None:
     if removal.why == "set aside":
         store.folder.remove_set_aside(removal.name.removeprefix("broken/"))
-    elif removal.why == "broken":
+    elif removal.why in ("named", "broken"):
         store.folder.remove(removal.name)
     else:
         store.folder.remove_leftover(removal.name)
@@ -235,6 +292,14 @@ def _manifest_or_none(store: EntryStore, key: EntryKey) -> Manifest | None:
         return store.manifest(key)
     except CacheError:
         return None
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def _names(keys: Sequence[EntryKey]) -> str:

@@ -1,6 +1,7 @@
 """How two entries differ: in what they were made of, and in what they hold."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -238,8 +239,8 @@ def _row_fields(a: Trajectory, b: Trajectory) -> tuple[tuple[Field, ...], float 
         pairs = ((name, getattr(a, name), getattr(b, name)) for name in ("loss_mask", "policy_versions"))
         fields += [_array_field(name, x, y) for name, x, y in pairs if not np.array_equal(x, y)]
     for name in ("reward", "reward_components", "finish_reason", "extras"):
-        one, other = as_plain(getattr(a, name)), as_plain(getattr(b, name))
-        if one != other:
+        one, other = (as_plain(getattr(row, name), is_finite=False) for row in (a, b))
+        if one != other and _sorted(one) != _sorted(other):  # NaN is not equal to itself
             fields.append(Field(name=name, a=_shown(one), b=_shown(other)))
     return tuple(fields), gap
 
@@ -269,6 +270,11 @@ def _is_there(session: SessionResult | None) -> str:
     return "none" if session is None else "there"
 
 
+def _sorted(value: Json) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _shown(value: Json) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    is_rounded = isinstance(value, float) and math.isfinite(value)
+    text = f"{value:.6g}" if is_rounded else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."

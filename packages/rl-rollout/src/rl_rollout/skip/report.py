@@ -122,7 +122,7 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: Below the directory.
         size_bytes: Of all its files.
-        why: "left by a writer that died", "set aside", "broken", or "oldest".
+        why: "left by a writer that died", "named", "set aside", "broken", or "oldest".
     """
 
     name: str
@@ -150,14 +150,20 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int
 
 
-def as_plain(value: Json, *, depth: int = 0) -> Json:
-    """JSON that any reader takes: numbers that JSON does not know become null, and what is nested too deeply a text."""
-    if isinstance(value, float) and not math.isfinite(value):
+def as_plain(value: Json, *, is_finite: bool = True, depth: int = 0) -> Json:
+    """JSON that any reader takes: numbers that JSON does not know become null, and what is nested too deeply a text.
+
+    Args:
+        value: What to make plain.
+        is_finite: False keeps NaN and infinities, for texts.
+        depth: Of the value in what is made plain.
+    """
+    if is_finite and isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list | tuple) and depth >= MAX_DEPTH:
         return f"(nested more than {MAX_DEPTH} deep)"
     if isinstance(value, dict):
-        return {str(name): as_plain(item, depth=depth + 1) for name, item in value.items()}
+        return {str(name): as_plain(item, is_finite=is_finite, depth=depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_plain(item, depth=depth + 1) for item in value]
+        return [as_plain(item, is_finite=is_finite, depth=depth + 1) for item in value]
     return value

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.queue.report_text import printable
 from rl_core.records import Json
+from rl_rollout.skip.commands import entries_hint
 from rl_rollout.skip.differences import EntryDifference, Field, FolderDifference
 from rl_rollout.skip.report import EntryReport, Fault, Listing, Pruning, StoredBytes, Verification, Verified
 
@@ -40,6 +41,9 @@ def listing_text(listing: Listing) -> str:
         f"{counted(totals.sessions, 'session')} ({totals.failed_sessions:,} failed), "
         f"{counted(totals.trajectories, 'trajectory', 'trajectories')}, {counted(totals.tokens, 'token')}; "
         f"{shown_bytes(listing.size_bytes)} in all"
+        if listing.entries
+        else f"no entries in {printable(listing.directory, width=None)}; "
+        f"{printable(entries_hint(listing.directory), width=None)}"
     )
     lines += _stored("set aside in broken/", listing.set_aside)
     lines += _stored("left by writers that died", listing.leftovers)

@@ -1,6 +1,7 @@
 """What `rl-rollout cache show` finds out as text for a terminal, which nothing in an entry can garble."""
 
 import json
+import math
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -178,7 +179,9 @@ def _plain(character: str) -> str:
 
 
 def _number(value: Json) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}" if math.isfinite(value) else _json(value)
+    return str(value)
 
 
 def _json(value: Json) -> str:
