@@ -200,12 +200,17 @@ def test_mistakes_in_the_settings_are_refused_before_anything_starts(
 ) -> None:
     assert train_here(run, **cache_of(run, steps="5-2", max_bytes=0)) == 2
     error = capsys.readouterr().err
-    assert "skip.max_bytes must be at least 1, or none; found 0." in error
+    assert "skip.max_bytes must be at least 1, or none; found '0'." in error
     assert "skip.steps has the range '5-2', which runs backwards" in error
     assert train_here(run, **cache_of(run, action="again")) == 2
     assert "skip.action" in capsys.readouterr().err
     (run.folder / "file").write_text("")
-    assert train_here(run, skip__enabled=True, skip__directory=run.folder / "file") != 0
-    assert "cannot be made for a skip cache" in capsys.readouterr().err
+    assert train_here(run, skip__enabled=True, skip__directory=run.folder / "file") == 2
+    assert "must be a folder, or a place for a new one; it is a file." in capsys.readouterr().err
+    assert train_here(run, **cache_of(run, directory="nosuch://place")) == 2
+    assert "skip.directory: nosuch://place" in capsys.readouterr().err
+    assert train_here(run, **cache_of(run, steps="20-")) == 2
+    assert "skip.steps = '20-' selects no step up to trainer.steps = 4." in capsys.readouterr().err
+    assert not run.run_folder.exists()
     assert train_here(run, "--dry-run", **cache_of(run, steps="1-3")) == 0
     assert f"steps 1-3 from the skip cache {run.folder / 'cache'} (skip.action = cache)" in capsys.readouterr().out

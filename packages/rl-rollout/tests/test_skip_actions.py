@@ -132,8 +132,33 @@ def test_a_part_without_an_entry_never_takes_that_of_another_part(tmp_path):
     runs = Runs(tmp_path, action="repeat")
     assert runs.step(2).source == EntryKey(step=1)
     assert runs.step(2, part=1).source is None
-    assert runs.step(3, part=1).source == EntryKey(step=2, part=1)
-    assert [group.prompt.uid for group in runs.step(3, part=1).groups] == ["p0-r3.1", "p1-r3.1"]
+
+
+def test_parts_of_a_repeated_step_are_those_of_one_step(tmp_path):
+    first = Runs(tmp_path)
+    for step, parts in ((1, 2), (2, 1), (3, 2)):
+        for part in range(parts):
+            first.step(step, part=part)
+    runs = Runs(tmp_path, action="repeat")
+    found = [[runs.step(step, part=part).source for part in (0, 1)] for step in (4, 5, 6, 7)]
+    assert [[None if source is None else (source.step, source.part) for source in each] for each in found] == [
+        [(1, 0), (1, 1)],
+        [(2, 0), None],
+        [(3, 0), (3, 1)],
+        [(1, 0), (1, 1)],
+    ]
+    uids = [group.prompt.uid for group in runs.step(7, part=1).groups]
+    assert uids == ["p0-r7.1", "p1-r7.1"]
+
+
+@pytest.mark.parametrize("action", ["repeat", "repeat_last"])
+def test_an_evaluation_is_never_that_of_another_step(tmp_path, action):
+    first = Runs(tmp_path, validation=True)
+    first.step(0, kind="validation")
+    runs = Runs(tmp_path, action=action, validation=True)
+    assert runs.step(0, kind="validation").is_replayed
+    assert runs.step(4, kind="validation").source is None
+    assert runs.step(4, kind="validation").is_replayed
 
 
 def test_validation_is_never_cached_unless_asked(tmp_path):

@@ -2,10 +2,13 @@
 
 import asyncio
 import dataclasses
+import os
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import structlog
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError, DataError, SettingsError
@@ -242,7 +245,72 @@ def test_an_entry_larger_than_the_limit_is_not_stored_and_nothing_else_goes(stor
     calls = Calls(stored, max_bytes=8000)
     calls(EntryKey(step=2), new=make_groups(num_prompts=8, group_size=8, max_tokens=200))
     assert [key.step for key in EntryStore(str(stored)).entries()] == [1]
-    assert "larger than max_bytes" in calls.events_named("skip_not_stored")[0]["reason"]
+    assert "more than max_bytes = 8000" in calls.events_named("skip_not_stored")[0]["reason"]
+
+
+@pytest.mark.parametrize("action", ["cache", "repeat", "repeat_last"])
+def test_an_evaluation_of_another_policy_is_made_again_even_where_mismatches_are_accepted(tmp_path, action):
+    key = EntryKey(step=2, kind="validation")
+    options = {"action": action, "on_mismatch": "accept", "validation": True}
+    Calls(tmp_path, **options)(key, new=GROUPS)
+    other = replace(STORED, policy={"weights": "def"})
+    assert not Calls(tmp_path, **options)(key, circumstances=other).is_replayed
+    found = Calls(tmp_path, **options)(key, circumstances=other)
+    assert found.is_replayed
+    assert_same_groups(found.groups, NEW)
+
+
+def test_what_was_just_stored_stays_whatever_the_clock_says(tmp_path, monkeypatch):
+    Calls(tmp_path)(EntryKey(step=1), new=GROUPS)
+    size = sum(file.stat().st_size for file in (tmp_path / EntryKey(step=1).name).rglob("*") if file.is_file())
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    for step in (2, 3):
+        Calls(tmp_path, max_bytes=int(size * 1.5))(EntryKey(step=step), new=GROUPS)
+        assert [key.step for key in EntryStore(str(tmp_path)).entries()] == [step]
+
+
+def test_what_is_stored_is_replayed_where_nothing_can_be_written(stored, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert Calls(stored)().is_replayed
+    with pytest.raises(CacheError, match="this user can write"):
+        Calls(stored / "empty")
+
+
+def test_a_cache_that_is_off_asks_nothing_of_its_directory():
+    SkipCache(SkipOptions(enabled=False, directory="nosuch://place"))
+
+
+def test_the_same_nan_is_no_difference(tmp_path):
+    circumstances = replace(STORED, sampling={"x": float("nan")})
+    Calls(tmp_path)(circumstances=circumstances)
+    assert Calls(tmp_path)(circumstances=circumstances).is_replayed
+
+
+def test_accepted_differences_are_said_once(tmp_path):
+    for step in (1, 2):
+        Calls(tmp_path)(EntryKey(step=step), new=GROUPS)
+    calls = Calls(tmp_path, on_mismatch="accept")
+    with structlog.testing.capture_logs() as logs:
+        for step in (1, 2):
+            calls(EntryKey(step=step), circumstances=replace(STORED, seed=9))
+    assert [entry["event"] for entry in logs] == ["skip_mismatch_accepted"]
+    assert len(calls.events_named("skip_mismatch")) == 2
+
+
+@pytest.mark.parametrize(
+    "key",
+    [{"step": -1}, {"step": 10**12}, {"step": 1, "part": 10**6}, {"step": 1, "kind": "../x"}, {"step": 1, "kind": "A"}],
+)
+def test_a_key_that_no_folder_can_have_is_refused(key):
+    with pytest.raises(DataError, match="an entry's key needs a kind"):
+        EntryKey(**key)
+
+
+def test_prompts_that_cannot_be_stored_are_refused_before_anything_is_generated(tmp_path):
+    calls = Calls(tmp_path)
+    with pytest.raises(DataError, match="prompt 'p0' cannot be stored: messages, ground truth and columns must"):
+        calls(prompts=[replace(PROMPTS[0], columns={"when": np.datetime64("2026-01-01")})])
+    assert calls.num_generated == 0
 
 
 def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):

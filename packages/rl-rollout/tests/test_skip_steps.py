@@ -18,7 +18,8 @@ def chosen(steps):
     ("steps", "expected"),
     [
         ("1-4,7", [1, 2, 3, 4, 7]),
-        (" 2 , 4 - 5 ".replace(" - ", "-"), [2, 4, 5]),
+        (" 2 , 4 - 5 ", [2, 4, 5]),
+        (7, [7]),
         ("58-", [58, 59, 60]),
         ("3,3,3", [3]),
         ("5-9,7-8", [5, 6, 7, 8, 9]),
@@ -43,10 +44,11 @@ def test_ranges_that_touch_are_one():
     assert StepSelection.parse("20-,1-3,25-30").ranges == ((1, 3), (20, None))
 
 
-@pytest.mark.parametrize(
-    "steps",
-    ["", " ", ",", "1,,2", "a", "1-2-3", "-3", "0", "0-4", "4-2", "1.5", "1e3", [], [0], [True], [1.0], ["1"], "all,3"],
-)
+NO_TEXTS = ["", " ", ",", "1,,2", "a", "1-2-3", "-3", "0", "0-4", "4-2", "1.5", "1e3", "all,3", "[1,2", "1]", "[]"]
+NO_SELECTIONS = [*NO_TEXTS, "\u0661-\u0663", "1" * 5000, [], [0], [True], [1.0], ["1"], None, 3.5, 0, True]
+
+
+@pytest.mark.parametrize("steps", NO_SELECTIONS, ids=lambda steps: repr(steps)[:20])
 def test_what_is_no_selection_is_refused_with_an_example(steps):
     with pytest.raises(SettingsError, match=r'Write "all", \[1, 2, 40\] or "1-20,40"|runs backwards'):
         StepSelection.parse(steps)

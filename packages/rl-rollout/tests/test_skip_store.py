@@ -19,6 +19,7 @@ from skip_groups import assert_same_groups, make_groups, make_prompts_of
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_rollout.skip import Circumstances, EntryKey, EntryStore, SkipCache, SkipOptions
 from rl_rollout.skip import manifest as manifests
+from rl_rollout.skip.store import EntryTooLargeError
 
 KEY = EntryKey(step=1)
 GROUPS = make_groups(2, 2)
@@ -150,7 +151,8 @@ def test_an_entry_that_is_larger_than_all_room_is_not_stored_and_removes_nothing
     store = EntryStore(str(tmp_path))
     write(store)
     size_bytes = tree_bytes(tmp_path)
-    assert write(store, 2, max_bytes=size_bytes - 300) is None  # its arrays would fit, and its manifest would not
+    with pytest.raises(EntryTooLargeError, match="would take more than max_bytes"):
+        write(store, 2, max_bytes=size_bytes - 300)  # its arrays would fit, and its manifest would not
     assert [path.name for path in tmp_path.iterdir()] == [KEY.name]
     assert write(store, 2, max_bytes=size_bytes + 300) is not None
 

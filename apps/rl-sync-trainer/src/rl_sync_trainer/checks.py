@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
 from rl_distill.parallel_layout import check_layout
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_rollout.engines.model_folder import max_positions
@@ -13,6 +13,8 @@ from rl_rollout.engines.registry import known_engines
 from rl_rollout.filters import resolve_filter
 from rl_rollout.loops.registry import LOOPS
 from rl_rollout.rescoring import can_score_again
+from rl_rollout.skip.folder import open_folder
+from rl_rollout.skip.steps import StepSelection
 from rl_sync_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
 from rl_sync_trainer.parallel_checks import parallel_problems
 from rl_sync_trainer.settings import Settings
@@ -132,18 +134,33 @@ def _options(settings: Settings) -> Iterator[str]:
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
     yield from (f"refill.{problem}" for problem in settings.refill.problems())
     yield from (f"skip.{problem}" for problem in settings.skip.problems())
-    if settings.skip.enabled and settings.skip.rewards == "again":
+    yield from _skip(settings)
+    if settings.refill.filter:
+        try:
+            resolve_filter(settings.refill.filter)
+        except SettingsError as error:
+            yield f"refill.filter: {error}"
+
+
+def _skip(settings: Settings) -> Iterator[str]:
+    """What of a skip cache depends on other settings, or on the disk."""
+    skip = settings.skip
+    if not skip.enabled or any(skip.problems()):
+        return
+    try:
+        open_folder(skip.directory).check()
+    except (CacheError, MissingExtraError) as error:
+        yield f"skip.directory: {error}"
+    last = settings.trainer.steps
+    if not StepSelection.parse(skip.steps).count_before(last + 1):
+        yield f"skip.steps = {skip.steps!r} selects no step up to trainer.steps = {last}."
+    if skip.rewards == "again":
         with contextlib.suppress(SettingsError):  # an unknown loop is told as such
             if not can_score_again(LOOPS.get(settings.rollout.loop)):
                 yield (
                     f'skip.rewards = "again" needs a loop whose stored sessions can be scored again; '
                     f'{settings.rollout.loop!r} is none. Set it to "stored".'
                 )
-    if settings.refill.filter:
-        try:
-            resolve_filter(settings.refill.filter)
-        except SettingsError as error:
-            yield f"refill.filter: {error}"
 
 
 def _optional_ranges(settings: Settings) -> Iterator[str]:

@@ -89,7 +89,7 @@ def _common_circumstances(settings: Settings, inputs: Inputs) -> Circumstances:
         sampling=None,
         group_size=0,
         loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
-        reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts")}),
+        reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts", "on_failure")}),
         seed=settings.run.seed,
         versions=package_versions(),
     )

@@ -15,11 +15,12 @@ from rl_rollout.skip.manifest import EntryKey, Manifest
 from rl_rollout.skip.options import SkipOptions
 from rl_rollout.skip.rows import TOKEN_DTYPES
 from rl_rollout.skip.steps import StepSelection
-from rl_rollout.skip.store import EntryStore, StoredEntry
+from rl_rollout.skip.store import EntryStore, EntryTooLargeError, StoredEntry
 
 log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 12
+TRAIN = "train"
 
 OnEvent = Callable[..., None]
 """Takes an event's name and its fields, such as `EventLog.write`."""
@@ -59,7 +60,7 @@ class SkipCache:
         Args:
             options: What is stored and replayed.
             on_event: Told of `skip_hit`, `skip_miss`, `skip_stored`, `skip_not_stored`, `skip_mismatch`, `skip_broken`
-                and `skip_removed`.
+                and `skip_removed`; their `size_bytes` are of the arrays, those of `skip_removed` of all files.
 
         Raises:
             SettingsError: An option is impossible.
@@ -70,11 +71,19 @@ class SkipCache:
         self._options = options
         self._steps = StepSelection.parse(options.steps)
         self._on_event = on_event or _say_nothing
-        self._store = EntryStore(options.directory, compress=options.compress)
+        self._warned: set[tuple[str, ...]] = set()
+        self._lazy_store: EntryStore | None = None
         if options.enabled:
             self._store.require_library()
             self._store.folder.prepare()
             self._store.entries()
+
+    @property
+    def _store(self) -> EntryStore:
+        """Opened when it is needed: a cache that is off needs no library of a store."""
+        if self._lazy_store is None:
+            self._lazy_store = EntryStore(self._options.directory, compress=self._options.compress)
+        return self._lazy_store
 
     def serves(self, key: EntryKey) -> bool:
         """True when rollouts of this key may come from the cache, and are stored in it.
@@ -82,7 +91,7 @@ class SkipCache:
         What is not of kind "train" is served only where the options have `validation`; a key of step 0, before the
         first step, goes with step 1.
         """
-        is_kind = key.kind == "train" or self._options.validation
+        is_kind = key.kind == TRAIN or self._options.validation
         return self._options.enabled and is_kind and max(key.step, 1) in self._steps
 
     async def rollouts(
@@ -100,6 +109,7 @@ class SkipCache:
             CacheMismatchError: The entry was made otherwise, and `on_mismatch` is "error".
             BrokenEntryError: The entry is not whole, and `on_broken` is "error".
             CacheError: New rollouts could not be stored.
+            DataError: A prompt, or a part of the circumstances, is no JSON.
         """
         if not self.serves(key):
             return await _generated(generate)
@@ -130,19 +140,27 @@ class SkipCache:
                 self._set_aside(source, error)
                 continue
             if entry is not None:
+                self._warn(source, differences)
                 return self._replayed(key, entry, prompts, differences, load_s=time.perf_counter() - started)
 
     def _choose(self, key: EntryKey) -> EntryKey | None:
-        """The entry to replay: the step's own; else, as the action says, one of the others."""
-        stored = [each for each in self._store.entries() if (each.kind, each.part) == (key.kind, key.part)]
-        if key in stored:
+        """The entry to replay: the step's own; else, as the action says, the same part of another step.
+
+        Only what trains is taken from another step: an evaluation of another policy would be a lie.
+        """
+        entries = self._store.entries()
+        if key in entries:
             return key
-        if self._options.action == "cache" or not stored:
+        stored = [each for each in entries if (each.kind, each.part) == (key.kind, 0)]
+        if self._options.action == "cache" or key.kind != TRAIN or not stored:
             return None
         if self._options.action == "repeat":
             own = sum(each.step in self._steps and each.step < key.step for each in stored)
-            return stored[(self._steps.count_before(key.step) - own) % len(stored)]
-        return max(stored, key=self._age)
+            chosen = stored[(self._steps.count_before(key.step) - own) % len(stored)]
+        else:
+            chosen = max(stored, key=self._age)
+        source = EntryKey(step=chosen.step, part=key.part)
+        return source if source in entries else None
 
     def _age(self, key: EntryKey) -> tuple[float, int]:
         """Sorts entries by when they were made; a broken one comes last, and is found to be broken when it is read."""
@@ -154,7 +172,8 @@ class SkipCache:
 
     def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
         """What differs and is accepted; None where the step is to be generated again."""
-        parts = None if self._options.action == "cache" else ESSENTIAL
+        is_strict = self._options.action == "cache" or key.kind != TRAIN
+        parts = None if is_strict else ESSENTIAL
         found = tuple(
             each
             for each in compare(manifest.fingerprint, live, parts=parts)
@@ -165,6 +184,8 @@ class SkipCache:
         path = self._store.folder.path_of(manifest.key.name)
         shown = [str(difference) for difference in found]
         on_mismatch = self._options.on_mismatch
+        if key.kind != TRAIN and on_mismatch == "accept":
+            on_mismatch = "regenerate"  # the evaluation of another policy is none of this one
         self._on_event(
             "skip_mismatch", entry=manifest.key.name, wanted=key.name, differences=shown, on_mismatch=on_mismatch
         )
@@ -172,7 +193,6 @@ class SkipCache:
         if on_mismatch == "regenerate":
             return None
         if on_mismatch == "accept" and is_readable:
-            log.warning("skip_mismatch_accepted", entry=manifest.key.name, differences=shown[:MAX_SHOWN])
             return found
         rest = [f"and {len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
         raise CacheMismatchError(
@@ -181,6 +201,14 @@ class SkipCache:
             + '\nSet skip.on_mismatch = "accept" to train on them all the same, "regenerate" to make new ones in their '
             "place, or give another skip.directory."
         )
+
+    def _warn(self, source: EntryKey, differences: Sequence[Difference]) -> None:
+        """Say what was accepted, once for each set of things that differ."""
+        names = tuple(difference.name for difference in differences)
+        if names and names not in self._warned:
+            self._warned.add(names)
+            shown = [str(difference) for difference in differences[:MAX_SHOWN]]
+            log.warning("skip_mismatch_accepted", entry=source.name, differences=shown)
 
     def _replayed(
         self,
@@ -217,32 +245,45 @@ class SkipCache:
             self._on_event("skip_not_stored", entry=key.name, reason="no session can train")
             return
         started = time.perf_counter()
-        manifest = self._store.write(
-            key,
-            new.groups,
-            fingerprint=live,
-            generate_s=new.generate_s,
-            replace=self._options.on_mismatch == "regenerate",
-            max_bytes=self._options.max_bytes,
-        )
+        max_bytes = self._options.max_size_bytes
+        try:
+            manifest = self._store.write(
+                key,
+                new.groups,
+                fingerprint=live,
+                generate_s=new.generate_s,
+                replace=key.kind != TRAIN or self._options.on_mismatch == "regenerate",
+                max_bytes=max_bytes,
+            )
+        except EntryTooLargeError as error:
+            self._on_event("skip_not_stored", entry=key.name, reason=str(error))
+            log.warning("skip_entry_not_stored", reason=str(error))
+            return
         if manifest is None:
-            reason = "another writer stored it first, or it is larger than max_bytes"
-            self._on_event("skip_not_stored", entry=key.name, reason=reason)
+            self._on_event("skip_not_stored", entry=key.name, reason="another writer stored it first")
             return
         store_s = round(time.perf_counter() - started, 4)
         self._on_event("skip_stored", entry=key.name, size_bytes=manifest.size_bytes, store_s=store_s)
-        if self._options.max_bytes is not None:
-            for name, size_bytes in self._store.prune(self._options.max_bytes):
+        if max_bytes is not None:
+            for name, size_bytes in self._store.prune(max_bytes, keep=key):
                 self._on_event("skip_removed", entry=name, size_bytes=size_bytes)
 
     def _set_aside(self, key: EntryKey, error: BrokenEntryError) -> None:
         """Report a broken entry, and move it out of the way unless it is an error."""
         is_error = self._options.on_broken == "error"
+        if not is_error and self._is_whole(key):
+            return  # another run has just replaced it
         aside = None if is_error else self._store.folder.set_aside(key.name)
         self._on_event("skip_broken", entry=key.name, path=error.path, reason=error.reason, set_aside_as=aside)
         log.warning("skip_entry_broken", path=error.path, reason=error.reason, set_aside_as=aside)
         if is_error:
             raise error
+
+    def _is_whole(self, key: EntryKey) -> bool:
+        try:
+            return self._store.read(key) is not None
+        except BrokenEntryError:
+            return False
 
 
 async def _generated(generate: Generate) -> StepRollouts:

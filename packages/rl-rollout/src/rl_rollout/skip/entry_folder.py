@@ -95,6 +95,14 @@ class EntryFolder(Protocol):
         """Remove what was set aside."""
         ...
 
+    def check(self) -> None:
+        """Find out whether there can be such a folder, before anything is made.
+
+        Raises:
+            CacheError: There can not.
+        """
+        ...
+
     def prepare(self) -> None:
         """Make the folder where it is not there, and sweep it.
 

@@ -78,7 +78,7 @@ def make_fingerprint(
         columns: dtype of each stored column.
 
     Raises:
-        DataError: A part of it is no JSON; the message names it.
+        DataError: A part of it, or a prompt, is no JSON; the message names it.
     """
     found: dict[str, Json] = {
         **asdict(circumstances),
@@ -111,10 +111,20 @@ def compare(
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Digest of what a prompt is: tokens, messages, source, ground truth and columns; not its uid."""
+    """Digest of what a prompt is: tokens, messages, source, ground truth and columns; not its uid.
+
+    Raises:
+        DataError: Something of it is no JSON.
+    """
     content = [list(prompt.messages), prompt.data_source, prompt.ground_truth, dict(prompt.columns)]
     digest = hashlib.blake2b(prompt.input_ids.astype("<i4").tobytes(), digest_size=DIGEST_BYTES)
-    digest.update(json.dumps(content, sort_keys=True, default=repr).encode())
+    try:
+        digest.update(json.dumps(content, sort_keys=True).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"prompt {prompt.uid!r} cannot be stored: messages, ground truth and columns must be JSON ({error}). Leave "
+            "out of its row what is none."
+        ) from error
     return digest.hexdigest()
 
 
@@ -174,7 +184,7 @@ def _differences(name: str, stored: Json, live: Json) -> Iterator[Difference]:
     elif isinstance(stored, dict) and isinstance(live, dict):
         for key in dict.fromkeys([*live, *stored]):
             yield from _differences(f"{name}.{key}", stored.get(key), live.get(key))
-    elif stored != live or type(stored) is not type(live):
+    elif json.dumps(stored) != json.dumps(live):  # in which 1 is not 1.0, and NaN is NaN
         yield Difference(name=name, stored=_shown(stored), live=_shown(live))
 
 

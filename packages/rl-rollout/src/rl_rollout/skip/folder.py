@@ -43,7 +43,10 @@ def open_folder(directory: str) -> EntryFolder:
     """
     scheme, separator, rest = directory.partition("://")
     if not separator or scheme in ("file", "local"):
-        return LocalFolder(Path(rest if separator else directory).expanduser())
+        try:
+            return LocalFolder(Path(rest if separator else directory).expanduser())
+        except RuntimeError as error:
+            raise CacheError(f"{directory} is no place for a skip cache: {error}") from error
     try:
         from rl_rollout.skip.remote_folder import RemoteFolder
     except ImportError as error:
@@ -174,10 +177,20 @@ class LocalFolder:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CacheError(f"{self._root} cannot be made for a skip cache: {error.strerror}.") from error
-        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            reason = "it is a file" if self._root.exists() else error.strerror
+            raise CacheError(f"{self._root} cannot be made for a skip cache: {reason}.") from error
+        if os.access(self._root, os.W_OK | os.X_OK):
+            self.sweep()
+        elif not self.names():  # of what is stored already, replays are enough
             raise CacheError(f"{self._root} must be a folder that this user can write, for a skip cache; it is not.")
-        self.sweep()
+
+    def check(self) -> None:
+        """Refuse a place where there can be no such folder; nothing is made."""
+        if self._root.exists() and not self._root.is_dir():
+            raise CacheError(f"{self._root} must be a folder, or a place for a new one; it is a file.")
+        above = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
+        if not above.is_dir() or (above != self._root and not os.access(above, os.W_OK | os.X_OK)):
+            raise CacheError(f"{self._root} cannot be made: {above} is no folder that this user can write.")
 
     def sweep(self) -> None:
         """Remove what writers left that died."""

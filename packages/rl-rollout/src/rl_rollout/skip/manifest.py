@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.errors import BrokenEntryError, CacheError, DataError
 from rl_core.records import Json
 from rl_rollout.skip.bounded_json import count_values, load_json, shown
 
@@ -35,6 +35,18 @@ class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
     kind: str = "train"
     part: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a key that no folder's name can say.
+
+        Raises:
+            DataError: kind, step or part is impossible.
+        """
+        if KEY_NAME.fullmatch(self.name) is None:
+            raise DataError(
+                "an entry's key needs a kind of at most 31 small letters and underscores, a step from 0 to 10**12 - 1, "
+                f"and a part from 0 to 10**6 - 1; found {shown((self.kind, self.step, self.part))}."
+            )
 
     @property
     def name(self) -> str:

@@ -113,6 +113,9 @@ class RemoteFolder:
         """Remove what was set aside."""
         self._tree(f"{BROKEN}/{name}").remove_all()
 
+    def check(self) -> None:
+        """Nothing is asked of the store before it is used."""
+
     def prepare(self) -> None:
         """Nothing is made before the first entry."""
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rl_core.errors import SettingsError
 
-RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
+RANGE = re.compile(r"(\d{1,18})(?:\s*(-)\s*(\d{1,18})?)?", re.ASCII)
+BRACKETS = re.compile(r"\[(.*)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +21,24 @@ class StepSelection:
     ranges: tuple[tuple[int, int | None], ...]
 
     @classmethod
-    def parse(cls, steps: str | Sequence[int]) -> "StepSelection":
-        """Read "all", a list of steps, or ranges such as "1-20,40" and "100-".
+    def parse(cls, steps: str | int | Sequence[int]) -> "StepSelection":
+        """Read "all", one step, a list of steps, or ranges such as "1-20,40" and "100-".
 
         Raises:
             SettingsError: It is none of these, names no step, or a range runs backwards.
         """
+        found: list[tuple[int, int | None]]
         if isinstance(steps, str):
-            text = steps.strip().removeprefix("[").removesuffix("]")
-            found: list[tuple[int, int | None]] = (
-                [(1, None)] if text == "all" else [_read_range(part, steps) for part in text.split(",")]
-            )
+            text = steps.strip()
+            in_brackets = BRACKETS.fullmatch(text)
+            parts = (in_brackets[1] if in_brackets else text).split(",")
+            found = [(1, None)] if text == "all" else [_read_range(part, steps) for part in parts]
+        elif isinstance(steps, int):
+            found = [(_read_step(steps, steps), steps)]
+        elif not isinstance(steps, Sequence):
+            raise SettingsError(f"steps must be a text or a list; found {steps!r}. {EXAMPLES}")
         else:
-            found = [(_read_step(step, steps), step) for step in steps]
+            found = [(first, first) for first in (_read_step(step, steps) for step in steps)]
         if not found:
             raise SettingsError(f"steps must name at least one step; found {steps!r}. {EXAMPLES}")
         return cls(tuple(_merged(found)))

@@ -37,6 +37,10 @@ NUM_READS, NUM_WRITES = 4, 8
 ReadT = TypeVar("ReadT")
 
 
+class EntryTooLargeError(CacheError):
+    """An entry would have more bytes than entries may have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntry:
     """An entry that was read whole.
@@ -124,10 +128,10 @@ class EntryStore:
             max_bytes: A larger entry is not stored.
 
         Returns:
-            The new entry's manifest; None where another writer's entry was there first and stays, or where it would
-            be too large.
+            The new entry's manifest; None where another writer's entry was there first and stays.
 
         Raises:
+            EntryTooLargeError: It has more than max_bytes; nothing of it is left.
             CacheError: It cannot be stored; nothing of it is left.
             MissingExtraError: The library of zarr's codecs is not installed.
         """
@@ -143,7 +147,7 @@ class EntryStore:
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
                 key=key,
-                created_at=time.time(),
+                created_at=max(time.time(), 0.0),
                 generate_s=generate_s,
                 counts=count(groups),
                 fingerprint=fingerprint,
@@ -152,7 +156,7 @@ class EntryStore:
             )
             raw = encode_manifest(manifest)
             if max_bytes is not None and manifest.size_bytes + len(raw) > max_bytes:
-                return None
+                raise EntryTooLargeError(f"{key.name} would take more than max_bytes = {max_bytes}; it was not stored.")
             return manifest if writer.publish(raw, replace=replace) else None
 
     def _bounded(self, arrays: Iterable[tuple[str, NDArray[Any]]], key: EntryKey) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -172,8 +176,13 @@ class EntryStore:
             writer.write(f"{stem}/{file}", *parts)
         return spec
 
-    def prune(self, max_bytes: int, *, dry_run: bool = False) -> list[tuple[str, int]]:
+    def prune(self, max_bytes: int, *, keep: EntryKey | None = None, dry_run: bool = False) -> list[tuple[str, int]]:
         """Remove what was set aside, then the oldest entries, until no more than so many bytes are left.
+
+        Args:
+            max_bytes: Of all entries, and of what was set aside.
+            keep: An entry that stays, whatever its age, such as the one that was just stored.
+            dry_run: Remove nothing.
 
         Returns:
             Name and bytes of what was removed, or with dry_run would be.
@@ -192,6 +201,8 @@ class EntryStore:
         for _, size, key in entries:
             if total <= max_bytes:
                 break
+            if key == keep:
+                continue
             if not dry_run:
                 self.folder.remove(key.name)
             removed.append((key.name, size))
