@@ -12,8 +12,9 @@ from flat_store import FlatStore
 from skip_command import FIRST, SECOND, THIRD, as_json, break_chunk, break_torn, fill, run, tree, tree_bytes
 
 from rl_core.errors import CacheError
-from rl_rollout.cli import main, parse_bytes
+from rl_rollout.cli import main
 from rl_rollout.skip import EntryStore
+from rl_rollout.skip.options import parse_bytes
 from rl_rollout.skip.remote_folder import LEFT_AFTER_S
 
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from rl_rollout.skip.commands import (
     verify_entries,
 )
 from rl_rollout.skip.differences import compare_entries, compare_folders
+from rl_rollout.skip.options import parse_bytes
 from rl_rollout.skip.report import Verified, as_plain
 from rl_rollout.skip.report_text import (
     as_json,
@@ -40,8 +40,6 @@ from rl_rollout.skip.shown_text import shown_text
 
 FOUND, REFUSED, INTERRUPTED = 1, 2, 130
 DEFAULT_GROUPS, DEFAULT_SESSIONS = 2, 2
-SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE | re.ASCII)
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 ERASE_LINE = "\r\x1b[K"
 
 EPILOG = "Exit status: 0; 1 where something is broken or differs; 2 where the command cannot do what it is told."
@@ -76,20 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "500M", "1.5GB" or "20Gi"; k, M, G and T count in thousands, Ki, Mi, Gi, Ti in 1024s.
-
-    Raises:
-        ValueError: It is no size.
-    """
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"a size such as 500000, 500M, 1.5GB or 20Gi was expected; found {text!r}")
-    base = 1024 if match[3] else 1000
-    unit: int = base ** POWERS[(match[2] or "").lower()]
-    return round(float(match[1]) * unit)
 
 
 def _list(arguments: argparse.Namespace) -> int:
