@@ -21,6 +21,7 @@ from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.inputs import read_inputs
 from rl_sync_trainer.learners import start_learners
 from rl_sync_trainer.loop import publish, train_step
+from rl_sync_trainer.replay import Replay
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.sources import load_settings
 from rl_sync_trainer.stopping import StopSignal
@@ -56,6 +57,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, inputs, engine)),
+            replay=Replay(settings, inputs, say=lambda event, **fields: None),
             source=PromptSource(inputs.train, seed=0),
             queue=queue,
             transport=TensorTransport(),
