@@ -13,6 +13,7 @@ from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError, DataError, SettingsError
 from rl_rollout.skip import Circumstances, EntryKey, EntryStore, SkipCache, SkipOptions
+from rl_rollout.skip import cache as cache_module
 
 KEY = EntryKey(step=1)
 STORED = Circumstances(
@@ -310,6 +311,15 @@ def test_prompts_that_cannot_be_stored_are_refused_before_anything_is_generated(
     calls = Calls(tmp_path)
     with pytest.raises(DataError, match="prompt 'p0' cannot be stored: messages, ground truth and columns must"):
         calls(prompts=[replace(PROMPTS[0], columns={"when": np.datetime64("2026-01-01")})])
+    assert calls.num_generated == 0
+
+
+def test_a_search_for_entries_that_are_listed_and_never_there_ends(stored, monkeypatch):
+    calls = Calls(stored)
+    monkeypatch.setattr(cache_module, "SEARCH_DEADLINE_S", 0.05)
+    monkeypatch.setattr(EntryStore, "manifest", lambda self, key: None)
+    with pytest.raises(CacheError, match="no entry for train-00000001-0000 stayed in"):
+        calls()
     assert calls.num_generated == 0
 
 

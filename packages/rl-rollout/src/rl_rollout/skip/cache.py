@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from rl_core.errors import BrokenEntryError, CacheMismatchError
+from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
 from rl_core.records import Json, Prompt
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.fingerprint import ESSENTIAL, Circumstances, Difference, compare, make_fingerprint
@@ -20,6 +20,8 @@ from rl_rollout.skip.store import EntryStore, EntryTooLargeError, StoredEntry
 log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 12
+SEARCH_DEADLINE_S = 120.0
+"""Longest search for an entry; one look is enough, unless others remove what was just listed."""
 TRAIN = "train"
 
 OnEvent = Callable[..., None]
@@ -123,7 +125,7 @@ class SkipCache:
 
     def _find(self, key: EntryKey, prompts: Sequence[Prompt], live: dict[str, Json]) -> StepRollouts | None:
         started = time.perf_counter()
-        while True:
+        while time.perf_counter() - started < SEARCH_DEADLINE_S:
             source = self._choose(key)
             if source is None:
                 self._on_event("skip_miss", entry=key.name)
@@ -142,6 +144,11 @@ class SkipCache:
             if entry is not None:
                 self._warn(source, differences)
                 return self._replayed(key, entry, prompts, differences, load_s=time.perf_counter() - started)
+        raise CacheError(
+            f"no entry for {key.name} stayed in {self._options.directory} for {SEARCH_DEADLINE_S:g} s: each was listed, "
+            "and gone when it was opened. See whether another process removes them all the while, or the store lists "
+            "what it no longer has."
+        )
 
     def _choose(self, key: EntryKey) -> EntryKey | None:
         """The entry to replay: the step's own; else, as the action says, the same part of another step.
