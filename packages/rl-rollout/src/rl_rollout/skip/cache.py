@@ -145,7 +145,7 @@ class SkipCache:
                 self._warn(source, differences)
                 return self._replayed(key, entry, prompts, differences, load_s=time.perf_counter() - started)
         raise CacheError(
-            f"no entry for {key.name} stayed in {self._options.directory} for {SEARCH_DEADLINE_S:g} s: each was listed, "
+            f"no entry for {key.name} stayed in {self._options.directory} for {SEARCH_DEADLINE_S:g} s: each was listed "
             "and gone when it was opened. See whether another process removes them all the while, or the store lists "
             "what it no longer has."
         )
