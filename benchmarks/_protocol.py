@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TextIO
@@ -100,10 +100,10 @@ def answer(system: System, operation: str, **arguments: int) -> Any:
             raise ValueError(f"operation must be one of this module's list; found {operation!r}.")
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of what this process's environment has of the packages that matter."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -15,13 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from _protocol import private_stdout, write
+from _protocol import private_stdout, versions, write
 from _rollout_workload import PRESETS, Preset, make_prompts
 from numpy.typing import NDArray
 
@@ -59,7 +58,7 @@ def serve(opened: Callable[[Path, Preset], System]) -> int:
                 case "update":
                     answer = system.update()
                 case "versions":
-                    answer = versions()
+                    answer = versions(PACKAGES)
                 case _:
                     break
             write(answers, json.dumps(answer))
@@ -76,14 +75,3 @@ def timed(system: System, preset: Preset, *, seed: int) -> dict[str, Any]:
     started = time.perf_counter()
     num_tokens = system.generate(prompts, seed=seed)
     return {"wall_s": time.perf_counter() - started, "num_tokens": num_tokens}
-
-
-def versions() -> dict[str, str]:
-    """Of what is installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

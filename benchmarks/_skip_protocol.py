@@ -19,13 +19,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 
 import numpy as np
-from _protocol import private_stdout, write
+from _protocol import private_stdout, versions, write
 from _skip_samples import COLUMNS, Rows, make_samples
 from numpy.typing import NDArray
 
@@ -93,7 +92,7 @@ class Turns:
             case "read":
                 return self._read()
             case "versions":
-                return versions()
+                return versions(PACKAGES)
         raise ValueError(f"operation must be one of this module's list; found {operation!r}.")
 
     def _write(self) -> dict[str, Any]:
@@ -135,14 +134,3 @@ def remove(place: Path) -> None:
         shutil.rmtree(place)
     else:
         place.unlink(missing_ok=True)
-
-
-def versions() -> dict[str, str]:
-    """Of what is installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
