@@ -246,7 +246,7 @@ def check_column(name: str, column: Column, *, num_rows: int) -> None:
     if len(column) != num_rows:
         raise ShapeError(f"column {name!r} must have {num_rows} rows; found {len(column)}.")
     element = column.element_shape if isinstance(column, Ragged) else column.shape[1:]
-    if name in BUILT_IN and len(element) != spec.value_axes:
+    if name in BUILT_IN and spec.value_axes is not None and len(element) != spec.value_axes:
         value = f"a value of {spec.value_axes} axes" if spec.value_axes else "one value"
         raise ShapeError(
             f"column {name!r} must have {value} a {'token' if spec.is_ragged else 'row'}; found {element}."

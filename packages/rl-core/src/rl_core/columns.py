@@ -20,17 +20,17 @@ class ColumnSpec:
         dtype: numpy dtype name of the values.
         is_ragged: True for one value a token (values and offsets), False for one value a row.
         meaning: One sentence.
-        value_axes: Axes of one value, 0 for a number; not looked at in columns of one's own.
+        value_axes: Axes of one value, 0 for a number, None for either; not looked at in columns of one's own.
     """
 
     dtype: str
     is_ragged: bool
     meaning: str
-    value_axes: int = 0
+    value_axes: int | None = 0
 
 
-def _token(dtype: str, meaning: str) -> ColumnSpec:
-    return ColumnSpec(dtype=dtype, is_ragged=True, meaning=meaning)
+def _token(dtype: str, meaning: str, *, value_axes: int | None = 0) -> ColumnSpec:
+    return ColumnSpec(dtype=dtype, is_ragged=True, meaning=meaning, value_axes=value_axes)
 
 
 def _row(dtype: str, meaning: str) -> ColumnSpec:
@@ -44,7 +44,20 @@ COLUMNS: dict[str, ColumnSpec] = {
     "policy_versions": _token("int32", "Policy version that sampled each token; -1 where none did."),
     "old_logprobs": _token("float32", "The learner's logprobs before the update (PPO's denominator)."),
     "reference_logprobs": _token("float32", "Logprobs of the frozen reference policy."),
-    "teacher_logprobs": _token("float32", "Logprobs of the teacher for the sampled tokens."),
+    "teacher_logprobs": _token(
+        "float32",
+        "Logprobs of the teacher: of the token itself, or [K + 1], it first and then the K likeliest, falling.",
+        value_axes=None,
+    ),
+    "teacher_ids": _token(
+        "int32", "Token ids [K + 1] of `teacher_logprobs`; -1, with logprob 0, where it gave fewer.", value_axes=1
+    ),
+    "teacher_hidden": _token(
+        "float32",
+        "The teacher's last hidden state [H], after its norm, from which it predicts the token.",
+        value_axes=None,
+    ),
+    "teacher_index": _token("int16", "Number of the teacher that scored the token; -1 where none did."),
     "values": _token("float32", "The critic's values."),
     "advantages": _token("float32", "Advantage of each trained token; 0 where masked."),
     "returns": _token("float32", "Return of each trained token; 0 where masked."),
@@ -52,11 +65,8 @@ COLUMNS: dict[str, ColumnSpec] = {
     "token_rewards": _token("float32", "Rewards of single tokens beside the trajectory's, such as a KL penalty."),
     "token_selection": _token("bool", "True where a policy loss treats the token apart (Clip-Cov, KL-Cov)."),
     "loss_weights": _token("float32", "Weight of each token in the loss; sums the loss over the global batch."),
-    "routed_experts": ColumnSpec(
-        dtype="int16",
-        is_ragged=True,
-        meaning="Experts [layers, top_k] that the engine chose for each token; -1 where it gave none.",
-        value_axes=2,
+    "routed_experts": _token(
+        "int16", "Experts [layers, top_k] that the engine chose for each token; -1 where it gave none.", value_axes=2
     ),
     "reward": _row("float32", "Scalar reward of the trajectory."),
     "reward_baseline": _row("float32", "Reward of the greedy response to the same prompt (ReMax)."),
