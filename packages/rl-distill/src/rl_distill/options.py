@@ -1,12 +1,12 @@
 """Options of learners; imports without torch, so that settings can nest them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Literal
 
 from rl_core.errors import SettingsError
+from rl_distill.option_values import is_number, not_among, not_numbers, not_whole
 
 DTYPES = ("float32", "bfloat16")
 DECAYS = ("linear", "cosine")
@@ -52,13 +52,13 @@ class LearnerOptions:
 
     def problems(self) -> Iterator[str]:
         """What cannot be: each names the option, what it must be, and what it is."""
-        yield from _not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "seed": 0})
-        yield from _not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
-        yield from _not_numbers(self, ("learning_rate", "eps"), above=0.0)
-        yield from _not_numbers(self, ("min_learning_rate", "weight_decay", "clip_grad"), at_least=0.0)
-        yield from _not_among(self, {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES})
+        yield from not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "seed": 0})
+        yield from not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
+        yield from not_numbers(self, ("learning_rate", "eps"), above=0.0)
+        yield from not_numbers(self, ("min_learning_rate", "weight_decay", "clip_grad"), at_least=0.0)
+        yield from not_among(self, {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES})
         betas = self.betas
-        if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
             yield f"betas must be two numbers of at least 0 and below 1; found {betas!r}."
         steps = (self.warmup_steps, self.decay_steps)
         if all(isinstance(number, int) for number in steps) and self.warmup_steps >= (self.decay_steps or math.inf):
@@ -107,42 +107,11 @@ class ParallelOptions:
     def problems(self) -> Iterator[str]:
         """What no layout can have; `parallel_layout` says what must divide what."""
         sizes = ("ranks", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
-        yield from _not_whole(self, dict.fromkeys(sizes, 1))
-        yield from _not_whole(self, {"expert_tensor": 1}, or_none=True)
-        yield from _not_among(self, {"sequence": (False, True), "distributed_optimizer": (False, True)})
+        yield from not_whole(self, dict.fromkeys(sizes, 1))
+        yield from not_whole(self, {"expert_tensor": 1}, or_none=True)
+        yield from not_among(self, {"sequence": (False, True), "distributed_optimizer": (False, True)})
 
     @property
     def data(self) -> int:
         """Ranks that each train on a part of the trajectories."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
-
-
-def _not_whole(options: object, least: Mapping[str, int], *, or_none: bool = False) -> Iterator[str]:
-    for name, at_least in least.items():
-        value = getattr(options, name)
-        if or_none and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-            also = ", or none" if or_none else ""
-            yield f"{name} must be a whole number of at least {at_least}{also}; found {value!r}."
-
-
-def _not_numbers(
-    options: object, names: tuple[str, ...], *, above: float = -math.inf, at_least: float = -math.inf
-) -> Iterator[str]:
-    wanted = f"above {above:g}" if above > at_least else f"at least {at_least:g}"
-    for name in names:
-        value = getattr(options, name)
-        if not _is_number(value) or not (value > above and value >= at_least):
-            yield f"{name} must be {wanted}; found {f'{value:g}' if isinstance(value, Real) else repr(value)}."
-
-
-def _not_among(options: object, known: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    for name, values in known.items():
-        value = getattr(options, name)
-        if value not in values:
-            yield f"{name} must be one of {', '.join(map(repr, values))}; found {value!r}."
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

@@ -1,0 +1,41 @@
+"""What an option may be, in words; imports without torch."""
+
+import math
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+
+def not_whole(options: object, least: Mapping[str, int], *, or_none: bool = False) -> Iterator[str]:
+    """Problems of options that must be whole numbers of at least so much."""
+    for name, at_least in least.items():
+        value = getattr(options, name)
+        if or_none and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+            also = ", or none" if or_none else ""
+            yield f"{name} must be a whole number of at least {at_least}{also}; found {value!r}."
+
+
+def not_numbers(
+    options: object, names: tuple[str, ...], *, above: float = -math.inf, at_least: float = -math.inf
+) -> Iterator[str]:
+    """Problems of options that must be finite numbers within bounds."""
+    wanted = f"above {above:g}" if above > at_least else f"at least {at_least:g}"
+    for name in names:
+        value = getattr(options, name)
+        if not is_number(value) or not (value > above and value >= at_least):
+            yield f"{name} must be {wanted}; found {f'{value:g}' if isinstance(value, Real) else repr(value)}."
+
+
+def not_among(options: object, known: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """Problems of options that must be one of some values."""
+    for name, values in known.items():
+        value = getattr(options, name)
+        if value not in values:
+            yield f"{name} must be one of {', '.join(map(repr, values))}; found {value!r}."
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite number; a boolean is none."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
