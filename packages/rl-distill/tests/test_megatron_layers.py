@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
-from rl_distill.megatron.vocabulary import vocabulary_logprobs
+from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
 
 def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:

@@ -24,7 +24,7 @@ from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.layout import PackedLayout, packed_layout
 from rl_distill.megatron.model_spec import block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
-from rl_distill.megatron.vocabulary import vocabulary_logprobs
+from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.placed import PlacedPack
-from rl_distill.megatron.vocabulary import vocabulary_logprobs
+from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.policy_config import PolicyConfig
 
 _CHUNK_LOGITS = 2**25

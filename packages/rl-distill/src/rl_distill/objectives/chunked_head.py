@@ -1,0 +1,152 @@
+"""An output matrix and a divergence in one, a few tokens at a time: no [T, V] array is ever whole.
+
+The gradients are made in the forward pass, while a chunk's logits are there, so that nothing is computed twice.
+Source of the idea: Hsu et al. 2024, Liger Kernel, arXiv:2410.10989.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.errors import ShapeError
+from rl_distill.objectives.logit_divergence import MEASURES, LogitDivergence, TeacherTokens, TokenComparison
+from rl_distill.objectives.vocabulary import vocabulary_logprobs
+
+CHUNK_LOGITS = 2**24
+"""Logits of a chunk, by default."""
+
+
+class HeadResult(NamedTuple):
+    """What comes out of the head at each of M tokens.
+
+    Attributes:
+        weighted: [M] the losses times their weights, with gradient: sum them.
+        comparison: Without gradient.
+        logprobs: [M] the student's of the tokens, without gradient; None unless targets were given.
+        entropy: [M] the student's, without gradient; None unless targets were given.
+    """
+
+    weighted: Tensor
+    comparison: TokenComparison
+    logprobs: Tensor | None
+    entropy: Tensor | None
+
+
+class _Work(NamedTuple):
+    """What is no tensor with a gradient."""
+
+    weights: Tensor
+    teacher: TeacherTokens
+    divergence: LogitDivergence
+    targets: Tensor | None
+    chunk: int
+    found: list[tuple[TokenComparison, Tensor | None, Tensor | None]]
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _Work) -> Tensor:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        weighted = []
+        for start in range(0, len(hidden), work.chunk):
+            rows = slice(start, start + work.chunk)
+            losses, grad = _one_chunk(hidden[rows], weight, rows, work)
+            weighted.append(losses)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                if exact == weight.dtype:
+                    grad_weight.addmm_(grad.T, hidden[rows])
+                else:
+                    grad_weight += grad.T @ hidden[rows]
+        if grad_hidden is not None and work.divergence.part.num_ranks > 1:
+            dist.all_reduce(grad_hidden, group=work.divergence.part.group)
+        ctx.grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        return torch.cat(weighted) if weighted else hidden.new_zeros(0, dtype=exact)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        grad_hidden, grad_weight = ctx.grads
+        if len(grad) and not bool((grad == grad[0]).all()):
+            raise ShapeError(
+                "the chunked head gives losses that are weighted already: sum them, times one number at most. Give the "
+                "weights of tokens as `weights`."
+            )
+        factor = grad[0] if len(grad) else 0.0
+        return (
+            None if grad_hidden is None else grad_hidden * factor,
+            None if grad_weight is None else grad_weight * factor,
+            None,
+        )
+
+
+def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tensor]:
+    """Weighted losses of a chunk, and their gradient to its logits."""
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    teacher = work.teacher.select(rows)
+    with torch.enable_grad():
+        comparison = work.divergence(logits, teacher)
+        weighted = work.weights[rows] * comparison.losses
+        (grad,) = torch.autograd.grad(weighted.sum(), logits)
+    logprobs = entropy = None
+    if work.targets is not None:
+        part = work.divergence.part
+        logprobs, entropy = vocabulary_logprobs(
+            logits.detach(),
+            work.targets[rows],
+            temperature=work.divergence.options.temperature,
+            group=part.group,
+            vocab_size=part.size,
+        )
+    comparison = TokenComparison(**{name: value.detach() for name, value in comparison.columns().items()})
+    work.found.append((comparison, logprobs, entropy))
+    return weighted.detach(), grad
+
+
+def chunked_head_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    weights: Tensor,
+    teacher: TeacherTokens,
+    divergence: LogitDivergence,
+    targets: Tensor | None = None,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> HeadResult:
+    """The divergence of `hidden @ weight.T` from what teachers said.
+
+    Args:
+        hidden: [M, H] the student's last hidden states.
+        weight: [V / ranks, H] its output matrix, this rank's slice of the vocabulary.
+        weights: [M] of each token in the loss; constant.
+        teacher: Of the same tokens.
+        divergence: Which.
+        targets: [M] int64 the tokens themselves, whose logprobs shall come with it.
+        chunk_logits: Logits that are there at once; several arrays of this size are.
+
+    Raises:
+        ShapeError: In the backward pass, where the losses were weighted again, each on its own.
+    """
+    chunk = max(1, chunk_logits // max(1, weight.shape[0]))
+    work = _Work(weights.detach(), teacher, divergence, targets, chunk, [])
+    weighted: Tensor = _ChunkedHead.apply(hidden, weight, work)  # type: ignore[no-untyped-call]
+    if not work.found:
+        work.found.append(_nothing(hidden, work))
+    comparison = TokenComparison.joined([one for one, _, _ in work.found])
+    logprobs = [one for _, one, _ in work.found if one is not None]
+    entropies = [one for _, _, one in work.found if one is not None]
+    return HeadResult(
+        weighted, comparison, torch.cat(logprobs) if logprobs else None, torch.cat(entropies) if entropies else None
+    )
+
+
+def _nothing(hidden: Tensor, work: _Work) -> tuple[TokenComparison, Tensor | None, Tensor | None]:
+    empty = hidden.new_zeros(0, dtype=torch.float32)
+    of_targets = None if work.targets is None else empty
+    return TokenComparison(**dict.fromkeys(MEASURES, empty)), of_targets, of_targets

@@ -1,0 +1,146 @@
+"""Divergences between a teacher's distribution p and a student's q, from their logprobs.
+
+Sources: forward and reverse KL, Hinton et al. 2015, arXiv:1503.02531, and Gu et al. 2023, arXiv:2306.08543; the
+generalised Jensen-Shannon divergence, Agarwal et al. 2023, arXiv:2306.13649; sorted probabilities for two vocabularies
+(ULD), Boizard et al. 2024, arXiv:2402.12030.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import ShapeError
+from rl_distill.objectives.option_rules import check_fields, number
+
+DivergenceKind = Literal["forward_kl", "reverse_kl", "js", "uld"]
+Tail = Literal["bucket", "drop", "renormalise"]
+
+LOWEST_LOGPROB = -1e4
+"""What -inf counts as, so that a token that neither can give adds 0 and not NaN; its probability is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceOptions:
+    """Which divergence, and over what.
+
+    Attributes:
+        kind: "forward_kl", KL(p || q); "reverse_kl", KL(q || p); "js", beta KL(p || m) + (1 - beta) KL(q || m) with
+            m = beta p + (1 - beta) q; or "uld", the sum of |p - q| over probabilities sorted by size, which needs no
+            common vocabulary.
+        distribution: "top_k" compares on the teacher's likeliest tokens, "full" on all.
+        tail: What becomes of the mass outside the top k: one more entry, a "bucket" (so the sum is a divergence of two
+            distributions, and 0 only where they agree); left out, "drop" (the sum may be negative, and at q = p its
+            gradient still moves the student's mass into the top k); or "renormalise", both to 1 within the top k.
+        beta: Of "js".
+        temperature: Divides both sides' logits.
+        max_loss: Largest loss of a token; more is set to it and has no gradient. None is off.
+        min_logprob: Smallest logprob of either side; less is set to it and has no gradient. None is off.
+    """
+
+    kind: DivergenceKind = "forward_kl"
+    distribution: Literal["top_k", "full"] = "top_k"
+    tail: Tail = "bucket"
+    beta: Annotated[float, number(above=0.0, below=1.0)] = 0.5
+    temperature: Annotated[float, number(above=0.0)] = 1.0
+    max_loss: Annotated[float | None, number(above=0.0).or_none()] = None
+    min_logprob: Annotated[float | None, number(below=0.0).or_none()] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: Names the option, what it may be, and what was found.
+        """
+        check_fields(self, owner="a divergence")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDivergence:
+    """What a divergence is at each token.
+
+    Attributes:
+        losses: [M], with gradient to the student's logprobs.
+        is_clamped: [M] bool, where max_loss or min_logprob bit.
+    """
+
+    losses: Tensor
+    is_clamped: Tensor
+
+
+def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -> Tensor:
+    """What each entry of two distributions adds to their divergence.
+
+    Args:
+        log_p: [..., N] the teacher's logprobs.
+        log_q: [..., N] the student's.
+        options: Which divergence.
+    """
+    floor = LOWEST_LOGPROB if options.min_logprob is None else options.min_logprob
+    log_p, log_q = log_p.clamp_min(floor), log_q.clamp_min(floor)
+    p, q = log_p.exp(), log_q.exp()
+    if options.kind == "forward_kl":
+        return p * (log_p - log_q)
+    if options.kind == "reverse_kl":
+        return q * (log_q - log_p)
+    if options.kind == "uld":
+        return (p - q).abs()
+    beta = options.beta
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * p * (log_p - log_m) + (1.0 - beta) * q * (log_q - log_m)
+
+
+def top_k_divergence(
+    log_p: Tensor, log_q: Tensor, log_q_tail: Tensor, *, is_given: Tensor, has_tail: bool, options: DivergenceOptions
+) -> TokenDivergence:
+    """Divergence on a few entries, with the mass outside as the options say.
+
+    Args:
+        log_p: [M, K] the teacher's logprobs.
+        log_q: [M, K] the student's logprobs of the same entries.
+        log_q_tail: [M] log of the student's mass outside.
+        is_given: [M, K] bool, False for entries that do not count.
+        has_tail: False where the K entries are the whole vocabulary.
+        options: Which divergence.
+
+    Raises:
+        ShapeError: The shapes do not fit.
+    """
+    if log_p.ndim != 2 or log_p.shape != log_q.shape or log_q_tail.shape != log_p.shape[:1]:
+        raise ShapeError(
+            "log_p and log_q must be [M, K] and log_q_tail [M]; found "
+            f"{list(log_p.shape)}, {list(log_q.shape)} and {list(log_q_tail.shape)}."
+        )
+    log_p = log_p.masked_fill(~is_given, -torch.inf)
+    log_q = log_q.masked_fill(~is_given, -torch.inf)
+    if options.tail == "renormalise":
+        log_p = log_p - log_p.clamp_min(LOWEST_LOGPROB).logsumexp(-1, keepdim=True)
+        log_q = log_q - log_q.clamp_min(LOWEST_LOGPROB).logsumexp(-1, keepdim=True)
+    elif options.tail == "bucket" and has_tail:
+        log_p = torch.cat([log_p, log_tail(log_p).unsqueeze(-1)], -1)
+        log_q = torch.cat([log_q, log_q_tail.unsqueeze(-1)], -1)
+        is_given = torch.cat([is_given, torch.ones_like(is_given[:, :1])], -1)
+    losses = divergence_terms(log_p, log_q, options).sum(-1)
+    return clamped(losses, _bites(log_p, log_q, is_given, options), options)
+
+
+def log_tail(log_p: Tensor) -> Tensor:
+    """[M] log of the mass that [M, K] entries leave; no less than what their rounding hides."""
+    mass = 1.0 - log_p.double().exp().sum(-1)
+    return mass.clamp_min(torch.finfo(log_p.dtype).eps).log().to(log_p.dtype)
+
+
+def clamped(losses: Tensor, is_bitten: Tensor, options: DivergenceOptions) -> TokenDivergence:
+    """[M] losses under max_loss, and where either clamp bit."""
+    if options.max_loss is None:
+        return TokenDivergence(losses, is_bitten)
+    return TokenDivergence(losses.clamp(max=options.max_loss), is_bitten | (losses.detach() > options.max_loss))
+
+
+def _bites(log_p: Tensor, log_q: Tensor, is_given: Tensor, options: DivergenceOptions) -> Tensor:
+    """[M] bool, where min_logprob changes an entry that counts."""
+    if options.min_logprob is None:
+        return torch.zeros(len(log_p), dtype=torch.bool, device=log_p.device)
+    return (((log_p < options.min_logprob) | (log_q.detach() < options.min_logprob)) & is_given).any(-1)

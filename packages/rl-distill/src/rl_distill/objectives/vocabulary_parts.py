@@ -1,0 +1,224 @@
+"""Logprobs of logits that may be split over ranks by the vocabulary: of chosen tokens, of all, of the likeliest.
+
+Every function gives the same on every rank, but for what is a slice of the vocabulary itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The slice of the vocabulary that this rank's logits are of.
+
+    Attributes:
+        size: Tokens of the whole vocabulary; columns beyond it, which pad the last slice, count for nothing.
+        group: Ranks that each have an equally long slice; None where this rank has all.
+    """
+
+    size: int
+    group: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Slices."""
+        return 1 if self.group is None else int(self.group.size())
+
+    def first(self, width: int) -> int:
+        """Token of the first column of this rank's slice of so many columns."""
+        return 0 if self.group is None else int(self.group.rank()) * width
+
+    def without_padding(self, logits: Tensor) -> Tensor:
+        """The columns [M, V] that are tokens.
+
+        Raises:
+            ShapeError: The logits are not [M, V / ranks].
+        """
+        width = logits.shape[-1]
+        if logits.ndim != 2 or width * self.num_ranks < self.size:
+            raise ShapeError(
+                f"logits must be [M, V] with at least {-(-self.size // self.num_ranks)} columns, {self.size} tokens "
+                f"over {self.num_ranks} rank(s); found {list(logits.shape)}."
+            )
+        num_tokens = min(width, max(0, self.size - self.first(width)))
+        return logits if num_tokens == width else logits[:, :num_tokens]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest over ranks, in place."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over ranks, each of which has a part of the whole; the gradient of a part is the whole's."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, part: VocabularyPart) -> Tensor:  # noqa: ARG004 - torch's signature
+        return part.summed(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
+        return grads[0], None
+
+
+def sum_of_parts(values: Tensor, part: VocabularyPart) -> Tensor:
+    """The sum over ranks, with gradient to this rank's part."""
+    return values if part.num_ranks == 1 else _Summed.apply(values, part)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _shifted(logits: Tensor, temperature: float, part: VocabularyPart) -> tuple[Tensor, int]:
+    """New float logits with temperature applied and their largest at 0, and the first token of the slice."""
+    first = part.first(logits.shape[-1])
+    scaled = part.without_padding(logits)
+    scaled = scaled if scaled.dtype == torch.float64 else scaled.float()
+    scaled = scaled / temperature if temperature != 1.0 or scaled is logits else scaled.clone()
+    if scaled.shape[-1]:
+        largest = scaled.amax(-1)
+    else:
+        largest = scaled.new_full(scaled.shape[:1], -torch.inf)
+    return scaled.sub_(part.largest(largest).unsqueeze(-1)), first
+
+
+class _TopKLogprobs(torch.autograd.Function):
+    """Keeps the exponentials outside the chosen tokens for the backward pass, and nothing else as wide."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, part: VocabularyPart
+    ) -> tuple[Tensor, Tensor]:
+        scaled, first = _shifted(logits, temperature, part)
+        is_given = ids >= 0
+        is_here = is_given & (ids >= first) & (ids < first + scaled.shape[-1])
+        rows, entries = is_here.nonzero(as_tuple=True)
+        columns = ids[rows, entries] - first
+        chosen = scaled.new_zeros(ids.shape)
+        chosen[rows, entries] = scaled[rows, columns]
+        exponentials = scaled.exp_()
+        exponentials[rows, columns] = 0.0
+        sums = part.summed(torch.cat([chosen, exponentials.sum(-1, keepdim=True)], -1))
+        chosen, tail = sums[:, :-1], sums[:, -1]
+        total = (chosen.exp() * is_given).sum(-1) + tail
+        tiny = torch.finfo(tail.dtype).tiny
+        logprobs = torch.where(is_given, chosen - total.log().unsqueeze(-1), 0.0)
+        log_tail = tail.clamp_min(tiny).log() - total.log()
+        ctx.save_for_backward(exponentials, logprobs, tail, total, is_given, is_here, columns)
+        ctx.temperature, ctx.dtype, ctx.width = temperature, logits.dtype, logits.shape[-1]
+        return logprobs, log_tail
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, logprobs, tail, total, is_given, is_here, columns = ctx.saved_tensors
+        grad_chosen, grad_tail = grads
+        grad_chosen = grad_chosen * is_given
+        has_tail = tail > torch.finfo(tail.dtype).tiny
+        grad_tail = torch.where(has_tail, grad_tail, 0.0)
+        summed = grad_chosen.sum(-1) + grad_tail
+        outside = torch.where(has_tail, grad_tail / tail, 0.0) - summed / total
+        rows, entries = is_here.nonzero(as_tuple=True)
+        grad = exponentials * outside.unsqueeze(-1)
+        grad[rows, columns] = (grad_chosen - logprobs.exp() * summed.unsqueeze(-1))[rows, entries]
+        if ctx.temperature != 1.0:
+            grad /= ctx.temperature
+        if grad.shape[-1] < ctx.width:
+            grad = torch.nn.functional.pad(grad, (0, ctx.width - grad.shape[-1]))
+        return grad.to(ctx.dtype), None, None, None
+
+
+def top_k_logprobs(
+    logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of a few tokens, and of all others together.
+
+    Args:
+        logits: [M, V / ranks] this rank's slice.
+        ids: [M, K] int64 tokens, in a row all different; -1 for none.
+        part: Which slice.
+        temperature: Divides the logits.
+
+    Returns:
+        [M, K] logprobs, 0 where there is no token, and [M] the log of the mass outside, float32 (float64 of float64).
+    """
+    return _TopKLogprobs.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AllLogprobs(torch.autograd.Function):
+    """A log-softmax over all slices."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperature: float, part: VocabularyPart) -> Tensor:
+        scaled, _ = _shifted(logits, temperature, part)
+        scaled.sub_(part.summed(scaled.exp().sum(-1)).log().unsqueeze(-1))
+        ctx.save_for_backward(scaled)
+        ctx.temperature, ctx.dtype, ctx.width, ctx.part = temperature, logits.dtype, logits.shape[-1], part
+        return scaled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (logprobs,) = ctx.saved_tensors
+        summed = ctx.part.summed(grads[0].sum(-1))
+        grad = torch.addcmul(grads[0], logprobs.exp(), summed.unsqueeze(-1), value=-1.0)
+        if ctx.temperature != 1.0:
+            grad /= ctx.temperature
+        if grad.shape[-1] < ctx.width:
+            grad = torch.nn.functional.pad(grad, (0, ctx.width - grad.shape[-1]))
+        return grad.to(ctx.dtype), None, None
+
+
+def all_logprobs(logits: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> Tensor:
+    """[M, V of this rank] logprobs of the tokens of this rank's slice, without what pads it; with gradient."""
+    return _AllLogprobs.apply(logits, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def chosen_of(logprobs: Tensor, ids: Tensor, *, width: int, part: VocabularyPart) -> Tensor:
+    """[M, K] entries of `all_logprobs` at tokens; 0 where the id is -1; without gradient.
+
+    Args:
+        logprobs: [M, V of this rank].
+        ids: [M, K] int64.
+        width: Columns of this rank's slice with its padding.
+        part: Which slice.
+    """
+    first = part.first(width)
+    is_here = (ids >= 0) & (ids >= first) & (ids < first + logprobs.shape[-1])
+    rows, entries = is_here.nonzero(as_tuple=True)
+    chosen = logprobs.new_zeros(ids.shape)
+    chosen[rows, entries] = logprobs.detach()[rows, ids[rows, entries] - first]
+    return part.summed(chosen)
+
+
+def likeliest(logits: Tensor, k: int, *, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """The largest logits [M, K] over all slices, falling, and their tokens [M, K] int64; without gradient.
+
+    Raises:
+        ShapeError: There are fewer tokens than k.
+    """
+    if not 0 <= k <= part.size:
+        raise ShapeError(f"k must be from 0 to the vocabulary's {part.size} tokens; found {k}.")
+    first = part.first(logits.shape[-1])
+    own = part.without_padding(logits.detach())
+    values, ids = own.topk(min(k, own.shape[-1]), dim=-1)
+    ids = ids + first
+    if part.num_ranks == 1:
+        return values, ids
+    short = k - values.shape[-1]
+    values = torch.nn.functional.pad(values, (0, short), value=-torch.inf).contiguous()
+    ids = torch.nn.functional.pad(ids, (0, short), value=-1).contiguous()
+    all_values = [torch.empty_like(values) for _ in range(part.num_ranks)]
+    all_ids = [torch.empty_like(ids) for _ in range(part.num_ranks)]
+    dist.all_gather(all_values, values, group=part.group)
+    dist.all_gather(all_ids, ids, group=part.group)
+    values, places = torch.cat(all_values, -1).topk(k, dim=-1)
+    return values, torch.cat(all_ids, -1).gather(-1, places)
