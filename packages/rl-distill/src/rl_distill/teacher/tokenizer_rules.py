@@ -1,0 +1,119 @@
+"""What a `tokenizer.json` says beside its tokens: which ids a text gets, and which bytes a token stands for."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from rl_core.errors import SettingsError
+from rl_core.records import Json
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""SentencePiece's space."""
+
+
+def text_rules(document: Mapping[str, Json]) -> Mapping[str, Json]:
+    """What decides, beside the tokens, which ids a text gets; the same for files that say it in other ways.
+
+    Decoders, padding, truncation and the tokens that are put around a text decide nothing here.
+    """
+    model = document["model"]
+    vocab, merges = model["vocab"], model.get("merges") or ()
+    options = {name: value for name, value in model.items() if name not in ("vocab", "merges")}
+    options.setdefault("type", "BPE" if merges else None)
+    return MappingProxyType(
+        {
+            "model": _plain(options),
+            "merges": tuple(merge if isinstance(merge, str) else " ".join(merge) for merge in merges),
+            "scores": () if isinstance(vocab, dict) else tuple(float(item[1]) for item in vocab),
+            "normalizer": _plain(document.get("normalizer")),
+            "pre_tokenizer": _plain(document.get("pre_tokenizer")),
+        }
+    )
+
+
+def _plain(rule: Json) -> Json:
+    """A rule in one form: what is absent, null, false or empty says the same, and older names become the newer."""
+    if isinstance(rule, list):
+        return [_plain(item) for item in rule]
+    if not isinstance(rule, dict):
+        return rule
+    rule = dict(rule)
+    if rule.get("type") == "ByteLevel":
+        rule.setdefault("use_regex", True)
+        rule.pop("trim_offsets", None)
+    if rule.get("type") == "Metaspace":
+        rule.setdefault("prepend_scheme", "always" if rule.get("add_prefix_space", True) else "never")
+        rule.setdefault("split", True)
+        rule = {name: value for name, value in rule.items() if name not in ("add_prefix_space", "str_rep")}
+    plain = {name: _plain(value) for name, value in rule.items()}
+    return {name: value for name, value in plain.items() if value is not None and value is not False and value != ""}
+
+
+def token_bytes(tokens: Mapping[int, str], *, added: frozenset[int], decoder: Json, where: str) -> dict[int, bytes]:
+    """The bytes that each token stands for within a text.
+
+    Args:
+        tokens: Text of each id as the tokenizer writes it.
+        added: Ids whose text is what it says, whatever the decoder.
+        decoder: The tokenizer's, as JSON.
+        where: For messages.
+
+    Raises:
+        SettingsError: Tokens of this decoder have no bytes of their own.
+    """
+    kinds = set(_decoder_kinds(decoder))
+    of: Callable[[str], bytes]
+    if "ByteLevel" in kinds:
+        octets = {letter: octet for octet, letter in enumerate(byte_letters())}
+        of = partial(_byte_level, octets=octets)
+    elif kinds & {"Metaspace", "ByteFallback"}:
+        of = _sentence_piece
+    elif kinds <= {"Fuse"} and kinds:
+        of = _as_it_is
+    else:
+        raise SettingsError(
+            f"{where} cannot be aligned with another tokenizer: its decoder must be ByteLevel, Metaspace, ByteFallback "
+            f"or Fuse, which say the bytes of each token; found {', '.join(sorted(kinds)) or 'none'}. Use a teacher "
+            "with the student's tokenizer."
+        )
+    return {index: _as_it_is(token) if index in added else of(token) for index, token in tokens.items()}
+
+
+def byte_letters() -> str:
+    """The letter that stands for each byte in byte-level vocabularies, in the bytes' order.
+
+    Source: Radford et al. 2019 (GPT-2), `bytes_to_unicode`.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {octet: chr(octet) for octet in printable}
+    others = [octet for octet in range(256) if octet not in letters]
+    letters |= {octet: chr(256 + number) for number, octet in enumerate(others)}
+    return "".join(letters[octet] for octet in range(256))
+
+
+def _byte_level(token: str, octets: Mapping[str, int]) -> bytes:
+    """Bytes of a token's letters; a token of other letters is what it says."""
+    try:
+        return bytes(octets[letter] for letter in token)
+    except KeyError:
+        return _as_it_is(token)
+
+
+def _sentence_piece(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else _as_it_is(token.replace(_SPACE, " "))
+
+
+def _as_it_is(token: str) -> bytes:
+    """A token's own text; halves of surrogates, which no text has, become bytes that no text has."""
+    return token.encode(errors="surrogatepass")
+
+
+def _decoder_kinds(decoder: Json) -> list[str]:
+    if not isinstance(decoder, dict):
+        return []
+    if decoder.get("type") == "Sequence":
+        return [kind for part in decoder.get("decoders") or [] for kind in _decoder_kinds(part)]
+    return [str(decoder.get("type"))]

@@ -1,0 +1,223 @@
+"""Vocabularies of model folders: whether a teacher's is the student's, and if not, what differs.
+
+A teacher that scores the student's token ids must mean the same by each of them. `tokenizer.json` says so, read as
+JSON within bounds: no tokenizer is loaded, and no code of the folder runs.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from rl_core.errors import SettingsError
+from rl_core.records import Json
+from rl_distill.teacher.tokenizer_rules import text_rules
+
+TOKENIZER = "tokenizer.json"
+MAX_BYTES = 1 << 26
+"""Gemma's, with 262,144 tokens, has 33 MB."""
+MAX_VALUES = 1 << 23
+MAX_ID = 1 << 24
+NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What token ids mean to a tokenizer.
+
+    Attributes:
+        folder: Where it was read.
+        tokens: Text of each id as the tokenizer writes it, such as 'Ġa'; added tokens included. Rows of an embedding
+            that no token has are not here.
+        added: Ids of tokens that are found in text as they are, such as '<|im_end|>'.
+        rules: What else decides which ids a text gets, by name.
+        decoder: What makes text of tokens again; JSON.
+    """
+
+    folder: Path
+    tokens: Mapping[int, str]
+    added: frozenset[int]
+    rules: Mapping[str, Json]
+    decoder: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyDifference:
+    """How a teacher's vocabulary differs from the student's.
+
+    Attributes:
+        num_ids: Ids of the student.
+        different: Ids that mean another token to the teacher, or none: id, student's token, teacher's or None.
+        only_in_student: Tokens that the teacher has at no id.
+        only_in_teacher: Tokens that the student has at no id; those alone make no difference.
+        rules: What else gives other ids for the same text, in words.
+    """
+
+    num_ids: int
+    different: tuple[tuple[int, str, str | None], ...] = ()
+    only_in_student: tuple[str, ...] = ()
+    only_in_teacher: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+
+    @property
+    def is_same(self) -> bool:
+        """True when every id of the student means the same to the teacher, and text gets the same ids."""
+        return not self.different and not self.rules
+
+    def described(self) -> str:
+        """What differs, in a sentence's parts; the first several of each kind."""
+        parts = []
+        if self.different:
+            shown = [
+                f"id {index}: student {own!a}, teacher {_token(other)}"
+                for index, own, other in self.different[:NUM_SHOWN]
+            ]
+            parts.append(f"{len(self.different)} of {self.num_ids} ids differ ({_listed(shown, len(self.different))})")
+            for side, tokens in (("student", self.only_in_student), ("teacher", self.only_in_teacher)):
+                if tokens:
+                    names = [ascii(token) for token in tokens[:NUM_SHOWN]]
+                    parts.append(f"{len(tokens)} tokens are only in the {side} ({_listed(names, len(tokens))})")
+        return "; ".join([*parts, *self.rules])
+
+
+def compare_vocabularies(student_folder: Path, teacher_folder: Path) -> VocabularyDifference:
+    """Compare what two model folders' tokenizers mean by each id of the first.
+
+    Raises:
+        SettingsError: A folder has no `tokenizer.json`, or one that is no tokenizer.
+    """
+    student, teacher = read_vocabulary(student_folder), read_vocabulary(teacher_folder)
+    different = [
+        (index, token, other)
+        for index, token in sorted(student.tokens.items())
+        if (other := teacher.tokens.get(index)) != token
+    ]
+    own, others = set(student.tokens.values()), set(teacher.tokens.values())
+    return VocabularyDifference(
+        num_ids=len(student.tokens),
+        different=tuple(different),
+        only_in_student=tuple(token for _, token in sorted(student.tokens.items()) if token not in others),
+        only_in_teacher=tuple(token for _, token in sorted(teacher.tokens.items()) if token not in own),
+        rules=tuple(_different_rules(student.rules, teacher.rules)),
+    )
+
+
+def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) -> None:
+    """Refuse a teacher whose token ids are not the student's.
+
+    Args:
+        student: The policy's model folder.
+        teacher: The teacher's model folder.
+        teacher_name: For the message.
+
+    Raises:
+        SettingsError: They differ; the message says which tokens. Or a folder has no tokenizer to compare.
+    """
+    difference = compare_vocabularies(student, teacher)
+    if not difference.is_same:
+        raise SettingsError(
+            f"distillation.teachers.{teacher_name} must have the student's vocabulary, as it scores the student's "
+            f"token ids, but {difference.described()}. Compared were {student / TOKENIZER} and {teacher / TOKENIZER}. Give "
+            'a teacher with the same tokenizer, or set distillation.other_tokenizer = "align".'
+        )
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """Read what a model folder's tokenizer means by each id.
+
+    Raises:
+        SettingsError: There is no `tokenizer.json`, or one that is no tokenizer.
+    """
+    file = folder / TOKENIZER
+    document = _load(file)
+    try:
+        model, added = document["model"], document.get("added_tokens") or []
+        tokens = dict(_model_tokens(model["vocab"]))
+        found = {_checked_id(token["id"]): str(token["content"]) for token in added}
+        rules, decoder = text_rules(document), document.get("decoder")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise SettingsError(
+            f"{file} is no tokenizer that can be compared ({type(error).__name__}: {str(error)[:200]}). Expected an "
+            "object with model.vocab and added_tokens, as tokenizers writes it."
+        ) from None
+    return Vocabulary(
+        folder=folder,
+        tokens=MappingProxyType(tokens | found),
+        added=frozenset(found),
+        rules=rules,
+        decoder=decoder,
+    )
+
+
+def _load(file: Path) -> dict[str, Json]:
+    """A folder's tokenizer, refused before it takes much memory."""
+    if not file.is_file():
+        raise SettingsError(
+            f"{file} is missing, so that the vocabularies of student and teacher cannot be compared. Save the "
+            "tokenizer in this form: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        num_values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+        if len(raw) > MAX_BYTES or num_values > MAX_VALUES:
+            raise ValueError(f"it has over {MAX_BYTES} bytes, or {num_values} values; at most {MAX_VALUES} are read")
+        document = json.loads(raw)
+    except OSError as error:
+        raise SettingsError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{file} must be JSON ({type(error).__name__}: {error}).") from None
+    if not isinstance(document, dict):
+        raise SettingsError(f"{file} must be a JSON object; found {type(document).__name__}.")
+    return document
+
+
+def _model_tokens(vocab: Json) -> Iterator[tuple[int, str]]:
+    """Ids and tokens: of a table by token, or of a list of [token, score]."""
+    if isinstance(vocab, dict):
+        ids = [_checked_id(index) for index in vocab.values()]
+        if len(set(ids)) != len(ids):
+            raise ValueError("model.vocab has an id twice")
+        yield from zip(ids, vocab, strict=True)
+    else:
+        for index, item in enumerate(vocab):
+            yield index, str(item[0])
+
+
+def _checked_id(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_ID:
+        raise ValueError(f"a token's id must be a whole number from 0 to {MAX_ID - 1}; found {ascii(value)[:40]}")
+    return value
+
+
+def _different_rules(student: Mapping[str, Json], teacher: Mapping[str, Json]) -> Iterator[str]:
+    """What differs beside the tokens, in words."""
+    for name in student.keys() | teacher.keys():
+        own, other = student.get(name), teacher.get(name)
+        if own == other:
+            continue
+        if isinstance(own, tuple) and isinstance(other, tuple):
+            first = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), None)
+            place = min(len(own), len(other)) if first is None else first
+            where = f"from number {place} on: student {_item(own, place)}, teacher {_item(other, place)}"
+            yield f"the {name} differ ({len(own)} and {len(other)}; {where})"
+        else:
+            yield f"the {name} differs (student {_short(own)}, teacher {_short(other)})"
+
+
+def _item(items: Sequence[object], place: int) -> str:
+    return ascii(items[place]) if place < len(items) else "none"
+
+
+def _token(token: str | None) -> str:
+    return "none" if token is None else ascii(token)
+
+
+def _short(rule: Json) -> str:
+    text = ascii(rule)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _listed(shown: Sequence[str], total: int) -> str:
+    return ", ".join(shown) + (", ..." if total > len(shown) else "")
