@@ -118,8 +118,8 @@ def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) ->
     if not difference.is_same:
         raise SettingsError(
             f"distillation.teachers.{teacher_name} must have the student's vocabulary, as it scores the student's "
-            f"token ids, but {difference.described()}. Compared were {student / TOKENIZER} and {teacher / TOKENIZER}. Give "
-            'a teacher with the same tokenizer, or set distillation.other_tokenizer = "align".'
+            f"token ids, but {difference.described()}. Compared were {student / TOKENIZER} and {teacher / TOKENIZER}. "
+            'Give a teacher with the same tokenizer, or set distillation.other_tokenizer = "align".'
         )
 
 
