@@ -70,13 +70,13 @@ class VocabularyDifference:
         parts = []
         if self.different:
             shown = [
-                f"id {index}: student {own!a}, teacher {_token(other)}"
+                f"id {index}: student {_token(own)}, teacher {_token(other)}"
                 for index, own, other in self.different[:NUM_SHOWN]
             ]
             parts.append(f"{len(self.different)} of {self.num_ids} ids differ ({_listed(shown, len(self.different))})")
             for side, tokens in (("student", self.only_in_student), ("teacher", self.only_in_teacher)):
                 if tokens:
-                    names = [ascii(token) for token in tokens[:NUM_SHOWN]]
+                    names = [_token(token) for token in tokens[:NUM_SHOWN]]
                     parts.append(f"{len(tokens)} tokens are only in the {side} ({_listed(names, len(tokens))})")
         return "; ".join([*parts, *self.rules])
 
@@ -211,12 +211,12 @@ def _item(items: Sequence[object], place: int) -> str:
 
 
 def _token(token: str | None) -> str:
-    return "none" if token is None else ascii(token)
+    return "none" if token is None else _short(token, most=40)
 
 
-def _short(rule: Json) -> str:
-    text = ascii(rule)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def _short(value: Json, *, most: int = 100) -> str:
+    text = ascii(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _listed(shown: Sequence[str], total: int) -> str:

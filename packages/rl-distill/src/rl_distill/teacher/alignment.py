@@ -1,0 +1,101 @@
+"""Tokens of two tokenizers over one text, put side by side. Pure functions.
+
+Source: Boizard et al. 2024, arXiv:2402.12030 (ULD); Patiño et al. 2025, Hugging Face, "Unlocking on-policy distillation
+for any model family" (GOLD), which aligns by spans of equal text.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.errors import DataError
+
+Piece: TypeAlias = bytes | str
+"""What a token stands for: bytes of the text, or, of a special token, the name of its role, such as "end"."""
+
+
+class Span(NamedTuple):
+    """Tokens of both sides that stand for the same part of the text.
+
+    Attributes:
+        student_start: First token of the student.
+        student_stop: After its last one.
+        teacher_start: First token of the teacher.
+        teacher_stop: After its last one.
+    """
+
+    student_start: int
+    student_stop: int
+    teacher_start: int
+    teacher_stop: int
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """True when it is one token on either side."""
+        return self.student_stop - self.student_start == 1 == self.teacher_stop - self.teacher_start
+
+
+def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span]:
+    """The smallest spans of tokens whose text is equal on both sides; in order, they have every token once.
+
+    Text is compared by bytes, so that a character that one side cuts into several tokens ends where its last byte
+    ends. Roles align with equal roles, and no span reaches across one. A token of no bytes belongs to the span before
+    it, or at the start to the first.
+
+    Raises:
+        DataError: The two do not stand for the same text.
+    """
+    student_ends, teacher_ends = _ends(student), _ends(teacher)
+    _check_equal(student, teacher)
+    if not student or not teacher:
+        return []
+    common = np.intersect1d(student_ends, teacher_ends)
+    common = common[common > 0] if common[-1] > 0 else common
+    student_stops = np.searchsorted(student_ends, common, side="right").tolist()
+    teacher_stops = np.searchsorted(teacher_ends, common, side="right").tolist()
+    starts = zip([0, *student_stops], [0, *teacher_stops], strict=True)
+    return [
+        Span(first, stop, other_first, other_stop)
+        for (first, other_first), stop, other_stop in zip(starts, student_stops, teacher_stops, strict=False)
+    ]
+
+
+def _ends(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """[number of pieces] where each ends; a role counts as one byte."""
+    return np.cumsum([len(piece) if isinstance(piece, bytes) else 1 for piece in pieces], dtype=np.int64)
+
+
+def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
+    """Refuse two texts that differ."""
+    own, other = _parts(student), _parts(teacher)
+    if own == other:
+        return
+    at = next((place for place, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), None)
+    place = min(len(own), len(other)) if at is None else at
+    raise DataError(
+        "student and teacher must have the same text, to be aligned; they differ at part "
+        f"{place}: student {_shown(own, place)}, teacher {_shown(other, place)}. A tokenizer that rewrites text, such as "
+        "by lower case, cannot be aligned."
+    )
+
+
+def _parts(pieces: Sequence[Piece]) -> list[Piece]:
+    """The text between roles, and the roles."""
+    parts: list[Piece] = []
+    text: list[bytes] = []
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            text.append(piece)
+        else:
+            parts += [b"".join(text), piece]
+            text = []
+    return [*parts, b"".join(text)]
+
+
+def _shown(parts: Sequence[Piece], place: int) -> str:
+    if place >= len(parts):
+        return "nothing"
+    text = ascii(parts[place])
+    return text if len(text) <= 80 else f"{text[:77]}..."
