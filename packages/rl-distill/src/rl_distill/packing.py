@@ -17,7 +17,8 @@ from rl_distill.learner import MicroBatch
 Rows = NDArray[np.int64]
 
 ROUTED_EXPERTS = "routed_experts"
-"""The one token column of indices; the others are numbers or claims."""
+INDICES = frozenset({ROUTED_EXPERTS, "teacher_ids", "teacher_index"})
+"""Token columns of indices; the others are numbers or claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device) -> Pack:
 
 
 def _dtype(column: str) -> type[np.generic]:
-    if column == ROUTED_EXPERTS:
+    if column in INDICES:
         return np.int64
     return np.bool_ if column_spec(column).dtype == "bool" else np.float32
 

@@ -136,7 +136,8 @@ class RankedModel:
         found = self._call_shares("score", shares, temperature=temperature)
         out = np.zeros(len(ids.values), dtype=np.float32)
         for of_rank, values in zip(rows, found, strict=True):
-            out[token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values
+            if values:
+                out[token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values["values"]
         return Ragged(out, ids.offsets)
 
     def _train(
@@ -294,6 +295,19 @@ class MegatronLearner(TrainedModel):
             ShapeError: loss_weights is missing or all zero.
         """
         return self._train(batch, objective, temperature=temperature, with_entropy=with_entropy)
+
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Read the teachers' output matrices, for objectives that compare whole distributions.
+
+        Args:
+            folders: Hugging Face folders, in the order of the column `teacher_index`.
+
+        Raises:
+            SettingsError: A teacher knows fewer tokens than the policy.
+            DataError: A file or tensor is missing or torn.
+        """
+        check_open(self._is_open)
+        self._ranks.call_all("run", self._name, "load_teacher_heads", (list(folders),), {})
 
 
 class MegatronReference(RankedModel):

@@ -1,6 +1,7 @@
 """megatron's GPTModel for a Hugging Face configuration, scoring tokens of packed trajectories."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.placed import PlacedPack
+from rl_distill.objectives.chunked_head import chunked_head_divergence
+from rl_distill.objectives.comparison import MEASURED, WEIGHTED
+from rl_distill.objectives.divergences import DivergenceOptions
+from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
+from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
 from rl_distill.policy_config import PolicyConfig
 
 _CHUNK_LOGITS = 2**25
@@ -23,6 +29,38 @@ Head = Literal["policy", "value"]
 """What comes out: logprobs and entropy of tokens, or values of the states before them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """That students are compared with what teachers said.
+
+    Attributes:
+        options: By which divergence.
+        is_alone: Nothing else trains, so that the logprobs need no gradient.
+        heads: The teachers' output matrices, for whole distributions.
+    """
+
+    options: DivergenceOptions
+    is_alone: bool
+    heads: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What shall come out of a policy besides logprobs and entropy of its tokens.
+
+    Attributes:
+        temperature: Divides the logits.
+        top_k: So many likeliest tokens, with the token itself before them; None for none.
+        has_hidden: Also the last hidden states.
+        compared: With teachers; None without.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    has_hidden: bool = False
+    compared: Compared | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What a policy or a critic says of this rank's tokens.
@@ -30,15 +68,24 @@ class Scored:
     Attributes:
         values: [M] float32, logprobs of the tokens, or values of the states before them.
         entropy: [M] float32, of the distribution that each token was drawn from; None of a critic.
+        others: [M, ...] by name: "logprobs" and "ids" [M, K + 1] of the likeliest tokens, "hidden" [M, H], and
+            what a comparison with teachers gave.
     """
 
     values: Tensor
     entropy: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         """Where they are; megatron's schedules ask."""
         return self.values.device
+
+    @property
+    def trained(self) -> Tensor:
+        """A sum with gradient to whatever has one, for a rank that has no tokens."""
+        tensors = [self.values, *([] if self.entropy is None else [self.entropy]), *self.others.values()]
+        return torch.stack([one.sum() for one in tensors if one.requires_grad]).sum()
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -93,12 +140,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         """Leave the hidden states as they are; `forward` scores only the tokens it is asked for."""
         return hidden_states
 
-    def forward(self, placed: PlacedPack, *, temperature: float = 1.0) -> Tensor | Scored:
+    def forward(self, placed: PlacedPack, *, wanted: Wanted = Wanted()) -> Tensor | Scored:
         """Score tokens of a pack.
 
         Args:
             placed: The pack, as this rank sees it.
-            temperature: Divides the logits.
+            wanted: What shall come out.
 
         Returns:
             The scores, or on a pipeline stage without the head, the hidden states.
@@ -112,22 +159,94 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = hidden.index_select(0, placed.kept)
         if self.value_head is not None:
             return Scored(self.value_head(hidden).flatten().float())
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        targets = placed.targets
+        if wanted.compared is not None and wanted.compared.is_alone:
+            return self._compare_alone(hidden.squeeze(1), placed, wanted)
+        found = self._in_chunks(hidden, placed, wanted)
+        if wanted.has_hidden:
+            found["hidden"] = hidden.squeeze(1).float()
+        return Scored(found.pop("values"), found.pop("entropy"), found)
+
+    def _head(self) -> Tensor | None:
+        """The output matrix where it is the embedding's."""
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+
+    def _in_chunks(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> dict[str, Tensor]:
+        """Score a few tokens at a time; a chunk's logits are made again in the backward pass."""
+        rows = torch.arange(len(placed.targets), device=placed.targets.device)
         size = max(1, _CHUNK_LOGITS // max(1, self.vocab_size))
-        if len(targets) <= size:
-            return Scored(*self._score(hidden, targets, weight, temperature))
+        teacher = None if wanted.compared is None else placed.teacher
+        if len(rows) <= size:
+            return self._score(hidden, placed.targets, teacher, wanted)
         chunks = [
-            checkpoint(self._score, h, t, weight, temperature, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+            checkpoint(
+                self._score,
+                h,
+                placed.targets[r],
+                None if teacher is None else teacher.select(r),
+                wanted,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for h, r in zip(torch.split(hidden, size), torch.split(rows, size), strict=True)
         ]
-        return Scored(torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks]))
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def _score(
-        self, hidden: Tensor, targets: Tensor, weight: Tensor | None, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        logits, _ = self.output_layer(hidden, weight=weight)
-        group: Any = self.pg_collection.tp
-        return vocabulary_logprobs(
-            logits.squeeze(1), targets, temperature=temperature, group=group, vocab_size=self._num_tokens_known
+        self, hidden: Tensor, targets: Tensor, teacher: TeacherTokens | None, wanted: Wanted
+    ) -> dict[str, Tensor]:
+        """What is wanted of some of the tokens."""
+        logits = self.output_layer(hidden, weight=self._head())[0].squeeze(1)
+        part = self._part
+        logprobs, entropy = vocabulary_logprobs(
+            logits, targets, temperature=wanted.temperature, group=part.group, vocab_size=part.size
         )
+        found = {"values": logprobs, "entropy": entropy}
+        if wanted.top_k is not None:
+            found |= self._likeliest(logits, targets, logprobs, wanted)
+        if wanted.compared is not None and teacher is not None:
+            compare = LogitDivergence(options=wanted.compared.options, part=part, heads=wanted.compared.heads)
+            measured = compare(logits, teacher)
+            found |= {MEASURED + name: value for name, value in measured.columns().items()}
+        return found
+
+    def _likeliest(self, logits: Tensor, targets: Tensor, logprobs: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+        """The token itself, and then the likeliest ones, with their logprobs."""
+        values, ids = likeliest(logits, wanted.top_k or 0, part=self._part)
+        # The logprob of the token is its logit less what all tokens have in common.
+        own = tensor_parallel.reduce_from_tensor_model_parallel_region(self._own_logits(logits, targets))
+        common = logprobs - own.float() / wanted.temperature
+        top = values.float() / wanted.temperature + common.unsqueeze(-1)
+        return {
+            "logprobs": torch.cat([logprobs.unsqueeze(-1), top], -1),
+            "ids": torch.cat([targets.unsqueeze(-1), ids], -1),
+        }
+
+    def _own_logits(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """[M] logits of tokens of this rank's slice; 0 of others."""
+        local = targets - self._part.first(logits.shape[-1])
+        is_here = (local >= 0) & (local < logits.shape[-1])
+        return logits.gather(-1, local.masked_fill(~is_here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
+
+    def _compare_alone(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> Scored:
+        """Compare with teachers, in one pass that makes the gradients as well."""
+        compared = wanted.compared
+        if compared is None:
+            raise TypeError("nothing to compare with")
+        weight = self._head()
+        found = chunked_head_divergence(
+            hidden,
+            self.output_layer.weight if weight is None else weight,
+            weights=placed.loss_weights,
+            teacher=placed.teacher,
+            divergence=LogitDivergence(options=compared.options, part=self._part, heads=compared.heads),
+            targets=placed.targets,
+            chunk_logits=_CHUNK_LOGITS // 2,
+        )
+        measured = {MEASURED + name: value for name, value in found.comparison.columns().items()}
+        logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
+        return Scored(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
+
+    @property
+    def _part(self) -> VocabularyPart:
+        group: Any = self.pg_collection.tp
+        return VocabularyPart(self._num_tokens_known, group if group.size() > 1 else None)

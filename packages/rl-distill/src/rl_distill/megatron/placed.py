@@ -12,7 +12,12 @@ from torch import Tensor
 from rl_core.ragged import offsets_of
 from rl_distill.megatron.context import sum_over_ranks
 from rl_distill.megatron.layout import PackedLayout, packed_layout
+from rl_distill.objectives.logit_divergence import TeacherTokens
+from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.packing import ROUTED_EXPERTS, Pack
+
+TEACHER = "a divergence from teachers"
+"""In messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +65,36 @@ class PlacedPack:
     scored: Tensor
     sharing: Sharing
 
+    @property
+    def teacher(self) -> TeacherTokens:
+        """What teachers said of the scored tokens.
+
+        Raises:
+            DataError: The batch lacks a column of theirs.
+        """
+        micro = self.pack.micro_batch
+        ids = needed_column(micro, "teacher_ids", who=TEACHER)[self.scored]
+        hidden = micro.columns.get("teacher_hidden")
+        return TeacherTokens(
+            logprobs=needed_column(micro, "teacher_logprobs", who=TEACHER)[self.scored],
+            ids=ids,
+            index=needed_column(micro, "teacher_index", who=TEACHER)[self.scored],
+            hidden=None if hidden is None else hidden[self.scored],
+        )
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """[M] of the scored tokens.
+
+        Raises:
+            DataError: The batch has none.
+        """
+        return needed_column(self.pack.micro_batch, "loss_weights", who=TEACHER)[self.scored]
+
     def spread(self, values: Tensor) -> Tensor:
-        """[T] of the whole pack, without padding, from this rank's [M]; 0 where nothing was scored."""
-        out = torch.zeros(len(self.pack.micro_batch.input_ids), dtype=values.dtype, device=values.device)
+        """[T, ...] of the whole pack, without padding, from this rank's [M, ...]; 0 where nothing was scored."""
+        shape = (len(self.pack.micro_batch.input_ids), *values.shape[1:])
+        out = torch.zeros(shape, dtype=values.dtype, device=values.device)
         out = out.index_copy(0, self.scored, values)
         if self.sharing.context_size > 1:
             return sum_over_ranks(out, group=self.sharing.context_group)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ from rl_core.batch import Batch
 from rl_core.errors import DataError
 from rl_distill.learner import MetricSums, Objective
 from rl_distill.megatron.convert import Block
-from rl_distill.megatron.model import Scored
+from rl_distill.megatron.model import Compared, Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_of_this_rank
 from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place_pack
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
+from rl_distill.megatron.teacher_heads import read_heads
+from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import metric_totals
@@ -116,6 +119,7 @@ class RankModel:
         self._offloaded: Offloaded | None = None
         self._sharing = _sharing(plan, self._device)
         self._copies = Copies.of_this_rank()
+        self._teacher_heads: list[Tensor] = []
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
         for chunk in self._chunks:
@@ -125,18 +129,29 @@ class RankModel:
             # sends none, and every micro-batch of a step is padded to the longest.
             chunk.config.variable_seq_lengths = len(self._chunks) == 1
 
-    def score(self, share: RankShare, *, temperature: float) -> NDArray[np.float32] | None:
-        """Logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not answer."""
+    def score(
+        self, share: RankShare, *, temperature: float, top_k: int | None = None, has_hidden: bool = False
+    ) -> dict[str, NDArray[Any]] | None:
+        """Logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not answer.
+
+        Args:
+            share: Of the batch.
+            temperature: Divides the logits.
+            top_k: Also so many likeliest tokens, as "logprobs" and "ids" [T, K + 1], the token itself before them.
+            has_hidden: Also the last hidden states, "hidden" [T, H].
+        """
         packs = share.packs(self._device)
 
-        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, NDArray[np.float32]]:
-            return index, placed.spread(scores.values).float().cpu().numpy()
+        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, NDArray[Any]]]:
+            named = {"values": scores.values.float(), **scores.others}
+            return index, {name: placed.spread(values).cpu().numpy() for name, values in named.items()}
 
-        found = self._run(packs, evaluate, temperature=temperature, mask=None, with_gradients=False)
+        wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
+        found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
         if not self.place.answers:
             return None
-        parts = [values for _, values in sorted(found, key=lambda pair: pair[0])]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+        parts = [named for _, named in sorted(found, key=lambda pair: pair[0])]
+        return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
     def train_step(
         self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool
@@ -149,18 +164,20 @@ class RankModel:
             entropy = None
             if with_entropy and scores.entropy is not None:
                 entropy = placed.spread(scores.entropy)
+            measured = {name: placed.spread(of) for name, of in scores.others.items()}
             if len(placed.pack.rows):
-                loss, sums = objective(values, entropy, placed.pack.micro_batch)
+                loss, sums = objective(values, entropy, with_measures(placed.pack.micro_batch, measured))
                 if not loss.requires_grad:
                     raise DataError("the objective's loss has no gradient; make it from the logprobs, not detached.")
-                gathered.add(placed.pack, values, loss, sums)
+                gathered.add(placed.pack, values + measured.get(LOSSES, 0.0), loss, sums)
             else:
-                loss = (values.sum() if entropy is None else values.sum() + entropy.sum()) * 0.0
+                loss = scores.trained * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
 
         self._zero_gradients()
         mask = "loss_mask" if "loss_mask" in share.batch else None
-        self._run(share.packs(self._device), evaluate, temperature=temperature, mask=mask, with_gradients=True)
+        wanted = Wanted(temperature=temperature, compared=self._compared(objective))
+        self._run(share.packs(self._device), evaluate, wanted=wanted, mask=mask, with_gradients=True)
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
         grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
@@ -174,6 +191,17 @@ class RankModel:
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
         )
+
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Read this rank's slices of the teachers' output matrices, in the order of their index."""
+        self._teacher_heads = read_heads(folders, self._shards[-1], self.plan, device=self._device)
+
+    def _compared(self, objective: Objective) -> Compared | None:
+        """How the policy is compared with teachers, where the objective says so."""
+        comparison = comparison_of(objective)
+        if comparison is None:
+            return None
+        return Compared(options=comparison.options, is_alone=comparison.is_alone, heads=self._teacher_heads)
 
     def _zero_gradients(self) -> None:
         for chunk in self._chunks:
@@ -293,7 +321,7 @@ class RankModel:
         packs: list[Pack],
         evaluate: Callable[[int, PlacedPack, Scored], Any],
         *,
-        temperature: float,
+        wanted: Wanted,
         mask: str | None,
         with_gradients: bool,
     ) -> list[Any]:
@@ -315,7 +343,7 @@ class RankModel:
 
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
             index = next(source)
-            output = model(place(index), temperature=temperature)
+            output = model(place(index), wanted=wanted)
             return output, partial(_call_evaluate, evaluate, index, placed[index])
 
         sources = [iter(range(len(packs))) for _ in self._chunks]
@@ -364,7 +392,7 @@ def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
     is_broken = ~values.detach().isfinite()
     for column in micro_batch.columns.values():
         if column.is_floating_point():
-            is_broken |= ~column.isfinite()
+            is_broken |= ~column.isfinite().flatten(1).all(1) if column.ndim > 1 else ~column.isfinite()
     if "loss_mask" in micro_batch.columns and bool((is_broken & micro_batch.columns["loss_mask"]).any()):
         is_broken &= micro_batch.columns["loss_mask"]  # else it came in through a token that does not train
     counts = np.add.reduceat(is_broken.cpu().numpy().astype(np.int64), pack.offsets[:-1])

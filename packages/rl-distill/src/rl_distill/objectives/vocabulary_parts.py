@@ -76,7 +76,7 @@ class _Summed(torch.autograd.Function):
 
 def sum_of_parts(values: Tensor, part: VocabularyPart) -> Tensor:
     """The sum over ranks, with gradient to this rank's part."""
-    return values if part.num_ranks == 1 else _Summed.apply(values, part)  # type: ignore[no-any-return, no-untyped-call]
+    return values if part.num_ranks == 1 else _Summed.apply(values, part)  # type: ignore[no-untyped-call]
 
 
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart) -> tuple[Tensor, int]:
@@ -85,10 +85,7 @@ def _shifted(logits: Tensor, temperature: float, part: VocabularyPart) -> tuple[
     scaled = part.without_padding(logits)
     scaled = scaled if scaled.dtype == torch.float64 else scaled.float()
     scaled = scaled / temperature if temperature != 1.0 or scaled is logits else scaled.clone()
-    if scaled.shape[-1]:
-        largest = scaled.amax(-1)
-    else:
-        largest = scaled.new_full(scaled.shape[:1], -torch.inf)
+    largest = scaled.amax(-1) if scaled.shape[-1] else scaled.new_full(scaled.shape[:1], -torch.inf)
     return scaled.sub_(part.largest(largest).unsqueeze(-1)), first
 
 
