@@ -101,6 +101,19 @@ class EngineDiedError(EngineError):
     """An engine serves no more: it failed, or its process ended. Another one may serve the request."""
 
 
+class TeacherError(RLError, RuntimeError):
+    """A teacher cannot score, or its scores cannot be trained on.
+
+    Attributes:
+        teacher: Its name, where one is meant.
+    """
+
+    def __init__(self, message: str, *, teacher: str | None = None) -> None:
+        """Keep whose fault it was beside the message."""
+        super().__init__(message)
+        self.teacher = teacher
+
+
 class ToolError(RLError, RuntimeError):
     """A tool, or the server that has it, cannot do what the model asked; the message is for the model."""
 

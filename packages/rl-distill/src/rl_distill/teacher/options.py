@@ -228,8 +228,6 @@ class DistillationOptions:
             )
         if self.other_tokenizer == "align" and self.distribution == "full":
             yield 'other_tokenizer = "align" has no whole distribution to compare; set distribution = "top_k".'
-        if self.default_teacher is not None and self.default_teacher not in self.teachers:
-            yield f"default_teacher = {self.default_teacher!r} is no teacher; teachers: {_listed(self.teachers)}."
 
     def _teacher_problems(self, name: str, teacher: TeacherOptions) -> Iterator[str]:
         """What one teacher cannot give of what is asked."""
@@ -253,7 +251,3 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "use_task_rewards": (False, True),
     "other_tokenizer": ("refuse", "align"),
 }
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    return ", ".join(map(repr, names)) or "none"

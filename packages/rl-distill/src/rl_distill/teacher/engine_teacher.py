@@ -1,0 +1,121 @@
+"""A teacher's replica on any engine that gives the likeliest tokens, such as vLLM by its prompt logprobs."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rl_core.errors import TeacherError
+from rl_core.records import FloatArray, IntArray
+from rl_distill.teacher.scores import TeacherRow, TeacherScores
+
+AT_ONCE = 2
+"""Calls on the way to an engine, so that it has work while an answer travels; it batches by itself."""
+
+
+class EngineScores(Protocol):
+    """What such an engine gives of a sequence.
+
+    Attributes:
+        token_ids: [T, K + 1] int32; row 0 is -1.
+        logprobs: [T, K + 1] float32; row 0 is 0.
+    """
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Of the token itself, and of the K likeliest."""
+        ...
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """Theirs, at temperature 1."""
+        ...
+
+
+class ScoringEngine(Protocol):
+    """An engine as far as a teacher needs it; `rl_rollout.engines` has them."""
+
+    @property
+    def traits(self) -> Any:
+        """With max_model_len, vocab_size, can_sleep and max_top_k."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model."""
+        ...
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[EngineScores]:
+        """The likeliest tokens at each place of sequences."""
+        ...
+
+    async def sleep(self) -> None:
+        """Free memory."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
+class EngineReplica:
+    """A `TeacherReplica` over an engine; it gives no hidden states, and temperature 1 alone."""
+
+    hidden_size = None
+    at_once = AT_ONCE
+
+    def __init__(self, engine: ScoringEngine) -> None:
+        """Take an engine that is not started, and that nobody else uses."""
+        self._engine = engine
+        self._is_asleep = False
+
+    @property
+    def max_tokens(self) -> int:
+        """See `TeacherReplica.max_tokens`."""
+        return int(self._engine.traits.max_model_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `TeacherReplica.vocab_size`."""
+        return int(self._engine.traits.vocab_size)
+
+    @property
+    def most_top_k(self) -> int:
+        """See `TeacherReplica.most_top_k`."""
+        return min(int(self._engine.traits.max_top_k), self.vocab_size)
+
+    @property
+    def can_sleep(self) -> bool:
+        """See `TeacherReplica.can_sleep`."""
+        return bool(self._engine.traits.can_sleep)
+
+    async def start(self) -> None:
+        """See `TeacherReplica.start`."""
+        await self._engine.start()
+
+    async def score(self, sequences: Sequence[TeacherRow], *, top_k: int, with_hidden: bool) -> list[TeacherScores]:
+        """See `TeacherReplica.score`.
+
+        Raises:
+            TeacherError: Hidden states are asked for.
+        """
+        if with_hidden:
+            raise TeacherError('an engine gives no hidden states; use a teacher with engine = "megatron".')
+        found = await self._engine.score_top_k([row.input_ids for row in sequences], top_k=top_k)
+        return [TeacherScores(logprobs=one.logprobs, token_ids=one.token_ids) for one in found]
+
+    async def wake(self) -> None:
+        """See `TeacherReplica.wake`."""
+        if self._is_asleep:
+            await self._engine.wake()
+            self._is_asleep = False
+
+    async def sleep(self) -> None:
+        """See `TeacherReplica.sleep`."""
+        await self._engine.sleep()
+        self._is_asleep = True
+
+    async def close(self) -> None:
+        """See `TeacherReplica.close`."""
+        await self._engine.close()

@@ -1,0 +1,165 @@
+"""A teacher's replica on Megatron: ranks of its own, called from a thread of its own."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_core.batch import Batch
+from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_core.errors import EngineDiedError, NotReadyError, RLError
+from rl_core.ragged import Ragged
+from rl_core.row_keys import RowKey
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.megatron.teacher import MegatronTeacherModel
+from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.teacher.scores import TeacherRow, TeacherScores
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronPlace:
+    """Where a replica's ranks run, and how.
+
+    Attributes:
+        tensor: Ranks that share each matrix.
+        cluster: Processes of this machine, or actors of Ray.
+        pool: What the ranks may use; None shares what there is.
+        dtype: What they compute in.
+        max_batch_tokens: Tokens of a micro-batch.
+        max_tokens: Longest trajectory; None takes what the model allows.
+        num_threads: Of each CPU rank.
+        temperature: Divides the logits.
+        start_deadline_s: Longest wait for the ranks.
+        call_deadline_s: Longest wait for an answer of theirs.
+    """
+
+    tensor: int = 1
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    pool: ResourcePool | None = None
+    dtype: str = "float32"
+    max_batch_tokens: int = 8192
+    max_tokens: int | None = None
+    num_threads: int | None = None
+    temperature: float = 1.0
+    start_deadline_s: float = 900.0
+    call_deadline_s: float = 3600.0
+
+
+class MegatronReplica:
+    """A `TeacherReplica` whose model lives on ranks in processes of their own; see the protocol."""
+
+    at_once = 1
+    can_sleep = True
+
+    def __init__(self, model: Path, place: MegatronPlace) -> None:
+        """Choose a model; `start` starts its ranks."""
+        self._folder = model
+        self._place = place
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron teacher")
+        self._ranks: LearnerRanks | None = None
+        self._model: MegatronTeacherModel | None = None
+        self._is_closed = False
+
+    @property
+    def max_tokens(self) -> int:
+        """See `TeacherReplica.max_tokens`."""
+        limit = self._started().max_tokens
+        return min(limit, self._place.max_tokens or limit)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `TeacherReplica.vocab_size`."""
+        return self._started().vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """See `TeacherReplica.hidden_size`."""
+        return self._started().hidden_size
+
+    @property
+    def most_top_k(self) -> int:
+        """See `TeacherReplica.most_top_k`."""
+        return self._started().vocab_size
+
+    async def start(self) -> None:
+        """See `TeacherReplica.start`."""
+        await self._in_thread(self._load)
+
+    async def score(self, sequences: Sequence[TeacherRow], *, top_k: int, with_hidden: bool) -> list[TeacherScores]:
+        """See `TeacherReplica.score`."""
+        keys = [RowKey("row", index, 0) for index in range(len(sequences))]
+        batch = Batch(keys, {"input_ids": Ragged.from_rows([row.input_ids for row in sequences], dtype="int32")})
+        model, temperature = self._started(), self._place.temperature
+        logprobs, ids, hidden = await self._in_thread(
+            lambda: model.score(batch, top_k=top_k, temperature=temperature, has_hidden=with_hidden)
+        )
+        states: Sequence[Any] = [None] * len(sequences) if hidden is None else list(hidden)
+        return [
+            TeacherScores(logprobs=values, token_ids=tokens, hidden=state)
+            for values, tokens, state in zip(logprobs, ids, states, strict=True)
+        ]
+
+    async def wake(self) -> None:
+        """Nothing to do: the next call brings the weights back."""
+
+    async def sleep(self) -> None:
+        """See `TeacherReplica.sleep`."""
+        await self._in_thread(self._started().offload)
+
+    async def close(self) -> None:
+        """See `TeacherReplica.close`; a call that is under way fails."""
+        self._is_closed = True
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            await asyncio.to_thread(ranks.close)
+        self._thread.shutdown(wait=False)
+
+    # -- inside
+
+    def _started(self) -> MegatronTeacherModel:
+        if self._model is None:
+            raise NotReadyError("the teacher's model is not loaded; start it first.")
+        return self._model
+
+    def _load(self) -> None:
+        """Start the ranks, and build the model on them; in the thread."""
+        place = self._place
+        ranks = LearnerRanks(
+            ParallelOptions(ranks=place.tensor, tensor=place.tensor),
+            cluster=place.cluster,
+            pool=place.pool,
+            num_threads=place.num_threads,
+            deadline_s=place.start_deadline_s,
+            call_deadline_s=place.call_deadline_s,
+        )
+        self._ranks = ranks
+        try:
+            if self._is_closed:
+                raise NotReadyError("the teacher was closed while it started.")
+            options = LearnerOptions(
+                dtype=place.dtype, micro_batch_tokens=place.max_batch_tokens, num_threads=place.num_threads
+            )
+            self._model = MegatronTeacherModel(self._folder, options, ranks=ranks)
+        except BaseException:
+            ranks.close()
+            raise
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run a call of the ranks; where it ended them, the replica is dead.
+
+        A rank that raised ends the others, which may wait for it: whatever the error was, nobody is left then.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, work)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            if self._model is None or (self._ranks is not None and self._ranks.is_alive):
+                raise
+            said = f"{type(error).__name__}: {error}" if isinstance(error, RLError) else repr(error)
+            raise EngineDiedError(f"the teacher's ranks ended: {said}") from error

@@ -1,0 +1,130 @@
+"""Which teacher scores which prompt."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import Prompt
+from rl_core.registry import nearest_name
+from rl_distill.teacher.options import DistillationOptions
+
+DATA_SOURCE = "data_source"
+
+
+class TeacherRouter:
+    """Gives the teacher of a prompt by one value of it: its data source, or a column.
+
+    Values that are no text count as Python writes them: the column `level` of 3 is "3".
+    """
+
+    def __init__(self, options: DistillationOptions) -> None:
+        """Read the routes.
+
+        Raises:
+            SettingsError: Two teachers answer for one value, or one answers for none.
+        """
+        if found := list(route_problems(options)):
+            raise SettingsError("\n".join(found))
+        self._options = options
+        self._teachers = {source: name for name, teacher in options.teachers.items() for source in teacher.data_sources}
+
+    def value_of(self, prompt: Prompt) -> str:
+        """What a prompt is routed by.
+
+        Raises:
+            DataError: It lacks the column, or has nothing in it.
+        """
+        route_by = self._options.route_by
+        if route_by == DATA_SOURCE:
+            return prompt.data_source
+        value = prompt.columns.get(route_by)
+        if value is None or isinstance(value, list | dict):
+            there = ", ".join(map(repr, sorted(prompt.columns))) or "none"
+            found = f"it has {value!r} there" if route_by in prompt.columns else f"its columns: {there}"
+            raise DataError(
+                f"distillation.route_by = {route_by!r} must be a column with one value in every prompt; prompt "
+                f"{prompt.uid!r} has none: {found}. Add it to the problems, or route by another column."
+            )
+        return str(value)
+
+    def teacher_of(self, prompt: Prompt) -> str:
+        """Name of the teacher that scores a prompt's trajectories.
+
+        Raises:
+            DataError: No teacher answers for it.
+        """
+        value = self.value_of(prompt)
+        name = self._teachers.get(value, self._options.default_teacher)
+        if name is None:
+            raise DataError(
+                f"no teacher answers for prompt {prompt.uid!r}, whose {self._options.route_by} is {value!r}; "
+                f"{self._describe()}. Add {value!r} to the data_sources of one, or set distillation.default_teacher."
+            )
+        return name
+
+    def problems(self, prompts: Iterable[Prompt]) -> Iterator[str]:
+        """What is wrong between the routes and the prompts to train on; each is told once, with all values.
+
+        A teacher that nothing reaches is a problem, and so is a value that no prompt has: with a default teacher, a
+        misspelt one would send prompts to the wrong teacher without a word.
+        """
+        counts: Counter[str] = Counter()
+        try:
+            for prompt in prompts:
+                counts[self.value_of(prompt)] += 1
+        except DataError as error:
+            yield str(error)
+            return
+        route_by, default = self._options.route_by, self._options.default_teacher
+        unknown = [value for value in counts if value not in self._teachers]
+        if unknown and default is None:
+            yield (
+                f"no teacher answers for prompts whose {route_by} is {_listed(unknown)}; {self._describe()}. Add them "
+                "to the data_sources of one, or set distillation.default_teacher."
+            )
+        for source, name in self._teachers.items():
+            if source not in counts:
+                yield (
+                    f"distillation.teachers.{name}.data_sources names {source!r}, but no prompt has it as its "
+                    f"{route_by}; found {_listed(counts)}.{nearest_name(source, counts)}"
+                )
+        if default is not None and not unknown and default not in self._teachers.values():
+            yield (
+                f"distillation.default_teacher = {default!r} would score nothing: the others answer for every "
+                f"{route_by} of the prompts, {_listed(counts)}. Leave it out."
+            )
+
+    def _describe(self) -> str:
+        return "; ".join(
+            f"{name!r} answers for {_listed(teacher.data_sources)}" for name, teacher in self._options.teachers.items()
+        )
+
+
+def route_problems(options: DistillationOptions) -> Iterator[str]:
+    """What no prompts could be routed by: a value of two teachers, a teacher without values, a default that is none."""
+    owners: dict[str, str] = {}
+    for name, teacher in options.teachers.items():
+        for source in teacher.data_sources:
+            owner = owners.setdefault(source, name)
+            if owner != name:
+                yield (
+                    f"distillation.teachers.{owner} and distillation.teachers.{name} both answer for {source!r}. Leave "
+                    "it in the data_sources of one."
+                )
+        doubled = sorted(source for source, count in Counter(teacher.data_sources).items() if count > 1)
+        if doubled:
+            yield f"distillation.teachers.{name}.data_sources names {_listed(doubled)} twice."
+        if not teacher.data_sources and name != options.default_teacher:
+            yield (
+                f"distillation.teachers.{name} answers for nothing: give it data_sources, or set "
+                f"distillation.default_teacher = {name!r}."
+            )
+    if options.default_teacher is not None and options.default_teacher not in options.teachers:
+        yield (
+            f"distillation.default_teacher = {options.default_teacher!r} is no teacher; teachers: "
+            f"{_listed(options.teachers)}.{nearest_name(options.default_teacher, options.teachers)}"
+        )
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(map(repr, values)) or "nothing"

@@ -1,0 +1,268 @@
+"""What a teacher says of one trajectory: checked, masked, and put into columns."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.batch import Column
+from rl_core.errors import TeacherError
+from rl_core.ragged import Index, Ragged
+from rl_core.records import BoolArray, FloatArray, IntArray
+from rl_core.row_keys import RowKey
+
+NO_TOKEN = -1
+"""Token id where a teacher gave none."""
+NO_TEACHER = -1
+"""`teacher_index` of a token that no teacher scored."""
+TOLERANCE = 1e-4
+"""How far above 0, or above the one before it, float32 may put a logprob."""
+PADDING_LOGPROB = float(np.log(1e-3))
+"""A token that no tokenizer has, which fills up a vocabulary, is less likely than this."""
+AGREEMENT = 1e-2
+"""How far two logprobs of one token may be apart, and a sum of probabilities above 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRow:
+    """One trajectory, as a teacher gets it.
+
+    Attributes:
+        key: Which it is.
+        input_ids: [T] int32 prompt and response.
+        loss_mask: [T] bool, True where the token trains.
+    """
+
+    key: RowKey
+    input_ids: IntArray
+    loss_mask: BoolArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherScores:
+    """A teacher's logprobs of one trajectory; position t belongs to token t, predicted from the tokens before it.
+
+    Attributes:
+        logprobs: [T, K + 1] float32: of the token itself, then of the K likeliest, falling.
+        token_ids: [T, K + 1] int32: whose they are; -1, with logprob 0, where the teacher gave fewer.
+        hidden: [T, H] float32 states from which the teacher predicts each token, where they are asked for.
+    """
+
+    logprobs: FloatArray
+    token_ids: IntArray
+    hidden: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreShape:
+    """What scores must look like.
+
+    Attributes:
+        top_k: K.
+        vocab_size: Token ids are below this: the student's vocabulary. One with the same tokenizer that was filled up
+            to a larger size may give unlikely ids above it, which count as tokens that it did not give.
+        hidden_size: H of the teacher's states; None where none are asked for.
+    """
+
+    top_k: int
+    vocab_size: int
+    hidden_size: int | None = None
+
+
+class _Fault(NamedTuple):
+    """Where the first token is that cannot be trained on, and what is wrong with it."""
+
+    is_wrong: BoolArray
+    expected: str
+    found: NDArray[np.generic]
+    advice: str
+
+
+def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape: ScoreShape) -> TeacherScores:
+    """Scores that can be trained on: those of the tokens that train, the rest masked.
+
+    Args:
+        scores: As the teacher gave them.
+        row: What it was asked about.
+        teacher: Its name, for errors.
+        shape: What was asked for.
+
+    Returns:
+        Logprobs 0, ids -1 and states 0 where `loss_mask` is False; float32 noise above 0 is cut off.
+
+    Raises:
+        TeacherError: They are none; the message names the trajectory, the first such token, and what to do.
+    """
+    _check_shapes(scores, row, teacher=teacher, shape=shape)
+    scores, trains = _without_padding(scores, shape), row.loss_mask
+    for fault in _faults(scores, row, shape):
+        at = np.flatnonzero(fault.is_wrong & trains)
+        if len(at):
+            raise _error(
+                row,
+                teacher,
+                f"token {at[0]} (id {row.input_ids[at[0]]}): expected {fault.expected}; found "
+                f"{np.array2string(np.asarray(fault.found[at[0]]), threshold=8)}. {len(at)} of "
+                f"{int(trains.sum())} trained tokens are so. {fault.advice}",
+            )
+    kept = trains[:, None]
+    hidden = scores.hidden
+    return replace(
+        scores,
+        logprobs=np.where(kept, np.minimum(scores.logprobs, 0), 0).astype(np.float32),
+        token_ids=np.where(kept, scores.token_ids, NO_TOKEN).astype(np.int32),
+        hidden=None if hidden is None else np.where(kept, hidden, 0).astype(np.float32),
+    )
+
+
+def empty_scores(row: TeacherRow, shape: ScoreShape) -> TeacherScores:
+    """Scores of a trajectory of which nothing trains: all of it is masked."""
+    size = (len(row.input_ids), shape.top_k + 1)
+    hidden = None if shape.hidden_size is None else np.zeros((size[0], shape.hidden_size), dtype=np.float32)
+    return TeacherScores(
+        logprobs=np.zeros(size, dtype=np.float32), token_ids=np.full(size, NO_TOKEN, dtype=np.int32), hidden=hidden
+    )
+
+
+def teacher_columns(
+    scores: Sequence[TeacherScores],
+    rows: Sequence[TeacherRow],
+    *,
+    indices: Sequence[int],
+    offsets: Index,
+    hidden_size: int | None = None,
+) -> Mapping[str, Column]:
+    """Columns of checked scores, aligned with `input_ids`.
+
+    Args:
+        scores: Of each row.
+        rows: In the batch's order.
+        indices: Number of each row's teacher.
+        offsets: [N + 1] of the batch's `input_ids`.
+        hidden_size: Widest states of all teachers, to which the others are padded with zeros; None gives no states.
+    """
+    numbers = [
+        np.where(row.loss_mask, index, NO_TEACHER).astype(np.int16) for row, index in zip(rows, indices, strict=True)
+    ]
+    columns: dict[str, Column] = {
+        "teacher_logprobs": Ragged(np.concatenate([one.logprobs for one in scores]), offsets),
+        "teacher_ids": Ragged(np.concatenate([one.token_ids for one in scores]), offsets),
+        "teacher_index": Ragged(np.concatenate(numbers), offsets),
+    }
+    if hidden_size is not None:
+        states = np.zeros((int(offsets[-1]), hidden_size), dtype=np.float32)
+        for one, start, end in zip(scores, offsets[:-1], offsets[1:], strict=True):
+            if one.hidden is not None:
+                states[start:end, : one.hidden.shape[1]] = one.hidden
+        columns["teacher_hidden"] = Ragged(states, offsets)
+    return columns
+
+
+def _check_shapes(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape: ScoreShape) -> None:
+    length = len(row.input_ids)
+    expected: dict[str, tuple[int, int] | None] = {
+        "logprobs": (length, shape.top_k + 1),
+        "token_ids": (length, shape.top_k + 1),
+        "hidden": None if shape.hidden_size is None else (length, shape.hidden_size),
+    }
+    for name, wanted in expected.items():
+        array = getattr(scores, name)
+        found = None if array is None else array.shape
+        if found != wanted:
+            raise _error(
+                row,
+                teacher,
+                f"{name} must have shape {_written(wanted)}, for {length} tokens and top_k = {shape.top_k}; found "
+                f"{_written(found)}. It did not score this trajectory as it was asked to: look at the teacher's log.",
+            )
+
+
+def _without_padding(scores: TeacherScores, shape: ScoreShape) -> TeacherScores:
+    """Scores without the tokens that fill up a larger vocabulary: -1 and 0, behind the others."""
+    ids, logprobs = scores.token_ids, scores.logprobs
+    is_padding = (ids >= shape.vocab_size) & (logprobs < PADDING_LOGPROB)
+    is_padding[:, 0] = False
+    if not is_padding.any():
+        return scores
+    order = np.argsort(is_padding, axis=1, kind="stable")
+    return replace(
+        scores,
+        token_ids=np.take_along_axis(np.where(is_padding, NO_TOKEN, ids), order, axis=1),
+        logprobs=np.take_along_axis(np.where(is_padding, 0, logprobs), order, axis=1),
+    )
+
+
+def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterator[_Fault]:
+    """What can be wrong with tokens, the plainest first: later ones compare what earlier ones have proved."""
+    logprobs, ids = np.asarray(scores.logprobs, dtype=np.float32), scores.token_ids
+    top, top_ids = logprobs[:, 1:], ids[:, 1:]
+    is_given = top_ids != NO_TOKEN
+    yield _Fault(
+        _any(ids[:, :1] != row.input_ids[:, None]),
+        "the token's own id first",
+        ids[:, 0],
+        "The teacher answers for the wrong token ids: it got other tokens than it was sent, or counts them otherwise.",
+    )
+    yield _Fault(
+        _any((ids < NO_TOKEN) | (ids >= shape.vocab_size)),
+        f"token ids below {shape.vocab_size}, the student's vocabulary",
+        ids,
+        'Use a teacher with the student\'s vocabulary, or set distillation.other_tokenizer = "align".',
+    )
+    yield _Fault(
+        _any(~np.isfinite(logprobs)),
+        "finite logprobs",
+        logprobs,
+        'Its weights or its arithmetic are broken: try dtype = "float32", and check the model\'s files.',
+    )
+    yield _Fault(
+        _any(logprobs > TOLERANCE),
+        "logprobs of at most 0",
+        logprobs,
+        "They are no logarithms of probabilities: the teacher's engine gives something else.",
+    )
+    yield _Fault(
+        _any((np.diff(top, axis=1) > TOLERANCE) & is_given[:, 1:]),
+        "the likeliest tokens first",
+        top,
+        "The teacher's engine orders them otherwise.",
+    )
+    yield _Fault(
+        _any((np.abs(top - logprobs[:, :1]) > AGREEMENT) & (top_ids == ids[:, :1])),
+        "one logprob for the token, by itself and among the likeliest",
+        logprobs,
+        "The teacher's engine mixes up positions.",
+    )
+    mass = np.where(is_given, np.exp(np.minimum(top, 0.0)), 0.0).sum(axis=1)
+    yield _Fault(
+        _any(mass[:, None] > 1 + AGREEMENT),
+        "probabilities of distinct tokens, which sum up to at most 1",
+        mass,
+        "The teacher's engine gives tokens twice, or no probabilities.",
+    )
+    if scores.hidden is not None:
+        yield _Fault(
+            _any(~np.isfinite(scores.hidden)),
+            "finite hidden states",
+            scores.hidden,
+            'Its weights or its arithmetic are broken: try dtype = "float32", and check the model\'s files.',
+        )
+
+
+def _any(is_wrong: Any) -> BoolArray:
+    """[T] True where anything of a token is."""
+    found: BoolArray = np.any(np.asarray(is_wrong), axis=1)
+    return found
+
+
+def _error(row: TeacherRow, teacher: str, problem: str) -> TeacherError:
+    uid, session, output = row.key
+    return TeacherError(
+        f"teacher {teacher!r} on prompt {uid!r}, session {session}, output {output}: {problem}", teacher=teacher
+    )
+
+
+def _written(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))

@@ -1,0 +1,329 @@
+"""The queue's task of teachers: every trajectory gets its teacher's scores, while others are still generated."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rl_core.batch import Batch, Column
+from rl_core.errors import (
+    DeadlineError,
+    EngineDiedError,
+    NothingToLeaseError,
+    OutdatedLeaseError,
+    RLError,
+    TeacherError,
+)
+from rl_core.queue.interface import Lease, TaskSpec, TransferQueue
+from rl_distill.teacher.leasing import lease_group
+from rl_distill.teacher.protocol import ScoreCache, Teacher
+from rl_distill.teacher.routing import TeacherRouter
+from rl_distill.teacher.scores import (
+    ScoreShape,
+    TeacherRow,
+    TeacherScores,
+    check_scores,
+    empty_scores,
+    teacher_columns,
+)
+from rl_distill.teacher.step_report import ServiceReport, Tally
+
+Result = TypeVar("Result")
+
+TASK = "teacher"
+SPARE_LEASES = 2
+"""Groups leased beyond those that are being scored, so that no teacher waits for the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """What the service asks of all teachers.
+
+    Attributes:
+        vocab_size: Of the student.
+        top_k: Likeliest tokens beside the sampled one.
+        with_hidden: Also give hidden states.
+        deadline_s: Longest wait for teachers, once all rollouts are there.
+    """
+
+    vocab_size: int
+    top_k: int = 0
+    with_hidden: bool = False
+    deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A lease that is being scored."""
+
+    teachers: tuple[str, ...]
+    prompt_uid: str
+    since: float
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of the rollouts that are served."""
+
+    is_over: bool = False
+    num_issues: int = 0
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+
+def teacher_task(*, with_hidden: bool) -> TaskSpec:
+    """The queue's task that the service serves."""
+    hidden = {"teacher_hidden"} if with_hidden else set()
+    return TaskSpec(
+        name=TASK,
+        needs=frozenset({"input_ids", "loss_mask"}),
+        gives=frozenset({"teacher_logprobs", "teacher_ids", "teacher_index"} | hidden),
+        order="arrival",
+    )
+
+
+class TeacherService:
+    """Leases groups as they arrive, has each scored by the teacher of its prompt, checks, and acks.
+
+    A group whose teacher died under it is given back to the queue, which delivers it again. Nothing is acked without
+    the scores of every trajectory of every session.
+    """
+
+    def __init__(
+        self,
+        teachers: Sequence[Teacher],
+        router: TeacherRouter,
+        options: ServiceOptions,
+        *,
+        caches: Mapping[str, ScoreCache] | None = None,
+        say: Callable[..., None] | None = None,
+    ) -> None:
+        """Join teachers that are not started yet.
+
+        Args:
+            teachers: In the order of the settings: `teacher_index` counts them.
+            router: Which of them scores a prompt.
+            options: What is asked of them.
+            caches: Stored scores of teachers, by name.
+            say: Takes events, with their names and fields.
+        """
+        self._teachers = {teacher.name: teacher for teacher in teachers}
+        self._numbers = {teacher.name: index for index, teacher in enumerate(teachers)}
+        self._router = router
+        self._options = options
+        self._caches = dict(caches or {})
+        self._say = say or _say_nothing
+        self._news = asyncio.Condition()
+        self._step = _Step()
+        self._work: dict[int, _Work] = {}
+        self._report: ServiceReport | None = None
+
+    @property
+    def report(self) -> ServiceReport:
+        """What the last `serve_while` cost; empty before the first."""
+        return self._report or ServiceReport(waited_s=0.0, teachers={})
+
+    async def start(self) -> None:
+        """Start every teacher at once; where one cannot start, none is left.
+
+        Raises:
+            TeacherError: One cannot; the message names it.
+            DeadlineError: One was too slow.
+        """
+        started = await asyncio.gather(*(t.start() for t in self._teachers.values()), return_exceptions=True)
+        errors = [error for error in started if isinstance(error, BaseException)]
+        if errors:
+            with suppress(RLError):
+                await self.close()
+            raise errors[0]
+
+    async def close(self) -> None:
+        """End every teacher; the first error is raised when all are closed. Can be called twice."""
+        closed = await asyncio.gather(*(t.close() for t in self._teachers.values()), return_exceptions=True)
+        for error in closed:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def serve_while(self, queue: TransferQueue, work: Awaitable[Result]) -> Result:
+        """Score what arrives while something puts trajectories into the queue, and then what is left.
+
+        Whoever fails first ends the other, and its error is raised whole; so does a cancellation.
+
+        Args:
+            queue: Has the task of `teacher_task`.
+            work: Issues prompts, tells `issued`, and settles their sessions.
+
+        Returns:
+            What the work gave.
+
+        Raises:
+            TeacherError: A teacher gives what cannot be trained on, or none of its replicas is left.
+            DeadlineError: Teachers took too long after the last rollout.
+        """
+        self._step = _Step(tallies={name: Tally.begin(teacher) for name, teacher in self._teachers.items()})
+        rollouts: asyncio.Future[Result] = asyncio.ensure_future(work)
+        serving = asyncio.create_task(self._serve(queue))
+        both: set[asyncio.Future[Any]] = {rollouts, serving}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():  # it ends by itself only when the work is over
+                serving.result()
+            result = await rollouts
+            ended = time.monotonic()
+            await self._tell(is_over=True)
+            await self._drain(serving)
+            teachers = {name: tally.end(self._teachers[name]) for name, tally in self._step.tallies.items()}
+            self._report = ServiceReport(waited_s=time.monotonic() - ended, teachers=teachers)
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+        await asyncio.gather(*(teacher.sleep() for teacher in self._teachers.values()))
+        return result
+
+    async def issued(self) -> None:
+        """Say that prompts were issued: there may be something to lease."""
+        await self._tell()
+
+    # -- inside
+
+    async def _tell(self, *, is_over: bool = False) -> None:
+        async with self._news:
+            self._step.num_issues += 1
+            self._step.is_over = self._step.is_over or is_over
+            self._news.notify_all()
+
+    async def _drain(self, serving: asyncio.Task[None]) -> None:
+        """Wait until every group is acked."""
+        limit = asyncio.timeout(self._options.deadline_s)
+        try:
+            async with limit:
+                await serving
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(
+                f"waited {self._options.deadline_s:g} s (distillation.deadline_s) for teachers after the last rollout: "
+                f"{self._describe_work()}. Give them longer, or more replicas."
+            ) from None
+
+    async def _serve(self, queue: TransferQueue) -> None:
+        """Wake the teachers, and score until nothing can come any more."""
+        await asyncio.gather(*(teacher.wake() for teacher in self._teachers.values()))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._lease_all(queue, tasks)
+        except BaseExceptionGroup as errors:
+            first: BaseException = errors.exceptions[0]
+            raise first from first.__cause__
+
+    async def _lease_all(self, queue: TransferQueue, tasks: asyncio.TaskGroup) -> None:
+        room = asyncio.Semaphore(SPARE_LEASES + sum(teacher.at_once for teacher in self._teachers.values()))
+        while True:
+            await room.acquire()
+            seen = self._step.num_issues
+            try:
+                lease = await lease_group(
+                    queue, TASK, deadline_s=self._options.deadline_s, lease_s=3 * self._options.deadline_s
+                )
+            except NothingToLeaseError:
+                room.release()
+                if self._step.is_over:
+                    return
+                await self._wait_for_news(seen)
+            except DeadlineError:  # rollouts have a deadline of their own
+                room.release()
+            else:
+                tasks.create_task(self._score_lease(queue, lease)).add_done_callback(lambda _: room.release())
+
+    async def _wait_for_news(self, seen: int) -> None:
+        """Wait until prompts were issued after the count was read; ended by who runs the work, with its deadline."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._step.num_issues > seen or self._step.is_over)
+
+    async def _score_lease(self, queue: TransferQueue, lease: Lease) -> None:
+        is_held = True
+        try:
+            columns = await self._columns(lease)
+            is_held = False
+            await asyncio.to_thread(queue.ack, lease, columns)
+        except EngineDiedError as error:
+            self._say("teacher_lease_released", prompts=[prompt.uid for prompt in lease.prompts], error=str(error))
+        except OutdatedLeaseError as error:
+            self._say("teacher_scores_outdated", prompts=[prompt.uid for prompt in lease.prompts], error=str(error))
+        finally:
+            self._work.pop(lease.lease_id, None)
+            if is_held:
+                queue.release(lease)
+
+    async def _columns(self, lease: Lease) -> Mapping[str, Column]:
+        """Columns of all rows of a lease."""
+        names = {prompt.uid: self._router.teacher_of(prompt) for prompt in lease.prompts}
+        rows = _rows(lease.batch)
+        of_rows = [names[row.key.prompt_uid] for row in rows]
+        teachers = tuple(dict.fromkeys(of_rows))
+        self._work[lease.lease_id] = _Work(teachers, lease.prompts[0].uid, time.time())
+        places = {name: [at for at, other in enumerate(of_rows) if other == name] for name in teachers}
+        found: dict[int, TeacherScores] = {}
+        for name, own in places.items():
+            found |= zip(own, await self._scores(name, [rows[at] for at in own]), strict=True)
+        return teacher_columns(
+            [found[at] for at in range(len(rows))],
+            rows,
+            indices=[self._numbers[name] for name in of_rows],
+            offsets=lease.batch.ragged("input_ids").offsets,
+            hidden_size=self._widest() if self._options.with_hidden else None,
+        )
+
+    async def _scores(self, name: str, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
+        """Checked scores of rows by one teacher; nobody is asked about those of which nothing trains."""
+        teacher, tally, cache = self._teachers[name], self._step.tallies[name], self._caches.get(name)
+        shape = ScoreShape(
+            top_k=self._options.top_k,
+            vocab_size=self._options.vocab_size,
+            hidden_size=teacher.hidden_size if self._options.with_hidden else None,
+        )
+        scored = [at for at, row in enumerate(rows) if row.loss_mask.any()]
+        asked = [rows[at] for at in scored]
+        stored = [None] * len(asked) if cache is None else await asyncio.to_thread(cache.lookup, asked)
+        missing = [row for row, one in zip(asked, stored, strict=True) if one is None]
+        fresh = await teacher.score(missing) if missing else []
+        fresh = [check_scores(one, row, teacher=name, shape=shape) for one, row in zip(fresh, missing, strict=True)]
+        if cache is not None and missing:
+            await asyncio.to_thread(cache.store, missing, fresh)
+        tally.count(missing, num_stored=len(asked) - len(missing))
+        rest = iter(fresh)
+        found = {
+            at: next(rest) if one is None else check_scores(one, rows[at], teacher=f"{name} (stored)", shape=shape)
+            for at, one in zip(scored, stored, strict=True)
+        }
+        return [found.get(at) or empty_scores(row, shape) for at, row in enumerate(rows)]
+
+    def _widest(self) -> int:
+        sizes = [teacher.hidden_size for teacher in self._teachers.values()]
+        if None in sizes:
+            raise TeacherError('distribution = "full" needs teachers that give hidden states; use engine = "megatron".')
+        return max(size for size in sizes if size is not None)
+
+    def _describe_work(self) -> str:
+        """Which teachers are scoring what, and since when."""
+        return (
+            "; ".join(
+                f"teacher {', '.join(map(repr, work.teachers))} has prompt {work.prompt_uid!r} since "
+                f"{time.strftime('%H:%M:%S', time.localtime(work.since))}"
+                for work in self._work.values()
+            )
+            or f"none of {', '.join(map(repr, self._teachers))} has work, and the queue has groups left"
+        )
+
+
+def _rows(batch: Batch) -> list[TeacherRow]:
+    columns = (batch.ragged("input_ids"), batch.ragged("loss_mask"))
+    return [
+        TeacherRow(key=key, input_ids=ids, loss_mask=mask) for key, ids, mask in zip(batch.keys, *columns, strict=True)
+    ]
+
+
+def _say_nothing(event: str, **fields: Any) -> None:
+    del event, fields
