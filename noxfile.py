@@ -32,15 +32,16 @@ PROJECTS = (*(f"packages/{name}" for name in PACKAGES), "apps/rl-sync-trainer")
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "noxfile.py", "conftest.py")
 UNIT_EXTRAS = {
-    "rl-core": ("rl-core[torch,prometheus]",),
+    "rl-core": ("rl-core[torch,prometheus,zarr]",),
     "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets,tools,mcp,http,json-schema,skip]"),
-    "rl-distill": ("rl-core[torch]", "rl-distill[megatron]"),
+    "rl-distill": ("rl-core[torch]", "rl-distill[megatron,cache]"),
     "rl-metrics": ("rl-core", "rl-metrics"),
 }
 WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_process.py",
     "packages/rl-rollout/tests/test_engines_vllm.py",
     "packages/rl-rollout/tests/test_engines_vllm_live_weights.py",
+    "packages/rl-rollout/tests/test_engines_vllm_scores.py",
     "packages/rl-rollout/tests/test_engines_vllm_tensor_parallel.py",
     "packages/rl-rollout/tests/test_loops_verifiers.py",
 )

@@ -15,8 +15,8 @@ import numpy as np
 from skip_groups import make_groups
 
 from rl_core.checksums import checksum
+from rl_core.zarr_arrays import encode_array, plan_array
 from rl_rollout.skip import EntryKey, EntryStore
-from rl_rollout.skip.arrays import encode_array, plan_array
 from rl_rollout.skip.rows import encode_groups
 
 KEY = EntryKey(step=1)

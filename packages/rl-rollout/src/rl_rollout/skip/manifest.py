@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
+from rl_core.bounded_json import count_values, load_json, shown
 from rl_core.errors import BrokenEntryError, CacheError, DataError
 from rl_core.records import Json
-from rl_rollout.skip.bounded_json import count_values, load_json, shown
+from rl_core.zarr_arrays import ArraySpec, FileSpec
 
 FORMAT = "rl-rollout skip cache entry"
 FORMAT_VERSION = 1
@@ -61,43 +61,6 @@ class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             return None
         key = cls(kind=match[1], step=int(match[2]), part=int(match[3]))
         return key if key.name == name else None
-
-
-class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of an array.
-
-    Attributes:
-        size_bytes: Its length.
-        crc32c: Of a chunk, what its last four bytes say of those before; of `zarr.json`, of the whole file.
-    """
-
-    size_bytes: int
-    crc32c: int
-
-
-class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One array of an entry; all have one axis.
-
-    Attributes:
-        dtype: numpy's name of it.
-        shape: [number of values].
-        chunk_length: Values of one chunk.
-        is_compressed: Whether chunks are compressed by lz4.
-        metadata: The array's `zarr.json`.
-        chunks: The array's chunks, in order.
-    """
-
-    dtype: str
-    shape: tuple[int]
-    chunk_length: int
-    is_compressed: bool
-    metadata: FileSpec
-    chunks: tuple[FileSpec, ...]
-
-    @property
-    def num_chunks(self) -> int:
-        """How many chunks hold all values."""
-        return math.ceil(self.shape[0] / self.chunk_length)
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]

@@ -4,17 +4,18 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.bounded_json import shown, shown_path
+from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_core.records import Json
+from rl_core.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.arrays import METADATA, check_sizes, decode_array, encode_array, plan_array
-from rl_rollout.skip.bounded_json import shown, shown_path
 from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter
 from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.manifest import (
@@ -24,7 +25,6 @@ from rl_rollout.skip.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     TOKEN_BYTES,
-    ArraySpec,
     EntryKey,
     Manifest,
     decode_manifest,
@@ -76,7 +76,8 @@ class EntryStore:
             MissingExtraError: It is not.
         """
         sample = np.zeros(1, dtype=np.uint8)
-        encode_array(sample, plan_array(sample, compress=True))
+        with _needing_codecs():
+            encode_array(sample, plan_array(sample, compress=True))
 
     def entries(self) -> list[EntryKey]:
         """Of all entries, broken ones too; sorted by kind, step and part."""
@@ -171,7 +172,8 @@ class EntryStore:
             yield name, array
 
     def _write_array(self, writer: EntryWriter, stem: str, array: NDArray[Any]) -> ArraySpec:
-        spec, files = encode_array(array, plan_array(array, compress=self._compress))
+        with _needing_codecs():
+            spec, files = encode_array(array, plan_array(array, compress=self._compress))
         for file, parts in files.items():
             writer.write(f"{stem}/{file}", *parts)
         return spec
@@ -286,7 +288,17 @@ def _read_array(files: EntryFiles, name: str, manifest: Manifest, path: str) -> 
     content = {METADATA: files.read(f"{stem}/{METADATA}", spec.metadata.size_bytes)}
     for index, chunk in enumerate(spec.chunks):
         content[f"c/{index}"] = files.read(f"{stem}/c/{index}", chunk.size_bytes)
-    return decode_array(content, spec, path=f"{path}/{stem}")
+    with _needing_codecs():
+        return decode_array(content, spec, path=f"{path}/{stem}")
+
+
+@contextmanager
+def _needing_codecs() -> Iterator[None]:
+    """Name the extra of this package where the codecs are not installed."""
+    try:
+        yield
+    except MissingExtraError as error:
+        raise MissingExtraError("skip caches need zarr's codecs. Run: pip install 'rl-rollout[skip]'") from error
 
 
 def _shown_size(size: int | None, *, is_found: bool = False) -> str:

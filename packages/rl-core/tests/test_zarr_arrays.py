@@ -5,9 +5,9 @@ import pytest
 import zarr
 from zarr.storage import LocalStore
 
+from rl_core import zarr_arrays
 from rl_core.errors import BrokenEntryError
-from rl_rollout.skip import arrays
-from rl_rollout.skip.arrays import METADATA, decode_array, encode_array, plan_array
+from rl_core.zarr_arrays import METADATA, decode_array, encode_array, plan_array
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float32")
 
@@ -23,7 +23,7 @@ def encoded(values, *, compress):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(arrays, "MAX_CHUNK_BYTES", 4_096)
+    monkeypatch.setattr(zarr_arrays, "MAX_CHUNK_BYTES", 4_096)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -17,11 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.bounded_json import load_json, shown
 from rl_core.checksums import checksum
 from rl_core.errors import BrokenEntryError, MissingExtraError
 from rl_core.records import Json
-from rl_rollout.skip.bounded_json import load_json, shown
-from rl_rollout.skip.manifest import ArraySpec, FileSpec
 
 Parts = tuple[bytes | memoryview, ...]
 """The content of a file, to be written one after the other."""
@@ -36,6 +35,43 @@ BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
 """Flags of a chunk by lz4; and those that it may have besides: bits are shuffled, stored as it is, blocks not split."""
 MAX_RATIO = 256
 """lz4 makes at most 255 bytes of one."""
+
+
+class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of an array.
+
+    Attributes:
+        size_bytes: Its length.
+        crc32c: Of a chunk, what its last four bytes say of those before; of `zarr.json`, of the whole file.
+    """
+
+    size_bytes: int
+    crc32c: int
+
+
+class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One array; all have one axis.
+
+    Attributes:
+        dtype: numpy's name of it.
+        shape: [number of values].
+        chunk_length: Values of one chunk.
+        is_compressed: Whether chunks are compressed by lz4.
+        metadata: The array's `zarr.json`.
+        chunks: The array's chunks, in order.
+    """
+
+    dtype: str
+    shape: tuple[int]
+    chunk_length: int
+    is_compressed: bool
+    metadata: FileSpec
+    chunks: tuple[FileSpec, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks hold all values."""
+        return math.ceil(self.shape[0] / self.chunk_length)
 
 
 def plan_array(array: NDArray[Any], *, compress: bool) -> ArraySpec:
@@ -227,6 +263,6 @@ def _compressor(spec: ArraySpec) -> Any:
     try:
         from numcodecs.blosc import Blosc
     except ImportError as error:
-        raise MissingExtraError("skip caches need zarr's codecs. Run: pip install 'rl-rollout[skip]'") from error
+        raise MissingExtraError("arrays on disk need zarr's codecs. Run: pip install 'rl-core[zarr]'") from error
     itemsize = np.dtype(spec.dtype).itemsize
     return Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE, blocksize=0, typesize=itemsize)
