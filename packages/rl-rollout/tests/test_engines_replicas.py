@@ -21,7 +21,7 @@ from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import Canary, WeightReceipt, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EngineHost, ProcessEngine
-from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 from rl_rollout.testing import PROMPT, EngineConformance, generate
@@ -91,6 +91,35 @@ def test_a_request_that_is_refused_is_not_tried_elsewhere() -> None:
     replicas = [ScriptedEngine(says(1)), ScriptedEngine(says(1))]
     with pytest.raises(EngineError, match="max_tokens must be at least 1"):
         run_with(replicas, lambda engine: engine.generate(request(max_tokens=0)))
+
+
+def test_what_is_scored_is_spread_and_keeps_its_order_when_a_replica_dies() -> None:
+    num_scored = [0, 0, 0]
+
+    def score(index: int) -> Any:
+        def one(sequence: np.ndarray) -> np.ndarray:
+            num_scored[index] += 1
+            if index == 0 and num_scored[0] == 3:
+                raise EngineDiedError("the GPU fell off.")
+            return np.full(len(sequence), -float(sequence[0]), np.float32)
+
+        return one
+
+    sequences = [np.array([1 + index, *range(40)], np.int32) for index in range(12)]
+    replicas = [ScriptedEngine(says(1), score=score(index)) for index in range(3)]
+
+    async def work(engine: ReplicatedEngine) -> list[TokenScores]:
+        await engine.pause()
+        scoring = asyncio.ensure_future(engine.score_top_k(sequences, top_k=4))
+        await asyncio.sleep(0)  # all are under way, and none is done
+        await engine.resume()
+        return await scoring
+
+    scored = run_with(replicas, work)
+    assert [float(scores.logprobs[5, 0]) for scores in scored] == [-float(1 + index) for index in range(12)]
+    assert {scores.token_ids.shape for scores in scored} == {(41, 5)}
+    assert num_scored[0] == 4
+    assert min(num_scored[1:]) >= 4
 
 
 def test_every_replica_gets_and_proves_an_update() -> None:

@@ -11,7 +11,7 @@ from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.scripted import Script, ScriptedEngine
 
-TRAITS = EngineTraits(name="scripted", max_model_len=16, vocab_size=50)
+TRAITS = EngineTraits(name="scripted", max_model_len=16, vocab_size=50, max_top_k=50)
 
 
 def started(script: Script, **options: object) -> ScriptedEngine:
@@ -135,3 +135,19 @@ def test_it_serves_only_between_start_and_close() -> None:
     asyncio.run(engine.close())
     with pytest.raises(NotReadyError, match="closed"):
         ask(engine, 1)
+
+
+def test_what_a_score_leaves_is_spread_over_the_other_tokens() -> None:
+    def score(sequence: np.ndarray) -> np.ndarray:
+        return np.log(np.array([1.0, 0.51, 0.001], np.float32))[: len(sequence)]
+
+    engine = ScriptedEngine({}, traits=TRAITS, score=score)
+    asyncio.run(engine.start())
+    sequence = np.array([7, 1, 2], np.int32)
+    (scores,) = asyncio.run(engine.score_top_k([sequence], top_k=3))
+    assert scores.token_ids.tolist() == [[-1] * 4, [1, 1, 0, 2], [2, 0, 1, 3]]
+    np.testing.assert_allclose(np.exp(scores.logprobs[1]), [0.51, 0.51, 0.01, 0.01], rtol=1e-5)
+    np.testing.assert_allclose(np.exp(scores.logprobs[2]), [0.001] + [0.999 / 49] * 3, rtol=1e-5)
+    (whole,) = asyncio.run(engine.score_top_k([sequence], top_k=50))
+    np.testing.assert_allclose(np.exp(whole.logprobs[1:, 1:]).sum(-1), 1.0, rtol=1e-5)
+    assert all(sorted(row) == list(range(50)) for row in whole.token_ids[1:, 1:].tolist())

@@ -10,10 +10,10 @@ import pytest
 
 from rl_core.errors import EngineError, MissingExtraError, NotReadyError
 from rl_core.weights import WeightReceipt, WeightUpdate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.stepped import Sample, SteppedEngine
 
-TRAITS = EngineTraits(name="counting", max_model_len=64, vocab_size=100)
+TRAITS = EngineTraits(name="counting", max_model_len=64, vocab_size=100, max_top_k=3)
 UPDATE = WeightUpdate(version=1, digests={}, tensors={})
 
 
@@ -41,7 +41,8 @@ class CountingStepper:
             raise ValueError("out of memory")
         for sample in self.running:
             if sample.sampling is None:
-                sample.scores = np.zeros(len(sample.input_ids), np.float32)
+                rows = np.full((len(sample.input_ids) - 1, 1 + sample.top_k), 5.0)
+                sample.scores = TokenScores.after_first(rows.astype(np.int64), -rows)
                 sample.finish_reason = "stop"
                 continue
             sample.token_ids.append(len(sample.token_ids) + 1)
@@ -187,8 +188,29 @@ def test_an_update_that_fails_midway_fails_the_engine(engine: SteppedEngine, ste
 
 def test_score_returns_in_order_and_an_empty_list_at_once(engine: SteppedEngine) -> None:
     scores = asyncio.run(engine.score([np.array([1, 2], np.int32), np.array([3], np.int32)]))
-    assert [row.tolist() for row in scores] == [[0.0, 0.0], [0.0]]
+    assert [row.tolist() for row in scores] == [[0.0, -5.0], [0.0]]
     assert asyncio.run(engine.score([])) == []
+
+
+def test_scores_have_a_row_for_each_token_and_nothing_in_the_first(engine: SteppedEngine) -> None:
+    sequences = [np.array([1, 2, 3], np.int32), np.array([3], np.int32)]
+    three, one = asyncio.run(engine.score_top_k(sequences, top_k=1))
+    assert three.token_ids.tolist() == [[-1, -1], [5, 5], [5, 5]]
+    assert three.logprobs.tolist() == [[0.0, 0.0], [-5.0, -5.0], [-5.0, -5.0]]
+    assert (three.token_ids.dtype, three.logprobs.dtype) == (np.int32, np.float32)
+    assert one.token_ids.tolist() == [[-1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "words"),
+    [(-1, "at least 0"), (101, "vocabulary of 100 tokens; found 101"), (4, "max_top_k = 3; found 4. Lower top_k")],
+)
+def test_a_number_of_likeliest_tokens_that_cannot_be_is_refused(
+    engine: SteppedEngine, stepper: CountingStepper, top_k: int, words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        asyncio.run(engine.score_top_k([np.array([1], np.int32)], top_k=top_k))
+    assert stepper.admitted == []
 
 
 def test_closing_fails_who_waits_and_closes_the_stepper_once(engine: SteppedEngine, stepper: CountingStepper) -> None:

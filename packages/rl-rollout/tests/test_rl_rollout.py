@@ -28,6 +28,7 @@ def test_public_names():
         "SessionLoop",
         "SessionResult",
         "SingleTurnLoop",
+        "TokenScores",
         "Tool",
         "audit_trajectory",
         "load_prompts",

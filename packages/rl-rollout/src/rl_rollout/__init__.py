@@ -1,7 +1,14 @@
 """Rollouts: prompts, engines, agent loops and rewards. Importing this loads no engine and no torch."""
 
 from rl_rollout.audit import AuditOptions, SampledSpan, audit_trajectory
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.engines.protocol import (
+    EngineTraits,
+    GenerateRequest,
+    Generation,
+    RolloutEngine,
+    SamplingParams,
+    TokenScores,
+)
 from rl_rollout.loops import (
     AgentLoop,
     LoopContext,
@@ -52,6 +59,7 @@ __all__ = [
     "SessionLoop",
     "SessionResult",
     "SingleTurnLoop",
+    "TokenScores",
     "Tool",
     "audit_trajectory",
     "load_prompts",

@@ -25,6 +25,7 @@ class VLLMOptions:
             it on CPUs.
         enforce_eager: Run the model without compiling it; False compiles for minutes on CPUs, and gains nothing there.
         can_sleep: Let `sleep` give the GPU's memory to a learner on it; costs vLLM's own memory pool. Nothing on CPUs.
+        max_top_k: Most likeliest tokens that `score_top_k` gives beside each token; up to the vocabulary.
         num_threads: CPU threads of the engine, of all its processes together; None takes torch's count at the start.
         seed: Of the draws of requests that have none.
     """
@@ -40,6 +41,7 @@ class VLLMOptions:
     enable_prefix_caching: bool = True
     enforce_eager: bool = True
     can_sleep: bool = False
+    max_top_k: int = 20
     num_threads: int | None = None
     seed: int = 0
 

@@ -13,7 +13,7 @@ from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, Restart
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RLError, RoleDiedError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
 from rl_rollout.engines.registry import engine_class
 
 T = TypeVar("T")
@@ -54,6 +54,11 @@ class EngineCalls:
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
         scores: list[FloatArray] = await self._call("score", list(sequences))
+        return scores
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+        """See `RolloutEngine.score_top_k`."""
+        scores: list[TokenScores] = await self._call("score_top_k", list(sequences), top_k)
         return scores
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -238,6 +243,10 @@ class HostedEngine:
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
         return await _or_end(self._engine.score(sequences))
+
+    async def score_top_k(self, sequences: Sequence[IntArray], top_k: int) -> list[TokenScores]:
+        """See `RolloutEngine.score_top_k`."""
+        return await _or_end(self._engine.score_top_k(sequences, top_k=top_k))
 
     def sees(self, file: Path) -> bool:
         """True where a file of the learner's host is here too."""

@@ -4,6 +4,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 
@@ -76,6 +78,37 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What an engine thinks of each token of a sequence, and what it would rather have had there.
+
+    Row t is about token t, given the tokens before it: first the token itself, then the K likeliest tokens, the
+    likeliest first; the token itself is among these too where it is one of them. Nothing comes before token 0: its ids
+    are -1, its logprobs 0.
+
+    Attributes:
+        token_ids: [T, K + 1] int32.
+        logprobs: [T, K + 1] float32 of token_ids, at temperature 1.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+
+    @classmethod
+    def after_first(cls, token_ids: IntArray, logprobs: FloatArray) -> "TokenScores":
+        """Scores of a sequence, from those of its tokens but the first.
+
+        Args:
+            token_ids: [T - 1, K + 1] integers.
+            logprobs: [T - 1, K + 1] floats.
+        """
+        above = ((1, 0), (0, 0))
+        return cls(
+            token_ids=np.pad(token_ids.astype(np.int32, copy=False), above, constant_values=-1),
+            logprobs=np.pad(logprobs.astype(np.float32, copy=False), above),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
     """What an engine is, once started.
 
@@ -84,12 +117,14 @@ class EngineTraits:
         max_model_len: Most tokens of prompt and response together.
         vocab_size: Token ids are below this.
         can_sleep: Whether `sleep` frees memory here.
+        max_top_k: Most likeliest tokens that `score_top_k` gives for each token.
     """
 
     name: str
     max_model_len: int
     vocab_size: int
     can_sleep: bool = False
+    max_top_k: int = 0
 
 
 class RolloutEngine(Protocol):
@@ -114,6 +149,14 @@ class RolloutEngine(Protocol):
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Logprobs of the tokens of each sequence at temperature 1, each [T] with position 0 = 0."""
+        ...
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+        """As `score`, with the top_k likeliest tokens beside each token; 0 gives the token alone.
+
+        Raises:
+            EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`.
+        """
         ...
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:

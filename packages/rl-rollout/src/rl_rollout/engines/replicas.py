@@ -14,13 +14,16 @@ from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport,
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import Canary, WeightReceipt, WeightReceiver, WeightUpdate
 from rl_rollout.engines.process import EngineCalls, ProcessEngine
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
+from rl_rollout.engines.requests import check_sequence, check_top_k
 from rl_rollout.engines.routing import Router
 
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
 """Engines that may die under one request before it is given up as the cause."""
+NO_PREFIX = np.zeros(0, dtype=np.int32)
+"""What is scored is computed whole, whoever has computed its beginning before."""
 NEWS_DEADLINE_S = 600.0
 """Longest wait of a restarted engine, whose weights have just been replaced, for the next publication."""
 
@@ -77,13 +80,14 @@ class ReplicatedEngine:
 
     @property
     def traits(self) -> EngineTraits:
-        """Of one of them; the least of their lengths."""
+        """Of one of them; the least of their limits."""
         traits = [replica.traits for replica in self._replicas]
         return replace(
             traits[0],
             name=traits[0].name if len(traits) == 1 else f"{len(traits)} x {traits[0].name}",
             max_model_len=min(found.max_model_len for found in traits),
             can_sleep=all(found.can_sleep for found in traits),
+            max_top_k=min(found.max_top_k for found in traits),
         )
 
     @property
@@ -119,6 +123,21 @@ class ReplicatedEngine:
             lambda replica: replica.score(sequences), np.concatenate(list(sequences)), num_samples=len(sequences)
         )
         return scores
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+        """See `RolloutEngine.score_top_k`; the sequences are spread over the replicas, by load alone."""
+        check_top_k(top_k, self.traits)
+        for sequence in sequences:
+            check_sequence(sequence, self.traits)
+
+        async def score_one(sequence: IntArray) -> TokenScores:
+            (scores,) = await self._anywhere(
+                lambda replica: replica.score_top_k([sequence], top_k=top_k), NO_PREFIX, num_samples=1
+            )
+            scored: TokenScores = scores
+            return scored
+
+        return list(await asyncio.gather(*map(score_one, sequences)))
 
     async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
         """See `publish_to`; a replica that dies on the way gets the update when it is there again."""

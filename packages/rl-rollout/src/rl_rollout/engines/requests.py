@@ -48,6 +48,23 @@ def check_sequence(sequence: IntArray, traits: EngineTraits) -> None:
         )
 
 
+def check_top_k(top_k: int, traits: EngineTraits) -> None:
+    """Refuse a number of likeliest tokens that cannot be given.
+
+    Raises:
+        EngineError: Says what the most is, and what to do.
+    """
+    if top_k < 0:
+        raise EngineError(f"top_k must be at least 0, which gives the tokens' own logprobs alone; found {top_k}.")
+    if top_k > traits.vocab_size:
+        raise EngineError(f"top_k must be at most the model's vocabulary of {traits.vocab_size} tokens; found {top_k}.")
+    if top_k > traits.max_top_k:
+        raise EngineError(
+            f"top_k must be at most the engine's max_top_k = {traits.max_top_k}; found {top_k}. Lower top_k, or start "
+            f"the engine with max_top_k = {top_k} (VLLMOptions.max_top_k)."
+        )
+
+
 def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> None:
     """Refuse token ids that are not a [T] array of ids of the vocabulary, T >= 1.
 

@@ -8,8 +8,8 @@ import numpy as np
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
-from rl_rollout.engines.requests import check_request, check_sequence
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
+from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 
 Script = (
     Mapping[tuple[int, ...], Sequence[Sequence[int]]]
@@ -19,7 +19,7 @@ Script = (
 
 The function may raise, which fails the request, or wait, which orders the responses."""
 
-DEFAULT_TRAITS = EngineTraits(name="scripted", max_model_len=1 << 20, vocab_size=1 << 20)
+DEFAULT_TRAITS = EngineTraits(name="scripted", max_model_len=1 << 20, vocab_size=1 << 20, max_top_k=1 << 20)
 
 
 class ScriptedEngine:
@@ -90,6 +90,12 @@ class ScriptedEngine:
         if self._resumed is not None:
             await self._resumed.wait()
         return [self._score(sequence) for sequence in sequences]
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+        """See `RolloutEngine.score_top_k`; what `score` leaves of the mass is spread evenly over the other tokens."""
+        check_top_k(top_k, self.traits)
+        scored = zip(sequences, await self.score(sequences), strict=True)
+        return [_spread(sequence, scores, top_k, self._traits.vocab_size) for sequence, scores in scored]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
@@ -208,3 +214,16 @@ def _flat_scores(sequence: IntArray) -> FloatArray:
     scores = np.full(len(sequence), -1.0, dtype=np.float32)
     scores[0] = 0.0
     return scores
+
+
+def _spread(sequence: IntArray, scores: FloatArray, top_k: int, vocab_size: int) -> TokenScores:
+    """Each token at its score, all others equally likely, the lowest ids first."""
+    ids = np.empty((len(sequence) - 1, top_k + 1), dtype=np.int32)
+    logprobs = np.empty(ids.shape, dtype=np.float32)
+    for row, (token, score) in enumerate(zip(sequence[1:].tolist(), scores[1:].tolist(), strict=True)):
+        rest = float(np.log(max(-np.expm1(score), 1e-30) / max(vocab_size - 1, 1)))
+        others = [other for other in range(min(top_k + 1, vocab_size)) if other != token]
+        ranked = [token, *others] if score >= rest else [*others, token]
+        ids[row] = [token, *ranked[:top_k]]
+        logprobs[row] = np.where(ids[row] == token, score, rest)
+    return TokenScores.after_first(ids, logprobs)

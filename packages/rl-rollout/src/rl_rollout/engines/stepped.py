@@ -21,8 +21,8 @@ import structlog
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
-from rl_rollout.engines.requests import check_request, check_sequence
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
+from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 
 log = structlog.get_logger(__name__)
 
@@ -41,24 +41,26 @@ class Sample:
         sampling: None to score.
         seed: Of this sample.
         request_id: Of its request, where that has one.
+        top_k: Likeliest tokens to give beside each token, when it is scored.
         token_ids: Sampled so far.
         logprobs: Of token_ids; empty when greedy.
         policy_versions: Of token_ids.
         finish_reason: None while it runs.
         num_preempted: How often it was started again.
-        scores: [T] of the input_ids, when that was asked.
+        scores: Of the input_ids, with top_k more columns, when that was asked.
     """
 
     input_ids: list[int]
     sampling: SamplingParams | None
     seed: int | None = None
     request_id: str | None = None
+    top_k: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_preempted: int = 0
-    scores: FloatArray | None = None
+    scores: TokenScores | None = None
 
     def generation(self) -> Generation:
         """The finished sample as engines return it."""
@@ -185,10 +187,15 @@ class SteppedEngine:
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
+        return [scores.logprobs[:, 0] for scores in await self.score_top_k(sequences, top_k=0)]
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+        """See `RolloutEngine.score_top_k`."""
         traits = self._awake().traits
+        check_top_k(top_k, traits)
         for sequence in sequences:
             check_sequence(sequence, traits)
-        samples = [Sample(input_ids=sequence.tolist(), sampling=None) for sequence in sequences]
+        samples = [Sample(input_ids=sequence.tolist(), sampling=None, top_k=top_k) for sequence in sequences]
         await self._run(samples)
         scores = [sample.scores for sample in samples if sample.scores is not None]
         if len(scores) < len(samples):

@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from rl_core.records import FloatArray
 from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.protocol import EngineTraits, SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams, TokenScores
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.weight_checks import check_update, update_tensors
@@ -37,10 +36,12 @@ class TransformersStepper:
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
         self._version = 0
+        vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
             name=f"transformers {transformers_version} ({options.device}, {options.dtype})",
             max_model_len=options.max_model_len or max_positions(model_dir),
-            vocab_size=self._model.get_input_embeddings().weight.shape[0],
+            vocab_size=vocab_size,
+            max_top_k=vocab_size,
             can_sleep=torch.device(options.device).type == "cuda",
         )
 
@@ -190,18 +191,19 @@ class _Batch:
     def finish_scoring(self, logits: torch.Tensor) -> list[Sample]:
         """Give each sample its scores; the batch is empty afterwards."""
         finished, self.samples = self.samples, []
-        for sample, row in zip(finished, logits.float().log_softmax(-1), strict=True):
-            sample.scores = _scores(row[-len(sample.input_ids) :], sample.input_ids)
+        for sample, row in zip(finished, logits, strict=True):
+            sample.scores = _scores(row[-len(sample.input_ids) :], sample)
             sample.finish_reason = "stop"
         return finished
 
 
-def _scores(logprobs: torch.Tensor, token_ids: list[int]) -> FloatArray:
-    """[T] float32 logprobs of the tokens, of [T, V]; position 0 is 0."""
-    targets = torch.tensor(token_ids[1:], device=logprobs.device).unsqueeze(-1)
-    scores = np.zeros(len(token_ids), dtype=np.float32)
-    scores[1:] = logprobs[:-1].gather(-1, targets).squeeze(-1).cpu().numpy()
-    return scores
+def _scores(logits: torch.Tensor, sample: Sample) -> TokenScores:
+    """Of a sample's tokens, from [T, V] logits after each."""
+    logprobs = logits[:-1].float().log_softmax(-1)
+    tokens = torch.tensor(sample.input_ids[1:], device=logits.device, dtype=torch.int64).unsqueeze(-1)
+    likeliest = logprobs.topk(sample.top_k, dim=-1).indices
+    token_ids = torch.cat([tokens, likeliest], dim=-1)
+    return TokenScores.after_first(token_ids.cpu().numpy(), logprobs.gather(-1, token_ids).cpu().numpy())
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `vllm_worker.py` is made for the first one
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # a sequence of max_model_len is scored as a prompt, with one token to spare
     "VLLM_LOGGING_LEVEL": "ERROR",  # a dozen warnings at each start on a CPU say nothing that a user can act on
     "VLLM_NO_USAGE_STATS": "1",

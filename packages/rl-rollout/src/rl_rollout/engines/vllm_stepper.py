@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.outputs import LogprobsTensors
 
 from rl_core.broadcast import BroadcastReceiver
 from rl_core.errors import DeadlineError, EngineError, TransferError
@@ -24,7 +26,7 @@ from rl_core.records import FinishReason as OurFinishReason
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.protocol import EngineTraits, SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams, TokenScores
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.vllm_environment import unchanged_process
 from rl_rollout.engines.vllm_live_weights import join_parts
@@ -39,6 +41,9 @@ FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
 }
 MAX_IDLE_STEPS = 100
 """Steps without any computation, while samples run, after which the scheduler is stuck."""
+
+MAX_SCORING_STEPS = 2
+"""Steps' worth of tokens to score that vLLM is given at once: requests that come later do not wait for more."""
 
 _engines_in_process: set[int] = set()
 
@@ -63,6 +68,9 @@ class VLLMStepper:
         self._end_token_ids = end_token_ids(model_dir)
         self._shapes = tensor_shapes(model_dir)
         self._running: dict[str, tuple[Sample, Any]] = {}
+        self._to_score: deque[Sample] = deque()
+        self._num_scoring_tokens = 0
+        self._max_scoring_tokens = MAX_SCORING_STEPS * options.max_num_batched_tokens
         self._num_requests = 0
         self._num_idle_steps = 0
         self._version = 0
@@ -73,7 +81,7 @@ class VLLMStepper:
         self._client: Any = self._engine.engine_core
         self._core: Any = self._client.engine_core
         self._watch = self._take_workers()
-        self._core.collective_rpc("skip_token_ranks")
+        self._core.collective_rpc("score_in_pieces")
         if self._is_cpu:
             self._core.collective_rpc("draw_by_seed_and_position")
         model_config = self._engine.model_config
@@ -83,6 +91,7 @@ class VLLMStepper:
             max_model_len=model_config.max_model_len - 1,
             vocab_size=model_config.get_vocab_size(),
             can_sleep=options.can_sleep and not self._is_cpu,
+            max_top_k=min(options.max_top_k, model_config.get_vocab_size()),
         )
 
     @property
@@ -91,27 +100,16 @@ class VLLMStepper:
         return self._traits
 
     def admit(self, samples: Sequence[Sample]) -> None:
-        """See `Stepper.admit`."""
-        now = time.time()
+        """See `Stepper.admit`; what is to be scored waits here for its turn."""
         for sample in samples:
-            self._num_requests += 1
-            request = EngineCoreRequest(
-                request_id=str(self._num_requests),
-                prompt_token_ids=sample.input_ids,
-                mm_features=None,
-                sampling_params=self._sampling_params(sample),
-                pooling_params=None,
-                arrival_time=now,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-            core_request, wave = self._core.preprocess_add_request(request)
-            self._core.add_request(core_request, wave)
-            self._running[request.request_id] = (sample, core_request)
+            if sample.sampling is None:
+                self._to_score.append(sample)
+            else:
+                self._add(sample)
 
     def step(self) -> list[Sample]:
         """See `Stepper.step`."""
+        self._add_scoring()
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(is_executed)
         self._watch_progress(is_executed)
@@ -126,10 +124,11 @@ class VLLMStepper:
     def remove(self, samples: Sequence[Sample]) -> None:
         """See `Stepper.remove`."""
         leaving = set(samples)
+        self._to_score = deque(sample for sample in self._to_score if sample not in leaving)
         ids = [request_id for request_id, (sample, _) in self._running.items() if sample in leaving]
         self._core.abort_requests(ids)
         for request_id in ids:
-            del self._running[request_id]
+            self._drop(request_id)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `Stepper.update_weights`."""
@@ -176,6 +175,7 @@ class VLLMStepper:
             self._client.shutdown()
         _engines_in_process.discard(id(self))
         self._running.clear()
+        self._to_score.clear()
         del self._engine, self._client, self._core
         gc.collect()
 
@@ -205,10 +205,39 @@ class VLLMStepper:
                 cleanup_dist_env_and_memory()
             raise
 
+    def _add_scoring(self) -> None:
+        """Give vLLM what is to be scored, as much of it as its next steps can take; one sequence at least."""
+        while self._to_score and self._num_scoring_tokens < self._max_scoring_tokens:
+            sample = self._to_score.popleft()
+            self._num_scoring_tokens += len(sample.input_ids)
+            self._add(sample)
+
+    def _add(self, sample: Sample) -> None:
+        self._num_requests += 1
+        request = EngineCoreRequest(
+            request_id=str(self._num_requests),
+            prompt_token_ids=sample.input_ids,
+            mm_features=None,
+            sampling_params=self._sampling_params(sample),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        core_request, wave = self._core.preprocess_add_request(request)
+        self._core.add_request(core_request, wave)
+        self._running[request.request_id] = (sample, core_request)
+
+    def _drop(self, request_id: str) -> None:
+        sample, _ = self._running.pop(request_id)
+        if sample.sampling is None:
+            self._num_scoring_tokens -= len(sample.input_ids)
+
     def _sampling_params(self, sample: Sample) -> VLLMSamplingParams:
         sampling = sample.sampling
         if sampling is None:
-            return VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+            return VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=sample.top_k, detokenize=False)
         seed = sample.seed
         if self._is_cpu and seed is None:
             seed = int(self._seeds.integers(2**63))
@@ -235,7 +264,7 @@ class VLLMStepper:
             return None
         sample, core_request = entry
         if sample.sampling is None:
-            sample.scores = _scores(output, len(sample.input_ids))
+            sample.scores = _scores(output, sample.top_k)
         else:
             sample.token_ids.extend(output.new_token_ids)
             sample.policy_versions.extend([self._version] * len(output.new_token_ids))
@@ -243,7 +272,7 @@ class VLLMStepper:
                 sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
         if output.finish_reason is None:
             return None
-        del self._running[output.request_id]
+        self._drop(output.request_id)
         if output.finish_reason not in FINISH_REASONS:
             raise RuntimeError(f"vLLM ended a request with {output.finish_reason!s}: {output.stop_reason}")
         sample.finish_reason = FINISH_REASONS[output.finish_reason]
@@ -286,6 +315,7 @@ def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
         max_model_len=(options.max_model_len or max_positions(model_dir)) + 1,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        max_logprobs=options.max_top_k,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
         gpu_memory_utilization=options.gpu_memory_utilization,
         block_size=32 if options.block_size is None and is_cpu else options.block_size,
@@ -306,11 +336,11 @@ def _prompt_sharing() -> KVTransferConfig:
     return KVTransferConfig(kv_connector="PromptSharing", kv_connector_module_path=module, kv_role="kv_consumer")
 
 
-def _scores(output: EngineCoreOutput, num_tokens: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    scores = np.zeros(num_tokens, dtype=np.float32)
-    if output.new_prompt_logprobs_tensors is not None:
-        scores[1:] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
-    return scores
+def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:
+    found = output.new_prompt_logprobs_tensors
+    if found is None:  # a sequence of one token
+        found = LogprobsTensors.empty_cpu(0, top_k + 1)
+    return TokenScores.after_first(found.logprob_token_ids.numpy(), found.logprobs.numpy())
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.weights import Broadcast, tensor_crc32c
 from rl_rollout.engines.vllm_broadcast import ReceiveRequest, receive_all
 from rl_rollout.engines.vllm_live_weights import LiveParts, live_parts
+from rl_rollout.engines.vllm_prompt_scores import score_in_pieces
 from rl_rollout.engines.vllm_worker_processes import unlink_what_workers_share
 
 
@@ -75,22 +75,9 @@ class WorkerExtension:
         is_cpu = self.device.type == "cpu"  # on GPUs a communicator may be made later
         unlink_what_workers_share(self.distributed_init_method if is_cpu else None)
 
-    def skip_token_ranks(self) -> None:
-        """Let the sampler gather the sampled tokens' logprobs alone.
-
-        vLLM also ranks each token among the vocabulary, with a function that torch compiles: seconds at the
-        first batch on a CPU, for a number that nobody here reads.
-        """
-        sampler = self.model_runner.sampler
-        gather_all = sampler.gather_logprobs
-
-        def gather(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-            if num_logprobs:
-                return gather_all(logprobs, num_logprobs, token_ids)
-            columns = token_ids.unsqueeze(-1)
-            return LogprobsTensors(columns.to(torch.int32), logprobs.gather(-1, columns), torch.zeros_like(token_ids))
-
-        sampler.gather_logprobs = gather
+    def score_in_pieces(self) -> None:
+        """Score prompts with a bounded number of logits at a time, and rank no token; see `vllm_prompt_scores`."""
+        score_in_pieces(self.model_runner)
 
     def draw_by_seed_and_position(self) -> None:
         """Let the sampler on a CPU draw each token by its sample's seed and its position in the response alone.

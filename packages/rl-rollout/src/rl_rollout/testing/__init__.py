@@ -19,6 +19,7 @@ from rl_rollout.testing.reference_model import (
     reference_logprobs,
     token_logprobs,
 )
+from rl_rollout.testing.scoring_checks import ScoringChecks, check_token_scores
 from rl_rollout.testing.update_checks import UpdateChecks
 
 __all__ = [
@@ -26,8 +27,10 @@ __all__ = [
     "TIED_HEAD",
     "EngineConformance",
     "GenerationChecks",
+    "ScoringChecks",
     "UpdateChecks",
     "begin",
+    "check_token_scores",
     "generate",
     "joined",
     "long_request",
@@ -40,5 +43,5 @@ __all__ = [
 ]
 
 
-class EngineConformance(GenerationChecks, UpdateChecks):
+class EngineConformance(GenerationChecks, ScoringChecks, UpdateChecks):
     """All checks."""

@@ -1,0 +1,88 @@
+"""Logprobs of prompts with their likeliest alternatives, inside vLLM's workers, in memory that does not grow.
+
+vLLM's own way holds the logits of a whole step, [tokens, V] twice in float32: 10 GB for 8,192 tokens of a vocabulary of
+151,936. It also ranks each token with a function that torch compiles, for a number that nobody here reads.
+"""
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors
+
+MAX_ROWS = 512
+"""Tokens whose logits are held at once."""
+
+
+def gather_without_ranks(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """Each row's token, then the row's likeliest tokens.
+
+    Args:
+        logprobs: [N, V].
+        num_logprobs: K.
+        token_ids: [N] int64.
+
+    Returns:
+        [N, K + 1] int32 ids with their logprobs; ranks of 0.
+    """
+    columns = token_ids.unsqueeze(-1)
+    if num_logprobs:
+        columns = torch.cat([columns, logprobs.topk(num_logprobs, dim=-1).indices], dim=-1)
+    return LogprobsTensors(columns.to(torch.int32), logprobs.gather(-1, columns), torch.zeros_like(token_ids))
+
+
+def score_in_pieces(runner: Any) -> None:
+    """Let a worker's model runner score prompts by `score_prompts`, and rank no token."""
+    runner.sampler.gather_logprobs = gather_without_ranks
+    runner._get_prompt_logprobs_dict = MethodType(score_prompts, runner)
+
+
+def score_prompts(
+    runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]
+) -> dict[str, LogprobsTensors]:
+    """What vLLM's `_get_prompt_logprobs_dict` gives: the scores of the prompts that this step completes.
+
+    Args:
+        runner: vLLM's model runner.
+        hidden_states: [tokens of the step, H].
+        num_scheduled_tokens: Of each request in the step.
+
+    Returns:
+        By request, [P - 1, K + 1] of its P prompt tokens but the first.
+    """
+    completed: dict[str, LogprobsTensors] = {}
+    for request_id, top_k in runner.num_prompt_logprobs.items():
+        num_tokens = num_scheduled_tokens.get(request_id)
+        if num_tokens is None:  # it waits for its next step
+            continue
+        request = runner.requests[request_id]
+        num_scores = len(request.prompt_token_ids) - 1
+        start = request.num_computed_tokens
+        if request.in_progress_prompt_logprobs_cpu is None:
+            request.in_progress_prompt_logprobs_cpu = LogprobsTensors.empty_cpu(num_scores, top_k + 1)
+        scores = request.in_progress_prompt_logprobs_cpu
+        offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
+        end = min(start + num_tokens, num_scores)
+        targets = torch.tensor(request.prompt_token_ids[start + 1 : end + 1], device=hidden_states.device)
+        _fill(runner, scores, hidden_states[offset : offset + max(end - start, 0)], targets, start)
+        if start + num_tokens > num_scores:  # vLLM sends them with the token that it draws after the prompt
+            completed[request_id] = scores
+    for request_id in completed:
+        del runner.num_prompt_logprobs[request_id]
+        runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
+    return completed
+
+
+def _fill(
+    runner: Any, scores: LogprobsTensors, hidden_states: torch.Tensor, token_ids: torch.Tensor, start: int
+) -> None:
+    """Put the scores of token_ids, which hidden_states predict, in their rows from start on."""
+    top_k = scores.logprobs.shape[1] - 1
+    for begin in range(0, len(token_ids), MAX_ROWS):
+        piece = slice(begin, begin + MAX_ROWS)
+        logprobs = runner.sampler.compute_logprobs(runner.model.compute_logits(hidden_states[piece]))
+        found = gather_without_ranks(logprobs, top_k, token_ids[piece])
+        rows = slice(start + begin, start + begin + len(logprobs))
+        scores.logprob_token_ids[rows].copy_(found.logprob_token_ids)
+        scores.logprobs[rows].copy_(found.logprobs)

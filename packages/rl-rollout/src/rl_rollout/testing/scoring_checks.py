@@ -1,0 +1,128 @@
+# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
+"""What every engine says about tokens that it did not sample, with the likeliest ones beside them."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rl_core.records import FloatArray, IntArray
+from rl_rollout.engines.protocol import EngineTraits, Generation, RolloutEngine, TokenScores
+from rl_rollout.testing.engine_calls import begin, long_request, refuses, short_request
+from rl_rollout.testing.reference_model import reference_logprobs
+
+TOLERANCE = 1e-4
+"""Largest difference of a logprob in float32, in nats."""
+
+
+def check_token_scores(scores: TokenScores, sequence: IntArray, *, top_k: int, reference: FloatArray) -> None:
+    """Compare an engine's scores with a model's logprobs.
+
+    Tokens that are as likely as the last of the likeliest may stand in for it.
+
+    Args:
+        scores: Of the sequence.
+        sequence: [T].
+        top_k: That was asked for.
+        reference: [T, V] logprobs after each token.
+    """
+    ids, logprobs = scores.token_ids, scores.logprobs
+    assert ids.dtype == np.int32
+    assert logprobs.dtype == np.float32
+    assert ids.shape == logprobs.shape == (len(sequence), top_k + 1)
+    assert set(ids[0].tolist()) == {-1}
+    assert set(logprobs[0].tolist()) == {0.0}
+    assert ids[1:, 0].tolist() == sequence[1:].tolist()
+    rows = reference[:-1]
+    np.testing.assert_allclose(logprobs[1:], np.take_along_axis(rows, ids[1:], axis=-1), atol=TOLERANCE)
+    likeliest = -np.sort(-rows, axis=-1)[:, :top_k]
+    np.testing.assert_allclose(logprobs[1:, 1:], likeliest, atol=TOLERANCE)
+    assert (np.diff(logprobs[1:, 1:], axis=-1) <= 0).all()
+    assert all(len(set(row)) == top_k for row in ids[1:, 1:].tolist())
+    assert (np.exp(logprobs[1:, 1:]).sum(-1) <= 1 + 1e-4).all()
+
+
+class ScoringChecks:
+    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32."""
+
+    def test_the_likeliest_tokens_are_the_reference_models(self, engine: RolloutEngine, model_dir: Path) -> None:
+        sequences = _sequences(engine.traits, lengths=(7, 1, 2, 33, engine.traits.max_model_len))
+        for top_k in (1, _some(engine.traits)):
+            for sequence, scores in zip(sequences, _ask(engine, sequences, top_k=top_k), strict=True):
+                check_token_scores(scores, sequence, top_k=top_k, reference=reference_logprobs(model_dir, sequence))
+
+    def test_a_token_has_the_logprob_that_score_gives_it(self, engine: RolloutEngine) -> None:
+        sequences = _sequences(engine.traits, lengths=(7, 1, 33))
+        logprobs = asyncio.run(engine.score(sequences))
+        for top_k in (0, _some(engine.traits)):
+            for expected, scores in zip(logprobs, _ask(engine, sequences, top_k=top_k), strict=True):
+                assert scores.logprobs.shape[1] == top_k + 1
+                np.testing.assert_allclose(scores.logprobs[:, 0], expected, atol=1e-5)
+
+    def test_the_whole_vocabulary_sums_to_one(self, engine: RolloutEngine) -> None:
+        vocab_size = engine.traits.vocab_size
+        if engine.traits.max_top_k < vocab_size:
+            with refuses("max_top_k"):
+                _ask(engine, _sequences(engine.traits, lengths=(3,)), top_k=vocab_size)
+            return
+        (scores,) = _ask(engine, _sequences(engine.traits, lengths=(9,)), top_k=vocab_size)
+        assert np.sort(scores.token_ids[1:, 1:], axis=-1).tolist() == [list(range(vocab_size))] * 8
+        np.testing.assert_allclose(np.exp(scores.logprobs[1:, 1:]).sum(-1), 1.0, atol=1e-5)
+
+    def test_a_sequence_that_was_scored_before_has_all_its_rows_again(self, engine: RolloutEngine) -> None:
+        sequences = _sequences(engine.traits, lengths=(50, 50))
+        sequences[1][:40] = sequences[0][:40]  # what a prefix cache shares
+        first, again = (_ask(engine, sequences * 2, top_k=_some(engine.traits)) for _ in range(2))
+        for expected, scores in zip(first, again, strict=True):
+            np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=TOLERANCE)
+            assert (scores.logprobs[1:] < 0).all()
+
+    def test_scoring_and_generating_do_not_disturb_each_other(self, engine: RolloutEngine, model_dir: Path) -> None:
+        request = long_request(engine)
+        alone = asyncio.run(engine.generate(request))[0].token_ids.tolist()
+        sequences = _sequences(engine.traits, lengths=(engine.traits.max_model_len, 20, 20, 20))
+        top_k = _some(engine.traits)
+
+        async def both() -> tuple[list[TokenScores], list[Generation]]:
+            running = await begin(engine, request)
+            hot = asyncio.ensure_future(engine.generate(short_request(seed=3, prompt=sequences[1][:5])))
+            scores = await engine.score_top_k(sequences, top_k=top_k)
+            await hot
+            return scores, await running
+
+        scored, (sample,) = asyncio.run(both())
+        assert sample.token_ids.tolist() == alone
+        for sequence, scores in zip(sequences, scored, strict=True):
+            check_token_scores(scores, sequence, top_k=top_k, reference=reference_logprobs(model_dir, sequence))
+
+    def test_scoring_that_cannot_be_is_refused(self, engine: RolloutEngine) -> None:
+        traits = engine.traits
+        (sequence,) = _sequences(traits, lengths=(4,))
+        for top_k, words in ((-1, "at least 0"), (traits.vocab_size + 1, f"vocabulary of {traits.vocab_size}")):
+            with refuses(words):
+                _ask(engine, [sequence], top_k=top_k)
+        if traits.max_top_k < traits.vocab_size:
+            with refuses(f"max_top_k = {traits.max_top_k}; found {traits.max_top_k + 1}"):
+                _ask(engine, [sequence], top_k=traits.max_top_k + 1)
+        with refuses(f"max_model_len = {traits.max_model_len}"):
+            _ask(engine, [sequence, np.ones(traits.max_model_len + 1, np.int32)], top_k=1)
+        with refuses("token ids"):
+            _ask(engine, [sequence, np.array([1, traits.vocab_size], np.int32)], top_k=1)
+        assert _ask(engine, [], top_k=1) == []
+        assert len(_ask(engine, [sequence], top_k=1)) == 1
+
+
+def _ask(engine: RolloutEngine, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+    return asyncio.run(engine.score_top_k(sequences, top_k=top_k))
+
+
+def _some(traits: EngineTraits) -> int:
+    """As many likeliest tokens as engines usually give."""
+    return min(traits.max_top_k, 12)
+
+
+def _sequences(traits: EngineTraits, *, lengths: Sequence[int]) -> list[IntArray]:
+    """Random sequences, always the same."""
+    drawn = np.random.default_rng(1)
+    return [drawn.integers(0, traits.vocab_size, size=length).astype(np.int32) for length in lengths]
