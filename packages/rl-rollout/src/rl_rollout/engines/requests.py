@@ -6,6 +6,8 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, SamplingP
 
 LOWEST_TEMPERATURE = 0.01
 """Between 0 and this, probabilities become 0 or 1 and logprobs lose their meaning."""
+HIGHEST_TEMPERATURE = 2.0
+"""vLLM takes none above."""
 
 
 def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
@@ -87,9 +89,10 @@ def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> 
 def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
     if sampling.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1; found {sampling.max_tokens}.")
-    if sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature < float("inf"):
+    if sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
         raise EngineError(
-            f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}; found {sampling.temperature}."
+            f"temperature must be 0 (greedy) or from {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}; found "
+            f"{sampling.temperature}."
         )
     if not 0 < sampling.top_p <= 1:
         raise EngineError(f"top_p must be in (0, 1]; found {sampling.top_p}.")

@@ -224,6 +224,7 @@ class GenerationChecks:
             GenerateRequest(input_ids=np.ones(traits.max_model_len, np.int32), sampling=good.sampling),
             GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=0)),
             GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, temperature=-1.0)),
+            GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, temperature=2.1)),
             GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, top_p=0.0)),
             GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, top_k=0)),
             GenerateRequest(input_ids=PROMPT, sampling=good.sampling, num_samples=0),
