@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,38 @@ EMITTED = [
     "rollout/failed_sessions",
     "nonfinite/actor/entropy",
     "queue/groups/leased",
+    "actor/distillation/loss",
+    "actor/distillation/student_mass",
+    "actor/distillation/teacher_mass",
+    "actor/distillation/overlap_ratio",
+    "actor/distillation/tail_mass",
+    "actor/distillation/clamped_fraction",
+    "actor/distillation/agreement",
+    "actor/distillation/aligned_fraction",
+    "actor/distillation/math-7b/loss",
+    "actor/distillation/math-7b/aligned_fraction",
+    "teacher/math-7b/score_s",
+    "teacher/math-7b/idle_share",
+    "teacher/math-7b/trajectories",
+    "teacher/math-7b/tokens_per_s",
+    "teacher/math-7b/restarts",
+    "teacher/math-7b/cache_hits",
+    "timing_s/teacher",
 ]
 
 
 @pytest.mark.parametrize("name", EMITTED)
 def test_a_name_that_trainers_emit_is_defined(name):
     assert DEFINITIONS.lookup(name).name == name
+
+
+def test_what_is_said_of_all_teachers_is_said_of_each():
+    of_all = {metric.name for metric in DEFINITIONS if re.fullmatch("actor/distillation/[a-z_]+", metric.name)}
+    of_each = {name.replace("{teacher}/", "") for name in (m.name for m in DEFINITIONS) if "lation/{teacher}/" in name}
+    assert len(of_all) == 8
+    assert of_each == of_all
+    loss = DEFINITIONS.lookup("actor/distillation/math/loss")
+    assert (loss.unit, loss.reduction, loss.weighted_by) == ("nats", "mean", "token")
 
 
 def test_every_statistic_of_the_queue_is_defined():

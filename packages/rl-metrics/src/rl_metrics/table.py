@@ -5,6 +5,7 @@ Names follow verl's where it has one, so that dashboards keep working.
 
 from rl_metrics.correction_table import CORRECTION
 from rl_metrics.definitions import Band, Metric, MetricTable
+from rl_metrics.distillation_table import DISTILLATION
 from rl_metrics.entries import BY_DESIGN, GUIDE, PROOF, mean, one, seconds, spread
 
 TRAINING = (
@@ -323,6 +324,7 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Training": TRAINING,
     "Policy": ACTOR,
     "Rewards and advantages": CRITIC,
+    "Distillation": DISTILLATION,
     "Rollouts": ROLLOUT,
     "Mismatch of engine and learner": CORRECTION,
     "Weights": WEIGHTS,
