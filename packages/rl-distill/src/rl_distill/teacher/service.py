@@ -196,17 +196,13 @@ class TeacherService:
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Wait until every group is acked."""
-        limit = asyncio.timeout(self._options.deadline_s)
-        try:
-            async with limit:
-                await serving
-        except TimeoutError:
-            if not limit.expired():
-                raise
+        await asyncio.wait({serving}, timeout=self._options.deadline_s)
+        if not serving.done():
             raise DeadlineError(
                 f"waited {self._options.deadline_s:g} s (distillation.deadline_s) for teachers after the last rollout: "
                 f"{self._describe_work()}. Give them longer, or more replicas."
-            ) from None
+            )
+        serving.result()
 
     async def _serve(self, queue: TransferQueue) -> None:
         """Wake the teachers, and score until nothing can come any more."""
