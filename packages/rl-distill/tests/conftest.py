@@ -1,6 +1,6 @@
 """Tiny policies and batches for the learners' tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import transformers
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_core.batch import Batch
+from rl_core.cluster import ClusterOptions
 from rl_core.ragged import Ragged, offsets_of
 from rl_core.row_keys import RowKey
 from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.options import ParallelOptions
 
 VOCAB_SIZE = 40
 
@@ -133,3 +136,41 @@ def make_batch() -> Callable[..., Batch]:
         return Batch(keys, {name: Ragged(column, offsets) for name, column in values.items()})
 
     return make
+
+
+class Started:
+    """Ranks that all cases use; started again where a case ended them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks: Started | None = None
+
+    def in_layout(self, parallel: ParallelOptions) -> LearnerRanks:
+        if self._ranks is None or not self._ranks.is_alive:
+            self._ranks = LearnerRanks(
+                ParallelOptions(ranks=self._num_ranks),
+                cluster=ClusterOptions(kind="process"),
+                num_threads=1,
+                deadline_s=120.0,
+                call_deadline_s=60.0,
+            )
+        self._ranks.rearrange(parallel)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Started]:
+    ranks = Started(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Started]:
+    ranks = Started(4)
+    yield ranks
+    ranks.close()

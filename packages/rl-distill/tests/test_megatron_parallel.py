@@ -1,22 +1,22 @@
 """Every parallel layout against one rank: loss and gradient norm over three steps, weights, checkpoints."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rl_core.batch import Batch
-from rl_core.cluster import ClusterOptions
 from rl_core.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
-from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LearnerOptions, ParallelOptions
 
 MakeBatch = Callable[..., Batch]
+Started = Any  # conftest's
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 OPTIONS = LearnerOptions(learning_rate=1e-3, weight_decay=0.1, micro_batch_tokens=24, num_threads=1, eps=1e-6)
 
@@ -61,44 +61,6 @@ def policy_gradient(
 
 def squared_error(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MetricSums]:
     return ((values - micro.columns["advantages"]).square() * micro.columns["loss_weights"]).sum(), {}
-
-
-class Started:
-    """Ranks that all cases use; started again where a case ended them."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._ranks: Started | None = None
-
-    def in_layout(self, parallel: ParallelOptions) -> LearnerRanks:
-        if self._ranks is None or not self._ranks.is_alive:
-            self._ranks = LearnerRanks(
-                ParallelOptions(ranks=self._num_ranks),
-                cluster=ClusterOptions(kind="process"),
-                num_threads=1,
-                deadline_s=120.0,
-                call_deadline_s=60.0,
-            )
-        self._ranks.rearrange(parallel)
-        return self._ranks
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Started]:
-    ranks = Started(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Started]:
-    ranks = Started(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ Needs transformers, which comes with the extra `rl-distill[megatron]`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from rl_distill.checkpoint import (
     write_saved_policy,
 )
 from rl_distill.hf_folder import read_policy_tensors
-from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
+from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
+from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
+from rl_distill.objectives.logit_divergence import LogitDivergence, teacher_tokens
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_values
 from rl_distill.reference_model import reference_model
 from rl_distill.schedule import learning_rate_at
@@ -36,6 +39,7 @@ from rl_distill.stepping import (
     open_policy,
     parameter_dtype,
 )
+from rl_distill.teacher_heads import read_heads
 from rl_distill.torch_dist import Piece, TensorFolder, write_contents, write_pieces
 
 
@@ -75,6 +79,7 @@ class TorchLearner:
         self._adam = _adamw(list(self._mains.values()), options)
         self._step = 0
         self._is_open = True
+        self._teacher_heads: list[Tensor] = []
 
     @property
     def step(self) -> int:
@@ -113,8 +118,9 @@ class TorchLearner:
         self._model.zero_grad()
         loss, metrics = 0.0, []
         for pack in self._packs(batch):
-            logprobs, entropy = self._score(pack, temperature)
-            part, sums = objective(logprobs, entropy if with_entropy else None, pack.micro_batch)
+            logprobs, entropy, logits = self._score(pack, temperature)
+            micro = self._compared(pack, logits, comparison_of(objective))
+            part, sums = objective(logprobs, entropy if with_entropy else None, micro)
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
             metrics.append(sums)
@@ -218,8 +224,34 @@ class TorchLearner:
                 if self._mains[name] is not parameter:
                     parameter.copy_(self._mains[name])
 
-    def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropy [T] of a pack, from a right-padded batch."""
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Read the teachers' output matrices, for objectives that compare whole distributions.
+
+        Args:
+            folders: Hugging Face folders, in the order of the column `teacher_index`.
+
+        Raises:
+            SettingsError: A teacher knows fewer tokens than the policy.
+            DataError: A file or tensor is missing or torn.
+        """
+        dtype = parameter_dtype(self._options)
+        self._teacher_heads = read_heads(folders, self._source.config, dtype=dtype, device=self._device)
+
+    def _compared(self, pack: Pack, logits: Tensor, comparison: Comparison | None) -> MicroBatch:
+        """The micro-batch, with what comes of comparing logits [T, V] with teachers."""
+        micro = pack.micro_batch
+        if comparison is None:
+            return micro
+        part = VocabularyPart(self._source.config.vocab_size)
+        compare = LogitDivergence(options=comparison.options, part=part, heads=self._teacher_heads)
+        measured = compare(logits, teacher_tokens(micro)).columns()
+        columns = {MEASURED + name: values for name, values in measured.items()}
+        if comparison.is_alone:
+            columns[WEIGHTED] = columns[LOSSES] * micro.columns["loss_weights"]
+        return with_measures(micro, columns)
+
+    def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Logprobs and entropy [T] of a pack and the logits [T, V] they are from, from a right-padded batch."""
         micro_batch = pack.micro_batch
         rows = torch.repeat_interleave(torch.arange(len(pack.rows), device=self._device), micro_batch.offsets.diff())
         steps = micro_batch.position_ids
@@ -227,13 +259,13 @@ class TorchLearner:
         ids = torch.zeros(shape, dtype=torch.int64, device=self._device)
         mask = torch.zeros(shape, dtype=torch.int64, device=self._device)
         ids[rows, steps], mask[rows, steps] = micro_batch.input_ids, 1
-        logits = self._model(input_ids=ids, attention_mask=mask).logits.float() / temperature
-        distribution = torch.log_softmax(logits, dim=-1)
+        logits = self._model(input_ids=ids, attention_mask=mask).logits.float()
+        distribution = torch.log_softmax(logits / temperature, dim=-1)
         entropy = -(distribution.exp() * distribution).sum(-1)
         is_scored = steps > 0
         before = (rows, (steps - 1).clamp_min(0))
         logprobs = distribution[before].gather(-1, micro_batch.input_ids[:, None]).squeeze(-1)
-        return torch.where(is_scored, logprobs, 0.0), torch.where(is_scored, entropy[before], 0.0)
+        return torch.where(is_scored, logprobs, 0.0), torch.where(is_scored, entropy[before], 0.0), logits[before]
 
 
 class _Written:

@@ -240,6 +240,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             teacher=placed.teacher,
             divergence=LogitDivergence(options=compared.options, part=self._part, heads=compared.heads),
             targets=placed.targets,
+            temperature=wanted.temperature,
             chunk_logits=_CHUNK_LOGITS // 2,
         )
         measured = {MEASURED + name: value for name, value in found.comparison.columns().items()}

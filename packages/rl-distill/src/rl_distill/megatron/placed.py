@@ -12,12 +12,9 @@ from torch import Tensor
 from rl_core.ragged import offsets_of
 from rl_distill.megatron.context import sum_over_ranks
 from rl_distill.megatron.layout import PackedLayout, packed_layout
-from rl_distill.objectives.logit_divergence import TeacherTokens
+from rl_distill.objectives.logit_divergence import TeacherTokens, teacher_tokens
 from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.packing import ROUTED_EXPERTS, Pack
-
-TEACHER = "a divergence from teachers"
-"""In messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +69,7 @@ class PlacedPack:
         Raises:
             DataError: The batch lacks a column of theirs.
         """
-        micro = self.pack.micro_batch
-        ids = needed_column(micro, "teacher_ids", who=TEACHER)[self.scored]
-        hidden = micro.columns.get("teacher_hidden")
-        return TeacherTokens(
-            logprobs=needed_column(micro, "teacher_logprobs", who=TEACHER)[self.scored],
-            ids=ids,
-            index=needed_column(micro, "teacher_index", who=TEACHER)[self.scored],
-            hidden=None if hidden is None else hidden[self.scored],
-        )
+        return teacher_tokens(self.pack.micro_batch, self.scored)
 
     @property
     def loss_weights(self) -> Tensor:
@@ -89,7 +78,7 @@ class PlacedPack:
         Raises:
             DataError: The batch has none.
         """
-        return needed_column(self.pack.micro_batch, "loss_weights", who=TEACHER)[self.scored]
+        return needed_column(self.pack.micro_batch, "loss_weights", who="a comparison with teachers")[self.scored]
 
     def spread(self, values: Tensor) -> Tensor:
         """[T, ...] of the whole pack, without padding, from this rank's [M, ...]; 0 where nothing was scored."""

@@ -27,11 +27,11 @@ from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_o
 from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place_pack
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
-from rl_distill.megatron.teacher_heads import read_heads
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import metric_totals
+from rl_distill.teacher_heads import read_heads
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """float32 weights and moments: by kind, for each chunk of the rank's model, by megatron's name."""
@@ -194,7 +194,16 @@ class RankModel:
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Read this rank's slices of the teachers' output matrices, in the order of their index."""
-        self._teacher_heads = read_heads(folders, self._shards[-1], self.plan, device=self._device)
+        shard = self._shards[-1]
+        if shard.has_head:
+            self._teacher_heads = read_heads(
+                folders,
+                self.plan.source.config,
+                dtype=self.plan.dtype,
+                device=self._device,
+                rank=shard.tensor_rank,
+                num_ranks=shard.tensor_size,
+            )
 
     def _compared(self, objective: Objective) -> Compared | None:
         """How the policy is compared with teachers, where the objective says so."""

@@ -41,6 +41,7 @@ class _Work(NamedTuple):
     teacher: TeacherTokens
     divergence: LogitDivergence
     targets: Tensor | None
+    temperature: float
     chunk: int
     found: list[tuple[TokenComparison, Tensor | None, Tensor | None]]
 
@@ -100,7 +101,7 @@ def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work) -> tupl
         logprobs, entropy = vocabulary_logprobs(
             logits.detach(),
             work.targets[rows],
-            temperature=work.divergence.options.temperature,
+            temperature=work.temperature,
             group=part.group,
             vocab_size=part.size,
         )
@@ -117,6 +118,7 @@ def chunked_head_divergence(
     teacher: TeacherTokens,
     divergence: LogitDivergence,
     targets: Tensor | None = None,
+    temperature: float = 1.0,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> HeadResult:
     """The divergence of `hidden @ weight.T` from what teachers said.
@@ -128,13 +130,14 @@ def chunked_head_divergence(
         teacher: Of the same tokens.
         divergence: Which.
         targets: [M] int64 the tokens themselves, whose logprobs shall come with it.
+        temperature: Of these logprobs, and of the entropy.
         chunk_logits: Logits that are there at once; several arrays of this size are.
 
     Raises:
         ShapeError: In the backward pass, where the losses were weighted again, each on its own.
     """
     chunk = max(1, chunk_logits // max(1, weight.shape[0]))
-    work = _Work(weights.detach(), teacher, divergence, targets, chunk, [])
+    work = _Work(weights.detach(), teacher, divergence, targets, temperature, chunk, [])
     weighted: Tensor = _ChunkedHead.apply(hidden, weight, work)  # type: ignore[no-untyped-call]
     if not work.found:
         work.found.append(_nothing(hidden, work))

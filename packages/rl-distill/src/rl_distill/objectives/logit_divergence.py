@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import DataError, ShapeError
+from rl_distill.learner import MicroBatch
 from rl_distill.objectives.divergences import (
     DivergenceOptions,
     TokenDivergence,
@@ -14,6 +15,7 @@ from rl_distill.objectives.divergences import (
     divergence_terms,
     top_k_divergence,
 )
+from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.objectives.vocabulary_parts import (
     VocabularyPart,
     all_logprobs,
@@ -197,6 +199,25 @@ class LogitDivergence:
             if len(rows):
                 logits[rows] = (hidden[rows, : head.shape[1]].to(head.dtype) @ head.T).to(logits.dtype)
         return logits
+
+
+def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTokens:
+    """What teachers said of tokens of a micro-batch.
+
+    Args:
+        micro: With their columns.
+        tokens: [M] int64 which; all without.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    who = "a comparison with teachers"
+    rows: Tensor | slice = slice(None) if tokens is None else tokens
+    logprobs, ids, index = (
+        needed_column(micro, name, who=who)[rows] for name in ("teacher_logprobs", "teacher_ids", "teacher_index")
+    )
+    hidden = micro.columns.get("teacher_hidden")
+    return TeacherTokens(logprobs=logprobs, ids=ids, index=index, hidden=None if hidden is None else hidden[rows])
 
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:

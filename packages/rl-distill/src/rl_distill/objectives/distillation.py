@@ -1,0 +1,279 @@
+"""On-policy distillation: the student moves towards what teachers think of the tokens that it sampled.
+
+Sources: on-policy distillation, Agarwal et al. 2023, arXiv:2306.13649, and Gu et al. 2023, arXiv:2306.08543; per-token
+estimates as a reward, Lu and Thinking Machines Lab 2025, thinkingmachines.ai/blog/on-policy-distillation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_core.errors import SettingsError
+from rl_core.ragged import Ragged
+from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.objectives.batch_columns import SampledLogprobs
+from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison
+from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, TokenDivergence, clamped
+from rl_distill.objectives.kl import KLEstimator, StraightThrough, absolute, k1, k2
+from rl_distill.objectives.log_ratios import excess
+from rl_distill.objectives.logit_divergence import MEASURES
+from rl_distill.objectives.micro_columns import masked, needed_column
+from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.option_rules import check_fields, number
+from rl_distill.objectives.policy_objective import PolicyObjective
+
+EstimatorKind = Literal["k1", "abs", "k2", "k3"]
+DistillationLoss = Literal["forward_kl", "reverse_kl", "js", "uld", "k1", "abs", "k2", "k3", "nll"]
+
+WHO = "distillation"
+"""In messages."""
+NAME = "actor/distillation/"
+"""What the names of the metrics begin with."""
+OF_SAMPLED = ("loss", "student_mass", "teacher_mass", "tail_mass", "clamped_fraction")
+"""Measures that the logprob of one token allows."""
+
+
+def k3(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """With r = teacher / policy, r - 1 - log r of each token; unlike `kl.k3` without a bound."""
+    return excess(teacher_logprobs - policy_logprobs)
+
+
+ESTIMATORS: dict[str, KLEstimator] = {"k1": StraightThrough(k1), "abs": StraightThrough(absolute), "k2": k2, "k3": k3}
+"""In a loss. The gradients of k1 and abs themselves mean nothing there (see `kl`), so theirs is k2's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationObjectiveOptions:
+    """What the student learns from teachers.
+
+    Attributes:
+        loss: A divergence of distributions, "forward_kl", "reverse_kl", "js" or "uld"; an estimate of KL(student ||
+            teacher) from the sampled token, "k1", "abs", "k2" or "k3"; or "nll", the cross entropy of the tokens
+            themselves, for texts that a teacher wrote.
+        distribution: As `DivergenceOptions`.
+        tail: As `DivergenceOptions`.
+        beta: As `DivergenceOptions`.
+        temperature: As `DivergenceOptions`.
+        max_loss: As `DivergenceOptions`.
+        min_logprob: As `DivergenceOptions`.
+        coefficient: Weight of it in the loss.
+        teachers: Their names, by the column `teacher_index`, for metrics of each.
+    """
+
+    loss: DistillationLoss = "forward_kl"
+    distribution: Literal["top_k", "full"] = "top_k"
+    tail: Tail = "bucket"
+    beta: float = 0.5
+    temperature: float = 1.0
+    max_loss: float | None = None
+    min_logprob: float | None = None
+    coefficient: Annotated[float, number(above=0.0)] = 1.0
+    teachers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: Names the option, what it may be, and what was found.
+        """
+        check_fields(self, owner=WHO)
+        self.divergence  # noqa: B018 - checks the rest
+
+    @property
+    def divergence(self) -> DivergenceOptions:
+        """The part of it that says how distributions are compared, and what is clamped."""
+        return DivergenceOptions(
+            kind=self.loss if self.loss in get_args(DivergenceKind) else "forward_kl",  # type: ignore[arg-type]
+            distribution=self.distribution,
+            tail=self.tail,
+            beta=self.beta,
+            temperature=self.temperature,
+            max_loss=self.max_loss,
+            min_logprob=self.min_logprob,
+        )
+
+    @property
+    def is_divergence(self) -> bool:
+        """True where whole distributions, or their top k, are compared."""
+        return self.loss in get_args(DivergenceKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationObjective:
+    """An `Objective`: coefficient * distillation, and where tasks are rewarded, the policy's objective beside it.
+
+    Columns: `loss_mask` and `loss_weights`; of teachers `teacher_logprobs`, `teacher_ids` and `teacher_index`, and for
+    whole distributions `teacher_hidden`; none of these for "nll". A token that no teacher scored (index -1) adds 0.
+
+    Metrics: `actor/distillation/loss` and the others are means over the tokens that a teacher scored, and again for
+    each teacher, `actor/distillation/NAME/loss`; `actor/distillation/aligned_fraction` is the share of the trained
+    tokens that one scored.
+
+    Attributes:
+        options: As given.
+        policy: The objective of rewarded tasks; None where distillation is all.
+    """
+
+    options: DistillationObjectiveOptions
+    policy: PolicyObjective | None = None
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """What learners do with the logits."""
+        if not self.options.is_divergence:
+            return None
+        return Comparison(options=self.options.divergence, is_alone=self.policy is None)
+
+    def __call__(self, policy_logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
+        """Loss of the micro-batch and its metric sums.
+
+        Raises:
+            DataError: A needed column is missing.
+            ShapeError: A tensor is not [T].
+        """
+        mask = needed_column(micro, "loss_mask", who=WHO)
+        weights = masked(needed_column(micro, "loss_weights", who=WHO), mask, name="loss_weights")
+        if self.options.loss == "nll":
+            index = torch.where(mask, 0, -1)
+            losses = torch.where(mask, -policy_logprobs, 0.0)
+            measured = {"loss": losses}
+        else:
+            index = needed_column(micro, "teacher_index", who=WHO)
+            measured = self._divergence(micro) if self.options.is_divergence else self._estimate(policy_logprobs, micro)
+            losses = measured["loss"]
+        weighted = micro.columns.get(WEIGHTED)
+        loss = self.options.coefficient * ((weights * losses) if weighted is None else weighted).sum()
+        metrics = distillation_sums(measured, index, mask, teachers=self.options.teachers)
+        if self.policy is None:
+            return loss, metrics | _policy_sums(policy_logprobs, entropy, weights, micro)
+        policy_loss, policy_metrics = self.policy(policy_logprobs, entropy, micro)
+        return policy_loss + loss, {**policy_metrics, **metrics}
+
+    def _divergence(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """[T] measures that the learner made from the logits."""
+        needed_column(micro, LOSSES, who=f"{WHO} by {self.options.loss}")
+        measured = {name: micro.columns[MEASURED + name] for name in MEASURES}
+        measured["loss"] = measured.pop("losses")
+        if self.options.loss == "uld":  # of two vocabularies
+            return {name: measured[name] for name in OF_SAMPLED}
+        return measured
+
+    def _estimate(self, policy_logprobs: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+        """[T] measures from the logprobs of the tokens themselves."""
+        teacher = needed_column(micro, "teacher_logprobs", who=WHO)
+        is_scored = needed_column(micro, "teacher_index", who=WHO) >= 0
+        return estimate(policy_logprobs, teacher, is_scored, options=self.options)
+
+
+def distillation_objective(
+    options: DistillationObjectiveOptions, policy: PolicyObjective | None = None
+) -> DistillationObjective:
+    """The objective that the options describe; alone, or beside that of rewarded tasks."""
+    return DistillationObjective(options=options, policy=policy)
+
+
+def estimate(
+    policy_logprobs: Tensor, teacher_logprobs: Tensor, is_scored: Tensor, *, options: DistillationObjectiveOptions
+) -> dict[str, Tensor]:
+    """An estimate of KL(student || teacher) at each token, as "loss", with the measures that go with it.
+
+    Args:
+        policy_logprobs: [T] the student's of the tokens; the loss has gradient to them.
+        teacher_logprobs: [T] or [T, K + 1] the teacher's, of the token itself first.
+        is_scored: [T] bool, where a teacher gave one.
+        options: Which estimate, and its clamps.
+
+    Raises:
+        SettingsError: The loss is no estimate.
+    """
+    if options.loss not in ESTIMATORS:
+        raise SettingsError(
+            f"loss must be one of {', '.join(ESTIMATORS)}, which need the sampled token alone; found {options.loss!r}."
+        )
+    teacher = teacher_logprobs if teacher_logprobs.ndim == 1 else teacher_logprobs[:, 0]
+    teacher = masked(teacher, is_scored, name="teacher_logprobs")
+    student = masked(policy_logprobs, is_scored, name="policy_logprobs")
+    student_mass, teacher_mass = (torch.where(is_scored, of.detach().exp(), 0.0) for of in (student, teacher))
+    is_bitten = torch.zeros_like(is_scored)
+    if options.min_logprob is not None:
+        is_bitten = (student.detach() < options.min_logprob) | (teacher < options.min_logprob)
+        student, teacher = student.clamp_min(options.min_logprob), teacher.clamp_min(options.min_logprob)
+    found: TokenDivergence = clamped(ESTIMATORS[options.loss](student, teacher), is_bitten, options.divergence)
+    return {
+        "loss": torch.where(is_scored, found.losses, 0.0),
+        "student_mass": student_mass,
+        "teacher_mass": teacher_mass,
+        "tail_mass": torch.where(is_scored, 1.0 - teacher_mass, 0.0),
+        "clamped_fraction": (found.is_clamped & is_scored).to(student_mass.dtype),
+    }
+
+
+def distillation_sums(
+    measured: Mapping[str, Tensor], index: Tensor, mask: Tensor, *, teachers: Sequence[str] = ()
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(sum over tokens, their number) of each metric, over all teachers and for each.
+
+    Args:
+        measured: [T] by name, 0 where no teacher scored.
+        index: [T] which teacher scored; -1 where none did.
+        mask: [T] bool, tokens that train.
+        teachers: Names by index.
+    """
+    is_scored = (index >= 0) & mask
+    sums = {NAME + "aligned_fraction": (is_scored.sum(), mask.sum())}
+    of_each = {NAME: is_scored} | {f"{NAME}{name}/": is_scored & (index == i) for i, name in enumerate(teachers)}
+    for prefix, chosen in of_each.items():
+        for name, values in measured.items():
+            sums[prefix + name] = (torch.where(chosen, values.detach(), 0.0).sum(), chosen.sum())
+    return sums
+
+
+def with_distillation_advantages(
+    batch: Batch,
+    *,
+    options: DistillationObjectiveOptions,
+    policy_logprobs: SampledLogprobs = "rollout_logprobs",
+    keep_advantages: bool = False,
+) -> tuple[Batch, dict[str, float]]:
+    """Teachers as a reward: the advantage of a token is minus coefficient times the estimate of its KL.
+
+    Args:
+        batch: The global batch, with the teachers' columns and the sampling policy's logprobs.
+        options: Which estimate, its clamps and its coefficient.
+        policy_logprobs: Column of the sampling policy's logprobs.
+        keep_advantages: Add to the advantages that the batch has, those of tasks; else they are replaced.
+
+    Returns:
+        The batch with `advantages`, and the metrics.
+
+    Raises:
+        SettingsError: The loss is no estimate from the sampled token.
+        DataError: A column is missing.
+    """
+    index, mask = batch.tensor("teacher_index"), batch.tensor("loss_mask")
+    is_scored = (index >= 0) & mask
+    measured = estimate(batch.tensor(policy_logprobs), batch.tensor("teacher_logprobs"), is_scored, options=options)
+    rewards = -options.coefficient * measured["loss"]
+    advantages = (batch.tensor("advantages") + rewards) if keep_advantages else rewards
+    sums = distillation_sums(measured, index, mask, teachers=options.teachers)
+    metrics = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
+    column = Ragged(advantages.to(torch.float32).numpy(), batch.ragged("loss_mask").offsets)
+    return batch.with_columns({"advantages": column}), metrics
+
+
+def _policy_sums(
+    policy_logprobs: Tensor, entropy: Tensor | None, weights: Tensor, micro: MicroBatch
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What is known of the policy where no objective of its own says it."""
+    mask = micro.columns["loss_mask"]
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    if entropy is not None:
+        sums["actor/entropy"] = ((weights * entropy.detach()).sum(), weights.sum())
+    if "rollout_logprobs" in micro.columns:
+        learned = micro.columns.get("old_logprobs", policy_logprobs).detach()
+        sums |= mismatch_sums(learned, micro.columns["rollout_logprobs"], mask, micro.offsets)
+    return sums

@@ -1,0 +1,301 @@
+"""Distillation by the learners: Megatron against torch, in chunks, in every layout; a student that is its teacher."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.batch import Batch
+from rl_core.errors import DataError, SettingsError
+from rl_core.ragged import Ragged
+from rl_distill.learner import LearnerOptions, StepResult
+from rl_distill.megatron import model as megatron_model
+from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.megatron.teacher import MegatronTeacherModel
+from rl_distill.objectives.distillation import (
+    DistillationObjective,
+    DistillationObjectiveOptions,
+    distillation_objective,
+    with_distillation_advantages,
+)
+from rl_distill.objectives.policy_objective import PolicyObjectiveOptions, policy_objective
+from rl_distill.options import ParallelOptions
+from rl_distill.torch_learner import TorchLearner
+
+VOCAB_SIZE = 40
+LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
+OPTIONS = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=24, num_threads=1, clip_grad=0.0, eps=1e-6)
+TASKS = policy_objective(PolicyObjectiveOptions(policy_loss="ppo_clip", entropy_coefficient=0.01))
+
+LOSSES = {
+    "forward": DistillationObjectiveOptions(loss="forward_kl", teachers=("big", "small")),
+    "forward at another temperature": DistillationObjectiveOptions(loss="forward_kl", temperature=0.5),
+    "forward without tail": DistillationObjectiveOptions(loss="forward_kl", tail="drop"),
+    "reverse": DistillationObjectiveOptions(loss="reverse_kl", coefficient=0.5),
+    "reverse renormalised": DistillationObjectiveOptions(loss="reverse_kl", tail="renormalise"),
+    "js": DistillationObjectiveOptions(loss="js", beta=0.3),
+    "js clamped": DistillationObjectiveOptions(loss="js", max_loss=0.3, min_logprob=-4.0),
+    "full forward": DistillationObjectiveOptions(loss="forward_kl", distribution="full"),
+    "full reverse": DistillationObjectiveOptions(loss="reverse_kl", distribution="full", temperature=2.0),
+    "full js": DistillationObjectiveOptions(loss="js", distribution="full", min_logprob=-6.0),
+    "uld": DistillationObjectiveOptions(loss="uld"),
+    "k1": DistillationObjectiveOptions(loss="k1"),
+    "abs": DistillationObjectiveOptions(loss="abs"),
+    "k2": DistillationObjectiveOptions(loss="k2"),
+    "k3": DistillationObjectiveOptions(loss="k3"),
+    "nll": DistillationObjectiveOptions(loss="nll"),
+}
+
+
+@pytest.fixture(scope="session")
+def big_teacher(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": VOCAB_SIZE + 3}  # it pads its vocabulary
+    return policy_writer(tmp_path_factory.mktemp("big-teacher"), **changes)
+
+
+def taught(batch: Batch, teachers: list[Path], *, top_k: int = 5, temperature: float = 1.0) -> Batch:
+    """The batch with what teachers say, in turns; the last row has none."""
+    answers = []
+    for folder in teachers:
+        model = MegatronTeacherModel(folder, OPTIONS)
+        answers.append(model.score(batch, top_k=top_k, temperature=temperature, has_hidden=True))
+        model.close()
+    ids = batch.ragged("input_ids")
+    rows = np.repeat(np.arange(len(batch)), ids.lengths)
+    which = np.where(batch.ragged("loss_mask").values & (rows < len(batch) - 1), rows % len(teachers), -1)
+    width = max(hidden.values.shape[1] for *_, hidden in answers)
+    columns = {
+        "teacher_logprobs": np.zeros((len(rows), top_k + 1), dtype=np.float32),
+        "teacher_ids": np.full((len(rows), top_k + 1), -1, dtype=np.int32),
+        "teacher_hidden": np.zeros((len(rows), width), dtype=np.float32),
+    }
+    for number, (logprobs, tokens, hidden) in enumerate(answers):
+        chosen = which == number
+        columns["teacher_logprobs"][chosen] = logprobs.values[chosen]
+        columns["teacher_ids"][chosen] = tokens.values[chosen]
+        columns["teacher_hidden"][chosen, : hidden.values.shape[1]] = hidden.values[chosen]
+    columns["teacher_index"] = which.astype(np.int16)
+    return batch.with_columns({name: Ragged(values, ids.offsets) for name, values in columns.items()})
+
+
+def objective(name: str, *, has_tasks: bool) -> DistillationObjective:
+    return distillation_objective(LOSSES[name], TASKS if has_tasks else None)
+
+
+def teachers_of(name: str, big: Path, student: Path) -> list[Path]:
+    """One stronger teacher, and the student itself, but where |p - q| has no gradient at p = q."""
+    return [big] if name == "uld" else [big, student]
+
+
+def step_of(learner: Any, batch: Batch, wanted: DistillationObjective, teachers: list[Path]) -> StepResult:
+    if wanted.options.distribution == "full":
+        learner.load_teacher_heads(teachers)
+    return learner.train_step(batch, wanted, with_entropy=True)
+
+
+def assert_same(found: StepResult, expected: StepResult, *, tolerance: float) -> None:
+    assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=10 * tolerance, abs=tolerance)
+    assert found.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("has_tasks", [False, True], ids=["alone", "with tasks"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_megatron_learns_what_plain_torch_learns(
+    name: str, has_tasks: bool, tied_policy: Path, big_teacher: Path, make_batch: Any, monkeypatch: Any
+) -> None:
+    teachers = teachers_of(name, big_teacher, tied_policy)
+    batch = taught(make_batch(LENGTHS), teachers)
+    wanted = objective(name, has_tasks=has_tasks)
+    plain = TorchLearner(tied_policy, OPTIONS)
+    whole, chunked = MegatronLearner(tied_policy, OPTIONS), MegatronLearner(tied_policy, OPTIONS, name="chunked")
+    expected = step_of(plain, batch, wanted, teachers)
+    found = step_of(whole, batch, wanted, teachers)
+    assert_same(found, expected, tolerance=3e-6)
+    assert found.metrics["actor/distillation/loss"] > 0.01
+    assert found.grad_norm > 0
+    monkeypatch.setattr(megatron_model, "_CHUNK_LOGITS", 3 * VOCAB_SIZE)
+    assert_same(step_of(chunked, batch, wanted, teachers), found, tolerance=1e-6)
+    weights = whole.export_weights()
+    for tensor_name, tensor in plain.export_weights().items():
+        # Adam's first step is the gradient's sign, which rounding may turn where a gradient is nearly 0.
+        assert ((weights[tensor_name] - tensor).abs() > 1e-4).float().mean() < 0.1, tensor_name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        *itertools.product(
+            [
+                ParallelOptions(ranks=2, tensor=2),
+                ParallelOptions(ranks=2, tensor=2, sequence=True),
+                ParallelOptions(ranks=2, pipeline=2),
+                ParallelOptions(ranks=2, context=2),
+                ParallelOptions(ranks=2),
+            ],
+            ["forward", "full js"],
+        ),
+        *itertools.product([ParallelOptions(ranks=2, tensor=2)], ["reverse renormalised", "full reverse", "uld", "k3"]),
+    ],
+    ids=str,
+)
+def test_every_layout_learns_the_same(
+    parallel: ParallelOptions, name: str, two_ranks: Any, tied_policy: Path, big_teacher: Path, make_batch: Any
+) -> None:
+    teachers = teachers_of(name, big_teacher, tied_policy)
+    batch = taught(make_batch(LENGTHS), teachers)
+    ranks = two_ranks.in_layout(parallel)
+    for number, has_tasks in enumerate((False, True)):
+        wanted = objective(name, has_tasks=has_tasks)
+        alone = MegatronLearner(tied_policy, OPTIONS, name=f"alone{number}")
+        together = MegatronLearner(tied_policy, OPTIONS, ranks=ranks, name=f"together{number}")
+        expected = [step_of(alone, batch, wanted, teachers) for _ in range(2)]
+        found = [step_of(together, batch, wanted, teachers) for _ in range(2)]
+        assert_same(found[0], expected[0], tolerance=1e-6)
+        assert_same(found[1], expected[1], tolerance=1e-5)
+
+
+EQUAL = [name for name in LOSSES if name not in ("nll", "uld", "forward without tail", "js clamped")]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_student_that_is_its_teacher_learns_nothing(name: str, tied_policy: Path, make_batch: Any) -> None:
+    options = replace(LOSSES[name], teachers=("itself",))
+    batch = taught(make_batch(LENGTHS), [tied_policy], temperature=options.temperature)
+    for learner in (MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)):
+        found = step_of(learner, batch, distillation_objective(options), [tied_policy])
+        assert abs(found.loss) < 1e-6
+        assert found.grad_norm < 1e-6 / options.temperature**2
+        if "actor/distillation/agreement" in found.metrics:
+            assert found.metrics["actor/distillation/agreement"] == 1.0
+            assert found.metrics["actor/distillation/overlap_ratio"] == 1.0
+            assert found.metrics["actor/distillation/itself/student_mass"] == pytest.approx(
+                found.metrics["actor/distillation/itself/teacher_mass"], abs=1e-5
+            )
+
+
+def test_without_its_tail_the_mass_is_drawn_into_the_top_k_even_from_an_equal_student(
+    tied_policy: Path, make_batch: Any
+) -> None:
+    batch = taught(make_batch(LENGTHS), [tied_policy])
+    found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, objective("forward without tail", has_tasks=False))
+    assert abs(found.loss) < 1e-6
+    assert found.grad_norm > 1e-3
+
+
+def test_the_top_of_the_whole_vocabulary_is_the_whole_distribution(
+    tied_policy: Path, big_teacher: Path, make_batch: Any, policy_writer: Any, tmp_path: Path
+) -> None:
+    teacher = policy_writer(tmp_path / "teacher", hidden_size=48)
+    batch = taught(make_batch(LENGTHS), [teacher], top_k=VOCAB_SIZE)
+    for loss in ("forward_kl", "reverse_kl", "js"):
+        results = []
+        for distribution in ("top_k", "full"):
+            learner = MegatronLearner(tied_policy, OPTIONS, name=f"{loss}-{distribution}")
+            wanted = distillation_objective(DistillationObjectiveOptions(loss=loss, distribution=distribution))
+            results.append(step_of(learner, batch, wanted, [teacher]))
+        assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
+        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+
+
+def test_measures_of_each_teacher_make_up_those_of_all(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
+    batch = taught(make_batch(LENGTHS), [big_teacher, tied_policy])
+    found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, objective("forward", has_tasks=False)).metrics
+    mask, index = batch.ragged("loss_mask").values, batch.ragged("teacher_index").values
+    counts = [int((index == number).sum()) for number in (0, 1)]
+    for measure in ("loss", "student_mass", "teacher_mass", "tail_mass", "overlap_ratio", "agreement"):
+        of_each = [found[f"actor/distillation/{name}/{measure}"] for name in ("big", "small")]
+        mean = sum(n * value for n, value in zip(counts, of_each, strict=True)) / sum(counts)
+        assert found[f"actor/distillation/{measure}"] == pytest.approx(mean, rel=1e-5)
+    assert found["actor/distillation/small/loss"] == pytest.approx(0.0, abs=1e-6)  # it is the student
+    assert found["actor/distillation/aligned_fraction"] == pytest.approx(sum(counts) / mask.sum())
+    assert found["actor/distillation/clamped_fraction"] == 0.0
+
+
+def test_clamps_that_bite_are_counted(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
+    batch = taught(make_batch(LENGTHS), [big_teacher])
+    clamp = DistillationObjectiveOptions(loss="forward_kl", max_loss=1e-4)
+    found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, distillation_objective(clamp))
+    assert found.metrics["actor/distillation/clamped_fraction"] > 0.9
+    assert found.metrics["actor/distillation/loss"] <= 1e-4
+
+
+def test_whole_distributions_need_the_teachers_matrices(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
+    batch = taught(make_batch(LENGTHS), [big_teacher])
+    for learner in (MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)):
+        with pytest.raises(DataError, match="load_teacher_heads"):
+            learner.train_step(batch, objective("full forward", has_tasks=False))
+
+
+def test_a_teacher_with_fewer_tokens_gives_no_whole_distribution(
+    tied_policy: Path, policy_writer: Any, tmp_path: Path
+) -> None:
+    teacher = policy_writer(tmp_path / "teacher", vocab_size=VOCAB_SIZE - 1)
+    with pytest.raises(SettingsError, match="39 tokens, the student 40"):
+        MegatronLearner(tied_policy, OPTIONS).load_teacher_heads([teacher])
+
+
+def test_a_batch_that_no_teacher_has_seen_is_refused(tied_policy: Path, make_batch: Any) -> None:
+    for name in ("forward", "k1"):
+        with pytest.raises(DataError, match="teacher_"):
+            MegatronLearner(tied_policy, OPTIONS).train_step(make_batch(LENGTHS), objective(name, has_tasks=False))
+
+
+def test_the_teacher_says_what_plain_torch_computes(big_teacher: Path, make_batch: Any) -> None:
+    batch = make_batch(LENGTHS)
+    model = MegatronTeacherModel(big_teacher, OPTIONS)
+    logprobs, tokens, hidden = model.score(batch, top_k=7, temperature=0.7, has_hidden=True)
+    plain = TorchLearner(big_teacher, OPTIONS)
+    np.testing.assert_allclose(logprobs.values[:, 0], plain.logprobs(batch, temperature=0.7).values, rtol=0, atol=1e-5)
+    head = plain.export_weights()["model.embed_tokens.weight"]
+    whole = torch.log_softmax(torch.from_numpy(hidden.values) @ head.T / 0.7, -1)
+    values, ids = whole.topk(7, -1)
+    later = np.flatnonzero(np.arange(len(tokens.values)) != 0)
+    later = np.setdiff1d(later, tokens.offsets[:-1])
+    np.testing.assert_array_equal(tokens.values[later, 1:], ids.numpy()[later])
+    np.testing.assert_allclose(logprobs.values[later, 1:], values.numpy()[later], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(tokens.values[later, 0], batch.ragged("input_ids").values[later])
+    assert (tokens.values[tokens.offsets[:-1]] == -1).all()
+    with pytest.raises(SettingsError, match="43 tokens; found 44"):
+        model.score(batch, top_k=44)
+
+
+def test_a_split_teacher_says_the_same(big_teacher: Path, make_batch: Any, two_ranks: Any) -> None:
+    batch = make_batch(LENGTHS)
+    expected = MegatronTeacherModel(big_teacher, OPTIONS).score(batch, top_k=30, has_hidden=True)
+    for parallel in (ParallelOptions(ranks=2, tensor=2), ParallelOptions(ranks=2), ParallelOptions(ranks=2, context=2)):
+        ranks = two_ranks.in_layout(parallel)
+        found = MegatronTeacherModel(big_teacher, OPTIONS, ranks=ranks).score(batch, top_k=30, has_hidden=True)
+        np.testing.assert_allclose(found[0].values, expected[0].values, rtol=0, atol=1e-5)
+        assert (found[1].values == expected[1].values).mean() > 0.99  # equal logprobs may change places
+        np.testing.assert_allclose(found[2].values, expected[2].values, rtol=0, atol=1e-5)
+
+
+def test_as_a_reward_the_advantage_is_the_teachers_log_ratio(
+    tied_policy: Path, big_teacher: Path, make_batch: Any
+) -> None:
+    batch = taught(make_batch(LENGTHS), [big_teacher])
+    logprobs = TorchLearner(tied_policy, OPTIONS).logprobs(batch)
+    batch = batch.with_columns({"rollout_logprobs": logprobs})
+    options = DistillationObjectiveOptions(loss="k1", coefficient=2.0, teachers=("big",))
+    rewarded, metrics = with_distillation_advantages(batch, options=options)
+    is_scored = batch.ragged("teacher_index").values >= 0
+    gap = 2.0 * (batch.ragged("teacher_logprobs").values[:, 0] - logprobs.values)
+    np.testing.assert_allclose(rewarded.ragged("advantages").values, np.where(is_scored, gap, 0.0), atol=1e-6)
+    assert metrics["actor/distillation/loss"] == pytest.approx(-gap[is_scored].mean() / 2, rel=1e-5)
+    assert metrics["actor/distillation/big/loss"] == metrics["actor/distillation/loss"]
+    both, _ = with_distillation_advantages(batch, options=options, keep_advantages=True)
+    np.testing.assert_allclose(
+        both.ragged("advantages").values,
+        batch.ragged("advantages").values + np.where(is_scored, gap, 0.0),
+        atol=1e-6,
+    )
+    with pytest.raises(SettingsError, match="found 'forward_kl'"):
+        with_distillation_advantages(batch, options=DistillationObjectiveOptions())
