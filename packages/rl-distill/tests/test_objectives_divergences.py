@@ -1,0 +1,304 @@
+"""Divergences of teacher and student: literals, golden numbers, gradients in float64, the top k against the whole."""
+
+import itertools
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, SettingsError, ShapeError
+from rl_distill.objectives.chunked_head import chunked_head_divergence
+from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms
+from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
+from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+
+GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
+FILES = sorted(GOLDEN_DIR.glob("*.npz"))
+KINDS = ("forward_kl", "reverse_kl", "js")
+TAILS = ("bucket", "drop", "renormalise")
+V = 11
+
+
+def teacher_of(logits: torch.Tensor, *, k: int, temperature: float = 1.0) -> TeacherTokens:
+    """What a teacher with these logits says; its hidden states are the logits, its matrix is the identity."""
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    values, ids = logprobs.topk(k, -1)
+    tokens = torch.arange(len(logits)).unsqueeze(1) % logits.shape[1]
+    return TeacherTokens(
+        logprobs=torch.cat([logprobs.gather(-1, tokens), values], 1),
+        ids=torch.cat([tokens, ids], 1),
+        index=torch.zeros(len(logits), dtype=torch.int64),
+        hidden=logits,
+    )
+
+
+def divergence(options: DivergenceOptions, *, size: int = V, dtype: torch.dtype = torch.float64) -> LogitDivergence:
+    return LogitDivergence(options=options, part=VocabularyPart(size), heads=[torch.eye(size, dtype=dtype)])
+
+
+def random_logits(rows: int, *, size: int = V, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+P, Q = (0.5, 0.3, 0.1, 0.1), (0.2, 0.5, 0.2, 0.1)
+"""Teacher and student on four tokens; the top 2 are the first two."""
+
+
+def literal(kind: str, tail: str) -> float:
+    """Written out by hand, on p and q above."""
+    p, q = {
+        "bucket": ((0.5, 0.3, 0.2), (0.2, 0.5, 0.3)),
+        "drop": ((0.5, 0.3), (0.2, 0.5)),
+        "renormalise": ((0.625, 0.375), (2 / 7, 5 / 7)),
+        "full": (P, Q),
+    }[tail]
+    if kind == "forward_kl":
+        return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    if kind == "reverse_kl":
+        return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+    m = [0.25 * a + 0.75 * b for a, b in zip(p, q, strict=True)]
+    to_p = sum(a * math.log(a / c) for a, c in zip(p, m, strict=True))
+    to_q = sum(b * math.log(b / c) for b, c in zip(q, m, strict=True))
+    return 0.25 * to_p + 0.75 * to_q
+
+
+HAND_COMPUTED = {
+    ("forward_kl", "bucket"): 0.2238047,
+    ("forward_kl", "drop"): 0.3048977,
+    ("forward_kl", "full"): 0.2355830,
+    ("reverse_kl", "bucket"): 0.1937936,
+    ("reverse_kl", "full"): 0.2107840,
+}
+"""Numbers of a pocket calculator, such as 0.5 ln 2.5 + 0.3 ln 0.6 + 0.2 ln (2/3)."""
+
+
+@pytest.mark.parametrize(("kind", "tail"), [*itertools.product(KINDS, TAILS), *((kind, "full") for kind in KINDS)])
+def test_two_distributions_diverge_as_computed_by_hand(kind: str, tail: str) -> None:
+    options = (
+        DivergenceOptions(kind=kind, distribution="full", beta=0.25)
+        if tail == "full"
+        else DivergenceOptions(kind=kind, tail=tail, beta=0.25)
+    )
+    student, teacher = (torch.tensor([of], dtype=torch.float64).log() for of in (Q, P))
+    found = divergence(options, size=4)(student, teacher_of(teacher, k=2))
+    assert float(found.losses) == pytest.approx(literal(kind, tail), rel=1e-9)
+    if (kind, tail) in HAND_COMPUTED:
+        assert float(found.losses) == pytest.approx(HAND_COMPUTED[kind, tail], abs=1e-6)
+    assert float(found.student_mass) == pytest.approx(0.7)
+    assert float(found.teacher_mass) == pytest.approx(0.8)
+    assert float(found.tail_mass) == pytest.approx(0.2)
+    assert float(found.agreement) == 0.0
+    assert float(found.overlap_ratio) in (0.5, 1.0)  # 0.2 is there twice: either may be among the student's two
+
+
+def test_sorted_probabilities_are_compared_whatever_their_tokens() -> None:
+    student, teacher = (torch.tensor([of], dtype=torch.float64).log() for of in (Q, P))
+    found = divergence(DivergenceOptions(kind="uld", tail="drop"), size=4)(student, teacher_of(teacher, k=3))
+    assert float(found.losses) == pytest.approx(0.0 + 0.1 + 0.1)  # 0.5 0.3 0.1 beside 0.5 0.2 0.2
+    foreign = TeacherTokens(
+        logprobs=torch.tensor([[0.5, 0.5, 0.3, 0.1]], dtype=torch.float64).log(),
+        ids=torch.tensor([[9000, 9000, 17000, 40000]]),  # of another vocabulary
+        index=torch.zeros(1, dtype=torch.int64),
+    )
+    same = divergence(DivergenceOptions(kind="uld", tail="drop"), size=4)(student, foreign)
+    assert float(same.losses) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_top_k_without_a_tail_is_the_golden_divergence(path: Path, dtype: torch.dtype) -> None:
+    with np.load(path, allow_pickle=False) as arrays:
+        logits, logprobs = (torch.from_numpy(arrays[name]) for name in ("logits", "teacher_topk_logprobs"))
+        ids = torch.from_numpy(arrays["teacher_topk_ids"]).flatten(0, 1)
+        expected = torch.from_numpy(arrays["distill/forward_kl_topk_unclamped"]).flatten()
+    logits, logprobs = logits.flatten(0, 1).to(dtype), logprobs.flatten(0, 1).to(dtype)
+    teacher = TeacherTokens(
+        logprobs=torch.cat([logprobs[:, :1], logprobs], 1),
+        ids=torch.cat([ids[:, :1], ids], 1),
+        index=torch.zeros(len(ids), dtype=torch.int64),
+    )
+    found = divergence(DivergenceOptions(tail="drop"), size=logits.shape[1])(logits, teacher)
+    torch.testing.assert_close(found.losses.float(), expected, rtol=1e-5, atol=1e-6)
+
+
+CASES = [
+    *itertools.product(KINDS, ["top_k"], TAILS, [1.0, 0.7]),
+    *itertools.product(KINDS, ["full"], ["bucket"], [1.0, 0.7]),
+    *itertools.product(["uld"], ["top_k"], TAILS, [1.0]),
+]
+
+
+@pytest.mark.parametrize(("kind", "distribution", "tail", "temperature"), CASES)
+def test_gradients_are_those_of_finite_differences(kind: str, distribution: str, tail: str, temperature: float) -> None:
+    options = DivergenceOptions(kind=kind, distribution=distribution, tail=tail, temperature=temperature, beta=0.3)
+    teacher = teacher_of(random_logits(5, seed=1), k=4, temperature=temperature)
+    teacher.ids[0, 3:], teacher.logprobs[0, 3:] = -1, 0.0  # ragged: it gave fewer
+    student = random_logits(5, seed=2).requires_grad_()
+    compare = divergence(options)
+    assert torch.autograd.gradcheck(lambda logits: compare(logits, teacher).losses, student)
+
+
+@pytest.mark.parametrize(
+    ("kind", "distribution", "tail"), [("forward_kl", "top_k", "bucket"), ("js", "full", "bucket")]
+)
+def test_a_head_in_chunks_has_the_gradients_of_finite_differences(kind: str, distribution: str, tail: str) -> None:
+    options = DivergenceOptions(kind=kind, distribution=distribution, tail=tail)
+    teacher = teacher_of(random_logits(5, seed=1), k=4)
+    compare, weights = divergence(options), random_logits(5, size=1, seed=3).flatten()
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = chunked_head_divergence(
+            hidden, weight, weights=weights, teacher=teacher, divergence=compare, chunk_logits=2 * V
+        )
+        return 3.0 * found.weighted.sum()
+
+    hidden, weight = random_logits(5, size=6, seed=4), random_logits(V, size=6, seed=5)
+    assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+def test_a_head_in_chunks_refuses_losses_that_are_weighted_again() -> None:
+    teacher = teacher_of(random_logits(3), k=2)
+    hidden = random_logits(3, size=6).requires_grad_()
+    found = chunked_head_divergence(
+        hidden,
+        random_logits(V, size=6),
+        weights=torch.ones(3, dtype=torch.float64),
+        teacher=teacher,
+        divergence=divergence(DivergenceOptions()),
+    )
+    with pytest.raises(ShapeError, match="sum them"):
+        (found.weighted * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.parametrize(("kind", "tail"), itertools.product(KINDS, TAILS))
+def test_the_top_of_all_tokens_is_the_whole_distribution(kind: str, tail: str) -> None:
+    student, teacher = random_logits(6, seed=2), random_logits(6, seed=1)
+    top = divergence(DivergenceOptions(kind=kind, tail=tail))(student, teacher_of(teacher, k=V))
+    whole = divergence(DivergenceOptions(kind=kind, distribution="full"))(student, teacher_of(teacher, k=V))
+    torch.testing.assert_close(top.losses, whole.losses, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "distribution", "tail", "temperature"), CASES)
+def test_a_student_that_is_its_teacher_loses_nothing(
+    kind: str, distribution: str, tail: str, temperature: float
+) -> None:
+    logits = random_logits(50, seed=1, size=300, dtype=torch.float32) * 3
+    options = DivergenceOptions(kind=kind, distribution=distribution, tail=tail, temperature=temperature)
+    student = logits.clone().requires_grad_()
+    compare = divergence(options, size=300, dtype=torch.float32)
+    found = compare(student, teacher_of(logits, k=20, temperature=temperature))
+    assert float(found.losses.detach().abs().max()) < 1e-6
+    assert bool((found.agreement == 1).all())
+    assert bool((found.overlap_ratio == 1).all())
+    if tail == "drop" and kind != "js":
+        return  # its gradient is that of the mass: see below
+    if kind == "uld":
+        return  # |p - q| has no gradient at p = q, and rounding chooses one
+    found.losses.mean().backward()
+    assert float(student.grad.abs().max()) < 1e-6
+
+
+def test_without_a_tail_an_equal_student_is_still_drawn_into_the_top_k() -> None:
+    """The derivative of sum p (log p - log q) over the top k alone is (mass - 1) p there, by hand."""
+    logits = random_logits(3, seed=1)
+    student = logits.clone().requires_grad_()
+    teacher = teacher_of(logits, k=4)
+    divergence(DivergenceOptions(tail="drop"))(student, teacher).losses.sum().backward()
+    p = torch.softmax(logits, -1)
+    mass = p.gather(-1, teacher.ids[:, 1:]).sum(-1, keepdim=True)
+    at_top = torch.zeros_like(p).scatter(-1, teacher.ids[:, 1:], 1.0)
+    torch.testing.assert_close(student.grad, mass * p - at_top * p)
+
+
+@given(
+    teacher=st.lists(st.floats(-30, 30), min_size=V, max_size=V),
+    student=st.lists(st.floats(-30, 30), min_size=V, max_size=V),
+    kind=st.sampled_from(KINDS),
+    tail=st.sampled_from(["bucket", "renormalise"]),
+    k=st.integers(1, V),
+)
+def test_divergences_are_never_negative_and_always_finite(
+    teacher: list[float], student: list[float], kind: str, tail: str, k: int
+) -> None:
+    options = DivergenceOptions(kind=kind, tail=tail)
+    logits = torch.tensor([student], dtype=torch.float32).requires_grad_()
+    taught = teacher_of(torch.tensor([teacher], dtype=torch.float32), k=k)
+    found = divergence(options, dtype=torch.float32)(logits, taught)
+    found.losses.sum().backward()
+    assert float(found.losses.detach()) >= -1e-5
+    assert bool(logits.grad.isfinite().all())
+    assert float(logits.grad.sum().abs()) < 1e-3  # logits have a degree of freedom that no loss sees
+    whole = divergence(DivergenceOptions(kind=kind, distribution="full"), dtype=torch.float32)
+    assert float(found.losses.detach()) <= float(whole(logits.detach(), taught).losses) + 1e-3 or tail == "renormalise"
+
+
+def test_clamps_are_off_and_counted_where_they_bite() -> None:
+    student, teacher = random_logits(40, seed=2) * 3, random_logits(40, seed=1) * 3
+    taught = teacher_of(teacher, k=4)
+    free = divergence(DivergenceOptions())(student, taught)
+    assert not bool(free.clamped_fraction.any())
+    largest = float(free.losses.median())
+    clamped = divergence(DivergenceOptions(max_loss=largest))(student.requires_grad_(), taught)
+    torch.testing.assert_close(clamped.losses, free.losses.clamp(max=largest))
+    assert torch.equal(clamped.clamped_fraction == 1, free.losses > largest)
+    clamped.losses.sum().backward()
+    assert not bool(student.grad[free.losses > largest].any())
+    low = divergence(DivergenceOptions(min_logprob=-5.0))(student.detach(), taught)
+    log_q = torch.log_softmax(student.detach(), -1).gather(-1, taught.ids[:, 1:])
+    tails = [1 - of.exp().sum(-1) for of in (log_q, taught.logprobs[:, 1:])]
+    bites = (log_q < -5).any(-1) | (taught.logprobs[:, 1:] < -5).any(-1) | sum(of.log() < -5 for of in tails).bool()
+    assert torch.equal(low.clamped_fraction == 1, bites)
+
+
+def test_tokens_that_no_teacher_scored_count_for_nothing() -> None:
+    student, teacher = random_logits(4, seed=2).requires_grad_(), teacher_of(random_logits(4, seed=1), k=3)
+    teacher.index[1], teacher.ids[1], teacher.logprobs[1] = -1, -1, 0.0
+    for options in (DivergenceOptions(), DivergenceOptions(distribution="full"), DivergenceOptions(tail="renormalise")):
+        found = divergence(options)(student, teacher)
+        assert all(float(of[1].detach()) == 0.0 for of in found.columns().values())
+        (grad,) = torch.autograd.grad(found.losses.sum(), student)
+        assert not bool(grad[1].any())
+        assert bool(grad[0].any())
+
+
+def test_an_entry_that_neither_can_give_adds_nothing() -> None:
+    log_p, log_q = (torch.tensor([0.0, -torch.inf], dtype=torch.float64) for _ in range(2))
+    for kind in (*KINDS, "uld"):
+        assert not bool(divergence_terms(log_p, log_q, DivergenceOptions(kind=kind)).any())
+
+
+def test_what_a_divergence_needs_is_asked_for() -> None:
+    sampled = teacher_of(random_logits(2), k=0)
+    with pytest.raises(DataError, match="Score with top_k of at least 1"):
+        divergence(DivergenceOptions())(random_logits(2), sampled)
+    bare = LogitDivergence(options=DivergenceOptions(distribution="full"), part=VocabularyPart(V))
+    with pytest.raises(DataError, match="found the hidden states and 0 matrices"):
+        bare(random_logits(2), teacher_of(random_logits(2), k=2))
+    with pytest.raises(ShapeError, match="equally many tokens; found 3, 2"):
+        divergence(DivergenceOptions())(random_logits(3), sampled)
+    with pytest.raises(ShapeError, match="at least 12 columns"):
+        divergence(DivergenceOptions(), size=V + 1)(random_logits(2), teacher_of(random_logits(2), k=2))
+    with pytest.raises(ShapeError, match="from 0 to the vocabulary's 11"):
+        likeliest(random_logits(2), 12, part=VocabularyPart(V))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "kl"}, "kind"),
+        ({"tail": "leave"}, "tail"),
+        ({"beta": 0.0}, r"beta .*\(0, 1\)"),
+        ({"beta": 1.0}, r"beta .*\(0, 1\)"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"max_loss": -1.0}, "max_loss"),
+        ({"min_logprob": 1.0}, "min_logprob"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        DivergenceOptions(**options)
