@@ -76,8 +76,8 @@ def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
     place = min(len(own), len(other)) if at is None else at
     raise DataError(
         "student and teacher must have the same text, to be aligned; they differ at part "
-        f"{place}: student {_shown(own, place)}, teacher {_shown(other, place)}. A tokenizer that rewrites text, such as "
-        "by lower case, cannot be aligned."
+        f"{place}: student {_shown(own, place)}, teacher {_shown(other, place)}. A tokenizer that rewrites text "
+        "cannot be aligned."
     )
 
 

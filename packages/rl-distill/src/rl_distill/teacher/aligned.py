@@ -1,0 +1,289 @@
+"""Scores of a teacher with another tokenizer: it reads the student's text in its own tokens, and spans map them back.
+
+The text is the student's as it stands, chat template included; the end of a sequence is said by each side's own token.
+Prompt, responses and what tools said are encoded one by one, so that no span of a response reaches into another part.
+
+Sources: as `alignment`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.errors import DataError, ShapeError
+from rl_core.records import BoolArray, FloatArray, IntArray
+from rl_distill.teacher.alignment import Piece, Span, align_spans
+from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
+from rl_distill.teacher.tokenizer_rules import token_bytes
+from rl_distill.teacher.vocabulary import TOKENIZER, read_vocabulary
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+"""Token ids of each text; nothing is put around them."""
+SpanMode = Literal["sampled", "top_k", "uld"]
+END = "end"
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPieces:
+    """What a tokenizer's tokens stand for.
+
+    Attributes:
+        pieces: By id: bytes of the text, or `END`.
+        end_ids: Tokens that end a sequence; the one that is written for the others' first.
+        begin_ids: Tokens that stand before every text.
+    """
+
+    pieces: dict[int, Piece]
+    end_ids: tuple[int, ...] = ()
+    begin_ids: tuple[int, ...] = ()
+
+
+def read_pieces(folder: Path, *, end_ids: Sequence[int], begin_ids: Sequence[int] = ()) -> TokenPieces:
+    """What the tokens of a model folder's tokenizer stand for.
+
+    Args:
+        folder: Has `tokenizer.json`.
+        end_ids: As `TokenPieces.end_ids`.
+        begin_ids: As `TokenPieces.begin_ids`.
+
+    Raises:
+        SettingsError: It has no such file, or tokens that have no bytes of their own.
+    """
+    found = read_vocabulary(folder)
+    octets = token_bytes(found.tokens, added=found.added, decoder=found.decoder, where=str(folder / TOKENIZER))
+    return TokenPieces(
+        pieces={**octets, **dict.fromkeys(end_ids, END)}, end_ids=tuple(end_ids), begin_ids=tuple(begin_ids)
+    )
+
+
+class Translation(NamedTuple):
+    """A trajectory in the teacher's tokens.
+
+    Attributes:
+        row: Its tokens; loss_mask is True where a trained span of the student needs them.
+        spans: [S, 4] int64 trained spans, as `Span`.
+    """
+
+    row: TeacherRow
+    spans: NDArray[np.int64]
+
+
+class TeacherAligner:
+    """Gives a teacher the student's text in its own tokens, and puts its scores at the student's tokens."""
+
+    def __init__(self, student: TokenPieces, teacher: TokenPieces, encode: Encode, *, mode: SpanMode) -> None:
+        """Compare the two vocabularies' texts.
+
+        Args:
+            student: The policy's tokens.
+            teacher: The teacher's tokens.
+            encode: The teacher's tokenizer.
+            mode: What the scores are for: "sampled" (estimators of a span's log ratio), "top_k" (divergences, at
+                spans of one token on either side), or "uld" (the sorted probabilities at each span's first token).
+        """
+        self._student, self._teacher = student, teacher
+        self._encode = encode
+        self._mode = mode
+        self._student_ids = _student_ids(student, teacher)
+
+    def to_teacher(self, row: TeacherRow) -> Translation:
+        """A trajectory in the teacher's tokens; a token that is not in the student's tokenizer is left out."""
+        skipped = len(self._student.begin_ids)
+        begins = tuple(row.input_ids[:skipped].tolist()) == self._student.begin_ids
+        pieces = [self._student.pieces.get(token) for token in row.input_ids.tolist()]
+        runs = list(_runs(pieces, row.loss_mask, start=skipped if begins else 0))
+        texts = [run.text for run in runs if run.text is not None]
+        encoded = iter(self._encode(texts) if texts else [])
+        ids, spans = [*self._teacher.begin_ids], list[Span]()
+        for run in runs:
+            own = [self._teacher.end_ids[0]] if run.text is None else next(encoded)
+            if run.trains:
+                spans += self._spans(run, own, len(ids))
+            ids += own
+        table = np.asarray(spans, dtype=np.int64).reshape(-1, 4)
+        table = table[table[:, 2] > 0]  # nobody predicts the first token
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        for _, _, start, stop in table.tolist():
+            mask[start:stop] = True
+        translated = TeacherRow(key=row.key, input_ids=np.asarray(ids, dtype=np.int32), loss_mask=mask)
+        return Translation(translated, table)
+
+    def to_student(
+        self, scores: TeacherScores, row: TeacherRow, translation: Translation, *, rollout_logprobs: FloatArray
+    ) -> TeacherScores:
+        """Scores at the student's tokens; logprobs 0 and ids -1 where a token has none.
+
+        Args:
+            scores: Of the translated row, [T', K + 1].
+            row: The student's trajectory.
+            translation: As `to_teacher` gave it.
+            rollout_logprobs: [T] the student's own, for the log ratio of a span.
+
+        Returns:
+            [T, K + 1]. Mode "sampled" gives student's logprobs plus an equal share of the span's log ratio, which may
+            be above 0; "uld" the ids of the teacher.
+
+        Raises:
+            ShapeError: The scores are not of the translated row.
+        """
+        if (
+            scores.logprobs.shape[:1] != translation.row.input_ids.shape
+            or rollout_logprobs.shape != row.input_ids.shape
+        ):
+            raise ShapeError(
+                f"scores must be of the {len(translation.row.input_ids)} translated tokens, and rollout_logprobs of "
+                f"the {len(row.input_ids)} own; found {list(scores.logprobs.shape)} and {list(rollout_logprobs.shape)}."
+            )
+        size = (len(row.input_ids), scores.logprobs.shape[1])
+        found = TeacherScores(
+            logprobs=np.zeros(size, dtype=np.float32), token_ids=np.full(size, NO_TOKEN, dtype=np.int32)
+        )
+        if self._mode == "sampled":
+            _put_ratios(found, scores, row, spans=translation.spans, rollout_logprobs=rollout_logprobs)
+        elif self._mode == "uld":
+            own, other = translation.spans[:, 0], translation.spans[:, 2]
+            found.logprobs[own], found.token_ids[own] = scores.logprobs[other], scores.token_ids[other]
+            found.token_ids[own, 0] = row.input_ids[own]
+        else:
+            self._put_likeliest(found, scores, row, spans=translation.spans)
+        return found
+
+    def _put_likeliest(
+        self, found: TeacherScores, scores: TeacherScores, row: TeacherRow, *, spans: NDArray[np.int64]
+    ) -> None:
+        """The teacher's likeliest tokens, by the student's ids, at spans of one token on either side."""
+        spans = spans[(spans[:, 1] - spans[:, 0] == 1) & (spans[:, 3] - spans[:, 2] == 1)]
+        own, other = spans[:, 0], spans[:, 2]
+        tokens = row.input_ids[own][:, None]
+        ids, logprobs = scores.token_ids[other], scores.logprobs[other]
+        is_own = ids[:, 1:] == ids[:, :1]
+        mapped = self._student_ids[np.where(ids[:, 1:] < len(self._student_ids), ids[:, 1:], NO_TOKEN)]
+        mapped = np.where(mapped == tokens, NO_TOKEN, mapped)  # another token of the same text: the token is there once
+        mapped = np.where(is_own, tokens, mapped)
+        order = np.argsort(mapped == NO_TOKEN, axis=1, kind="stable")
+        mapped = np.take_along_axis(mapped, order, axis=1)
+        top = np.where(mapped == NO_TOKEN, 0, np.take_along_axis(logprobs[:, 1:], order, axis=1))
+        found.token_ids[own] = np.concatenate([tokens, mapped], axis=1)
+        found.logprobs[own] = np.concatenate([logprobs[:, :1], top], axis=1)
+
+    def _spans(self, run: "_Run", ids: Sequence[int], place: int) -> list[Span]:
+        """Spans of a run, at their places in both trajectories; none where the teacher's tokenizer rewrites text."""
+        other: list[Piece] = [self._teacher.pieces.get(token, b"") for token in ids]
+        if run.text is not None and other and isinstance(other[0], bytes) and isinstance(run.pieces[0], bytes):
+            total = sum(len(piece) for piece in run.pieces)
+            if other[0][:1] == b" " and sum(len(piece) for piece in other) == total + 1:
+                other[0] = other[0][1:]  # some tokenizers put a space before every text
+        try:
+            spans = align_spans(run.pieces, other)
+        except DataError:
+            return []
+        return [
+            Span(run.start + first, run.start + stop, place + other_first, place + other_stop)
+            for first, stop, other_first, other_stop in spans
+            if all(run.is_text[first:stop])
+        ]
+
+
+class _Run(NamedTuple):
+    """Tokens of a trajectory that are encoded as one.
+
+    Attributes:
+        start: Its first token.
+        pieces: What they stand for; where bytes are no text, what the replacement character takes.
+        is_text: Of each, whether it stands as it is.
+        text: Of all; None for an end token.
+        trains: Whether they do.
+    """
+
+    start: int
+    pieces: list[Piece]
+    is_text: list[bool]
+    text: str | None
+    trains: bool
+
+
+def _runs(pieces: Sequence[Piece | None], mask: BoolArray, *, start: int) -> list[_Run]:
+    """A trajectory cut where training begins or ends, and around end tokens."""
+    is_role = np.asarray([isinstance(piece, str) for piece in pieces], dtype=np.bool_)
+    cuts = {start, len(pieces), *(np.flatnonzero(np.diff(mask)) + 1).tolist()}
+    for place in np.flatnonzero(is_role).tolist():
+        cuts |= {place, place + 1}
+    runs = []
+    for first, stop in pairwise(sorted(cut for cut in cuts if cut >= start)):
+        own = pieces[first:stop]
+        trains = bool(mask[first])
+        if is_role[first]:
+            runs.append(_Run(first, [END], [True], None, trains))
+        else:
+            readable, is_text, text = _readable([piece if isinstance(piece, bytes) else b"" for piece in own])
+            is_known = [piece is not None for piece in own]
+            runs.append(_Run(first, readable, list(map(min, is_text, is_known)), text, trains))
+    return runs
+
+
+def _readable(pieces: Sequence[bytes]) -> tuple[list[Piece], list[bool], str]:
+    """Pieces of which every byte is text: what is none becomes a replacement character, and is noted."""
+    raw = b"".join(pieces)
+    ends = np.cumsum([0, *(len(piece) for piece in pieces)]).tolist()
+    text, places, is_text = "", list[int](), np.ones(len(raw) + 1, dtype=np.bool_)
+    at = size = 0  # bytes read, and bytes written
+    while at < len(raw):
+        try:
+            good, bad = raw[at:].decode(), 0
+        except UnicodeDecodeError as error:
+            good, bad = raw[at : at + error.start].decode(), error.end - error.start
+        num_good = len(good.encode())
+        places += range(size, size + num_good)
+        text, at, size = text + good, at + num_good, size + num_good
+        if bad:
+            is_text[at : at + bad] = False
+            size += len(REPLACEMENT.encode())
+            places += [size - len(REPLACEMENT.encode()), *[size] * (bad - 1)]
+            text, at = text + REPLACEMENT, at + bad
+    written = text.encode()
+    places.append(size)
+    changed: list[Piece] = [written[places[first] : places[stop]] for first, stop in pairwise(ends)]
+    return changed, [bool(is_text[first:stop].all()) for first, stop in pairwise(ends)], text
+
+
+def _put_ratios(
+    found: TeacherScores,
+    scores: TeacherScores,
+    row: TeacherRow,
+    *,
+    spans: NDArray[np.int64],
+    rollout_logprobs: FloatArray,
+) -> None:
+    """At each token of a span the student's logprob and an equal share of the span's log ratio."""
+    sums = [
+        np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+        for values in (rollout_logprobs, scores.logprobs[:, 0])
+    ]
+    lengths = spans[:, 1] - spans[:, 0]
+    of_student = sums[0][spans[:, 1]] - sums[0][spans[:, 0]]
+    of_teacher = sums[1][spans[:, 3]] - sums[1][spans[:, 2]]
+    own = np.concatenate([np.arange(first, stop) for first, stop, _, _ in spans.tolist()] or [np.arange(0)])
+    share = np.repeat((of_teacher - of_student) / np.maximum(lengths, 1), lengths)
+    found.logprobs[own, 0] = rollout_logprobs[own] + share
+    found.token_ids[own, 0] = row.input_ids[own]
+
+
+def _student_ids(student: TokenPieces, teacher: TokenPieces) -> IntArray:
+    """[teacher's ids + 1] the student's token of the same text, each once; -1 for none, and for the teacher's -1."""
+    own = {piece: index for index, piece in sorted(student.pieces.items(), reverse=True) if piece and piece != END}
+    size = max(teacher.pieces, default=0) + 2
+    table = np.full(size, NO_TOKEN, dtype=np.int32)
+    seen: set[Piece] = set()
+    for index, piece in sorted(teacher.pieces.items()):
+        if piece in own and piece not in seen:
+            table[index] = own[piece]
+            seen.add(piece)
+    if student.end_ids and teacher.end_ids:
+        table[teacher.end_ids[0]] = student.end_ids[0]
+    return table
