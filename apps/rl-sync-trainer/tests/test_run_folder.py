@@ -14,8 +14,9 @@ import pytest
 
 from rl_core.errors import DataError, EngineError, SettingsError
 from rl_sync_trainer.run_folder import CHANGEABLE_ON_RESUME, RunFolder, open_run
+from rl_sync_trainer.setting_fields import setting_fields
 from rl_sync_trainer.settings import Settings
-from rl_sync_trainer.sources import build_settings, setting_fields
+from rl_sync_trainer.sources import build_settings
 
 HOLDER = """
 import sys
@@ -172,8 +173,21 @@ def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
     assert (written["trainer"]["steps"], written["rollout"]["placement"]) == (9, "process")
 
 
+def test_a_resumed_run_may_have_more_replicas_of_a_teacher_but_no_other_teacher(tmp_path: Path) -> None:
+    def teachers(**large: Any) -> dict[str, Any]:
+        return {"distillation__teachers": {"large": {"model": "a", "data_sources": ["math"], **large}}}
+
+    begin(settings_in(tmp_path, **teachers()))
+    begin(settings_in(tmp_path, **teachers(replicas=2, resources={"cpus": 1})), resume=True)
+    with pytest.raises(SettingsError, match=r"distillation.teachers.large.model: the run has 'a', now 'b'"):
+        begin(settings_in(tmp_path, **teachers(model="b")), resume=True)
+    with pytest.raises(SettingsError, match=r"large.data_sources: the run has \['math'\], now \['code'\]"):
+        begin(settings_in(tmp_path, **teachers(data_sources=["code"])), resume=True)
+
+
 def test_what_may_change_is_a_setting_and_not_what_is_learnt() -> None:
-    assert set(CHANGEABLE_ON_RESUME) <= set(setting_fields())
+    known = setting_fields()
+    assert set(CHANGEABLE_ON_RESUME) <= known.keys() | known["distillation.teachers"].entry_fields().keys()
     learnt = (
         "algorithm.",
         "correction.",

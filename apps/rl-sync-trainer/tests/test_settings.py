@@ -7,8 +7,9 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_sync_trainer.help_text import help_text
+from rl_sync_trainer.setting_fields import attribute_meanings, setting_fields
 from rl_sync_trainer.settings import Settings
-from rl_sync_trainer.sources import attribute_meanings, load_settings, parse_text, setting_fields
+from rl_sync_trainer.sources import load_settings, parse_text
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted((ROOT / "examples").glob("*/settings*.toml"))
@@ -96,6 +97,52 @@ def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
     assert settings.learner.learning_rate == 1.0
 
 
+TEACHERS = """
+[distillation.teachers.large]
+model = "teachers/large"
+data_sources = ["math", "code"]
+resources = {cpus = 2}
+[distillation.teachers.small]
+model = "teachers/small"
+"""
+
+
+def test_tables_of_entries_are_read_and_changed_one_by_one(file: Path) -> None:
+    file.write_text(REQUIRED + TEACHERS)
+    words = ["--distillation.teachers.large.replicas=3", "--distillation.teachers.small.resources.cpus=0.5"]
+    environment = {"RL__DISTILLATION__TEACHERS__LARGE__RESOURCES__GPUS": "0", "RL__DISTILLATION__TOP_K": "8"}
+    distillation = load_settings(file, words, environment).distillation
+    large, small = distillation.teachers["large"], distillation.teachers["small"]
+    assert (large.model, large.data_sources, large.replicas) == (Path("teachers/large"), ("math", "code"), 3)
+    assert (large.resources.cpus, large.resources.gpus) == (2.0, 0.0)
+    assert (small.replicas, small.resources.cpus) == (1, 0.5)
+    assert distillation.top_k == 8
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--distillation.teachers.large.replica=3", r"unknown setting 'distillation.teachers.large.replica'"),
+        (
+            "--distillation.teachers.large.replicas=x",
+            r"teachers.large.replicas: .*valid integer.*found 'x' \(command line",
+        ),
+        ("--distillation.teachers.large.replicas=true", r"teachers.large.replicas: must be integer; found true"),
+        ("--distillation.teachers.new.replicas=1", r"teachers.new.model: required, and not set. Hugging Face folder"),
+        ("--distillation.teachers.large.data_sources=[1]", r"large.data_sources: must be \[text, ...\]; item 0: "),
+        (
+            "--distillation.teachers.large={model = 'x', engin = 'y'}",
+            r"unknown setting '.*large.engin'.*mean '.*large.engine'",
+        ),
+        ("--distillation.teachers=3", r"distillation.teachers: .*valid dictionary; found 3"),
+    ],
+)
+def test_mistakes_in_entries_are_told_by_their_whole_names(file: Path, word: str, message: str) -> None:
+    file.write_text(REQUIRED + TEACHERS)
+    with pytest.raises(SettingsError, match=message):
+        load_settings(file, [word], {})
+
+
 def test_settings_cannot_be_changed(file: Path) -> None:
     settings = load_settings(file, [], {})
     with pytest.raises(ValueError, match="frozen"):
@@ -134,7 +181,10 @@ def test_no_docstring_explains_a_setting_that_is_not_there() -> None:
 def test_help_explains_every_setting() -> None:
     text = help_text()
     squeezed = " ".join(text.split())
-    for setting in setting_fields().values():
+    teachers = setting_fields()["distillation.teachers"].entry_fields()
+    assert "distillation.teachers.NAME.resources.gpus" in teachers
+    for setting in (setting_fields() | teachers).values():
+        assert setting.meaning.endswith("."), setting.name
         assert f"--{setting.name}" in text
         assert setting.meaning in squeezed
     assert "RL__TRAINER__STEPS=20" in text
@@ -146,6 +196,7 @@ def test_sections_are_small() -> None:
     for name in setting_fields():
         section = name.partition(".")[0]
         sizes[section] = sizes.get(section, 0) + 1
+    assert sizes.pop("distillation") <= 19, "what it compares, with which teachers, and off policy"
     assert max(sizes.values()) <= 15, sizes
 
 

@@ -4,8 +4,8 @@ import dataclasses
 import shutil
 import textwrap
 
+from rl_sync_trainer.setting_fields import SettingField, describe_type, setting_fields
 from rl_sync_trainer.settings import Settings
-from rl_sync_trainer.sources import describe_type, setting_fields
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
@@ -31,11 +31,16 @@ def help_text() -> str:
         lines.append(f"\n[{section}]")
         for setting in setting_fields().values():
             if setting.name.startswith(f"{section}."):
-                is_required = setting.default is dataclasses.MISSING
-                default = "required" if is_required else f"default {_written(setting.default)}"
-                lines.append(f"  --{setting.name}={describe_type(setting.annotation)}  ({default})")
-                lines.extend(textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT))
+                for one in (setting, *setting.entry_fields().values()):
+                    lines.extend(_explained(one, width))
     return "\n".join(lines)
+
+
+def _explained(setting: SettingField, width: int) -> list[str]:
+    is_required = setting.default is dataclasses.MISSING
+    default = "required" if is_required else f"default {_written(setting.default)}"
+    words = textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT)
+    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
 
 
 def _written(value: object) -> str:
@@ -43,4 +48,6 @@ def _written(value: object) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        return "{}"
     return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -15,6 +15,7 @@ import tomli_w
 from rl_core.durable_files import write_durably
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_distill.checkpoint_store import CheckpointStore
+from rl_sync_trainer.setting_fields import ENTRY, find_setting
 from rl_sync_trainer.settings import Settings
 
 CHANGEABLE_ON_RESUME = (
@@ -65,6 +66,16 @@ CHANGEABLE_ON_RESUME = (
     "metrics.console",
     "metrics.strict",
     "metrics.log_validation_generations",
+    "distillation.cache",
+    "distillation.deadline_s",
+    "distillation.start_deadline_s",
+    *(
+        f"distillation.teachers.{ENTRY}.{name}"
+        for name in (
+            *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
+            *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+        )
+    ),
 )
 """Settings that may differ when a run is resumed: they do not change what it learns from."""
 
@@ -157,7 +168,7 @@ class RunFolder:
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
             for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name) and name not in CHANGEABLE_ON_RESUME
+            if before.get(name) != now.get(name) and _general_name(name) not in CHANGEABLE_ON_RESUME
         ]
         if differing:
             lines = "\n".join(differing)
@@ -248,10 +259,34 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        section: {name: value for name, value in fields.items() if value is not None}
-        for section, fields in values.items()
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
     }
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}
+    """Values by whole name; of a table's entries too."""
+    flat: dict[str, Any] = {}
+    for section, fields in values.items():
+        for name, value in fields.items():
+            setting = find_setting(f"{section}.{name}")
+            if setting is not None and setting.entry_kind is not None:
+                flat |= {f"{section}.{name}.{inner}": found for inner, found in _leaves(value)}
+            else:
+                flat[f"{section}.{name}"] = value
+    return flat
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", found) for inner, found in _leaves(value))
+        else:
+            yield name, value
+
+
+def _general_name(name: str) -> str:
+    """A setting's name, with the names of entries left out."""
+    section, key, *rest = name.split(".", 3)
+    return f"{section}.{key}.{ENTRY}.{rest[1]}" if len(rest) == 2 else name

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rl_core.records import Json
 from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.teacher.options import DistillationOptions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.refill import RefillOptions
 from rl_rollout.rewards.options import RewardOptions
@@ -330,6 +331,7 @@ class Settings(BaseSettings):
     learner: LearnerOptions = Field(default_factory=LearnerOptions)
     parallel: ParallelOptions = Field(default_factory=ParallelOptions)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    distillation: DistillationOptions = Field(default_factory=DistillationOptions)
     critic: CriticSettings = Field(default_factory=CriticSettings)
     engine: VLLMOptions = Field(default_factory=VLLMOptions)
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)

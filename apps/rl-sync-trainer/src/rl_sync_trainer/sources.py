@@ -2,11 +2,8 @@
 
 import dataclasses
 import difflib
-import inspect
 import os
-import re
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,70 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core.errors import SettingsError
+from rl_sync_trainer.setting_fields import SettingField, describe_type, find_setting, setting_fields
 from rl_sync_trainer.settings import Settings
 
 ENVIRONMENT_PREFIX = "RL__"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SettingField:
-    """One setting, as help and error messages speak of it.
-
-    Attributes:
-        name: Such as "trainer.steps".
-        annotation: Its type.
-        default: Its default, or dataclasses.MISSING.
-        meaning: Its words in the section's docstring.
-    """
-
-    name: str
-    annotation: Any
-    default: Any
-    meaning: str
-
-    @property
-    def is_text(self) -> bool:
-        """True when the value is taken as it is written."""
-        kind = typing.get_origin(self.annotation)
-        if kind in (dict, tuple):
-            return False
-        options = typing.get_args(self.annotation) or (self.annotation,)
-        return any(option in (str, Path) for option in options) or kind is typing.Literal
-
-
-def setting_fields() -> dict[str, SettingField]:
-    """Every setting by name, in the order of settings.py."""
-    return {setting.name: setting for setting in _walk()}
-
-
-def _walk() -> Iterator[SettingField]:
-    for section, model_field in Settings.model_fields.items():
-        kind: Any = model_field.annotation
-        meanings = attribute_meanings(kind)
-        hints = typing.get_type_hints(kind)
-        for entry in dataclasses.fields(kind):
-            yield SettingField(
-                name=f"{section}.{entry.name}",
-                annotation=hints[entry.name],
-                default=entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory(),
-                meaning=meanings.get(entry.name, ""),
-            )
-
-
-def attribute_meanings(kind: type) -> dict[str, str]:
-    """The words after each name of a Google docstring's `Attributes:`."""
-    text = inspect.getdoc(kind) or ""
-    section = text.partition("Attributes:\n")[2]
-    meanings: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        match = re.match(r"    (\w+): (.*)", line)
-        if match:
-            name = match[1]
-            meanings[name] = match[2]
-        elif line.strip() and name:
-            meanings[name] += " " + line.strip()
-    return meanings
 
 
 def load_settings(
@@ -103,10 +40,18 @@ def load_settings(
     ):
         for name, value in values.items():
             _check_name(name, origin)
-            section, _, key = name.partition(".")
-            merged.setdefault(section, {})[key] = value
+            _put(merged, name.split("."), value)
             origins[name] = origin
     return build_settings(merged, origins)
+
+
+def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set a value within tables, which are copied: a file's table keeps what another place does not set."""
+    for key in path[:-1]:
+        below = values.get(key)
+        values[key] = dict(below) if isinstance(below, Mapping) else {}
+        values = values[key]
+    values[path[-1]] = value
 
 
 def build_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Settings:
@@ -125,31 +70,69 @@ def build_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None 
 
 def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Python counts true as 1, and pydantic with it; who wrote it meant something else."""
-    for name, setting in setting_fields().items():
-        section, _, key = name.partition(".")
-        fields = values.get(section)
-        found = fields.get(key) if isinstance(fields, Mapping) else None
-        kinds = {setting.annotation, *typing.get_args(setting.annotation)}
-        if isinstance(found, bool) and kinds & {int, float} and bool not in kinds:
-            where = f" ({origins[name]})" if name in origins else ""
+    for name, found in _given(values):
+        setting = find_setting(name)
+        kinds = {setting.annotation, *typing.get_args(setting.annotation)} if setting is not None else set()
+        if setting is not None and isinstance(found, bool) and kinds & {int, float} and bool not in kinds:
             expected = describe_type(setting.annotation)
+            where = _origin(name, origins)
             raise SettingsError(f"{name}: must be {expected}; found {str(found).lower()}{where}. {setting.meaning}")
 
 
+def _given(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no table, with its whole name."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _given(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """Where a value came from, or the table that it is in; as words in parentheses, none where nobody knows."""
+    while name not in origins and "." in name:
+        name = name.rpartition(".")[0]
+    return f" ({origins[name]})" if name in origins else ""
+
+
 def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    name = ".".join(str(part) for part in problem["loc"][:2])
-    is_whole = len(problem["loc"]) <= 2  # deeper is a part of a value, such as the second of two numbers
+    place = [str(part) for part in problem["loc"]]
+    known = setting_fields()
+    table = known.get(".".join(place[:2]))
+    if table is not None and table.entry_kind is not None and len(place) > 3:
+        return _explain_entry(problem, place, table, origins)
+    name = ".".join(place[:2])
+    is_whole = len(place) <= 2  # deeper is a part of a value, such as the second of two numbers
     if (problem["type"] == "missing" and is_whole) or "." not in name:
-        missing = [s for s in setting_fields().values() if s.name == name or s.name.startswith(f"{name}.")]
+        missing = [s for s in known.values() if s.name == name or s.name.startswith(f"{name}.")]
         required = [s.name for s in missing if s.default is dataclasses.MISSING]
         return (
             f"{' and '.join(required) or name}: required, and not set. {missing[0].meaning if missing else ''}".rstrip()
         )
-    where = f" ({origins[name]})" if name in origins else ""
+    where = _origin(name, origins)
     if not is_whole:
-        expected = describe_type(setting_fields()[name].annotation)
-        return f"{name}: must be {expected}; item {problem['loc'][2]}: {problem['msg'].lower()}{where}."
-    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting_fields()[name].meaning}"
+        expected = describe_type(known[name].annotation)
+        return f"{name}: must be {expected}; item {place[2]}: {problem['msg'].lower()}{where}."
+    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {known[name].meaning}"
+
+
+def _explain_entry(
+    problem: Mapping[str, Any], place: Sequence[str], table: SettingField, origins: Mapping[str, str]
+) -> str:
+    """What is wrong with a setting of an entry of a table."""
+    name, known = ".".join(place), table.entry_fields(place[2])
+    where = _origin(name, origins)
+    if problem["type"] == "unexpected_keyword_argument":
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"unknown setting {name!r}{where}.{hint} `train --help` lists all of them."
+    setting = known.get(name) or known[".".join(place[:4])]
+    if problem["type"] == "missing":
+        return f"{name}: required, and not set. {setting.meaning}"
+    if setting.name != name:
+        expected = describe_type(setting.annotation)
+        return f"{setting.name}: must be {expected}; item {place[-1]}: {problem['msg'].lower()}{where}."
+    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting.meaning}"
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:
@@ -201,7 +184,9 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 def parse_text(name: str, text: str) -> Any:
     """The value that a text stands for: TOML, "none", or the text itself."""
-    setting = setting_fields()[name]
+    setting = find_setting(name)
+    if setting is None:
+        return text
     if text.lower() == "none" and type(None) in typing.get_args(setting.annotation):
         return None
     if setting.is_text:
@@ -213,28 +198,12 @@ def parse_text(name: str, text: str) -> Any:
 
 
 def _check_name(name: str, origin: str) -> None:
-    known = setting_fields()
-    if name in known:
+    if find_setting(name) is not None:
         return
+    known = setting_fields()
     endings = {full.partition(".")[2]: full for full in reversed(known)}  # the first section wins
     candidates = [endings[name]] if name in endings else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not candidates:
         candidates = [endings[match] for match in difflib.get_close_matches(name.rpartition(".")[2], endings, n=1)]
     hint = f" Did you mean {candidates[0]!r}?" if candidates else ""
     raise SettingsError(f"unknown setting {name!r} ({origin}).{hint} `train --help` lists all of them.")
-
-
-def describe_type(annotation: Any) -> str:
-    """A type in a user's words."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return " | ".join(str(value) for value in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
-        return " | ".join(describe_type(part) for part in typing.get_args(annotation))
-    if typing.get_origin(annotation) is tuple:
-        return "[" + ", ".join(describe_type(part) for part in typing.get_args(annotation)) + "]"
-    if typing.get_origin(annotation) is list:
-        return f"[{describe_type(typing.get_args(annotation)[0])}, ...]"
-    if typing.get_origin(annotation) is dict:
-        return "{name = value}"
-    names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
