@@ -7,7 +7,7 @@ from zarr.storage import LocalStore
 
 from rl_core import zarr_arrays
 from rl_core.errors import BrokenEntryError
-from rl_core.zarr_arrays import METADATA, decode_array, encode_array, plan_array
+from rl_core.zarr_arrays import METADATA, decode_array, decode_chunk, encode_array, plan_array
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float32")
 
@@ -73,3 +73,22 @@ def test_every_changed_bit_of_a_chunk_is_found(compress):
             decode_array(files, spec, path="entry/x")
         chunk[place] ^= 1 << place % 8
     assert np.array_equal(decode_array(files, spec, path="entry/x"), values_of("int32", 2_000))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 400, 5_003])
+def test_a_chunk_is_read_by_itself(length, compress):
+    values = values_of("int32", length)
+    spec, files = encode_array(values, plan_array(values, compress=compress, chunk_bytes=1_000))
+    parts = {name: memoryview(bytearray(b"".join(content))) for name, content in files.items()}
+    chunks = [decode_chunk(parts[f"c/{index}"], index, spec, path="x") for index in range(spec.num_chunks)]
+    assert max(chunk.nbytes for chunk in chunks) <= 1_000
+    assert np.array_equal(np.concatenate(chunks), values)
+    parts["c/0"][0] ^= 1
+    with pytest.raises(BrokenEntryError, match="x/c/0"):
+        decode_chunk(parts["c/0"], 0, spec, path="x")
+
+
+def test_no_chunk_is_larger_than_is_read():
+    values = np.zeros(2 * zarr_arrays.MAX_CHUNK_BYTES, dtype=np.uint8)
+    assert plan_array(values, compress=False, chunk_bytes=1 << 40).chunk_length == zarr_arrays.MAX_CHUNK_BYTES

@@ -74,9 +74,16 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return math.ceil(self.shape[0] / self.chunk_length)
 
 
-def plan_array(array: NDArray[Any], *, compress: bool) -> ArraySpec:
-    """How an array is stored, before its files are known: in equal chunks of at most MAX_CHUNK_BYTES."""
-    num_chunks = max(1, math.ceil(array.nbytes / MAX_CHUNK_BYTES))
+def plan_array(array: NDArray[Any], *, compress: bool, chunk_bytes: int | None = None) -> ArraySpec:
+    """How an array is stored, before its files are known.
+
+    Args:
+        array: What is to be stored.
+        compress: Whether chunks are compressed.
+        chunk_bytes: Most bytes of a chunk, all of which are equal; small ones are for those who read parts. None
+            takes MAX_CHUNK_BYTES, the most there may be.
+    """
+    num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)))
     return ArraySpec(
         dtype=array.dtype.name,
         shape=(len(array),),
@@ -142,7 +149,7 @@ def decode_array(files: Mapping[str, memoryview], spec: ArraySpec, *, path: str)
         BrokenEntryError: A file is not as the manifest says, or not as it must be.
         MissingExtraError: The library of zarr's codecs is not installed.
     """
-    _check_metadata(bytes(files[METADATA]), spec, path=path)
+    check_metadata(bytes(files[METADATA]), spec, path=path)
     bodies = [
         _checked_body(files[f"c/{index}"], chunk, path=f"{path}/c/{index}") for index, chunk in enumerate(spec.chunks)
     ]
@@ -153,6 +160,29 @@ def decode_array(files: Mapping[str, memoryview], spec: ArraySpec, *, path: str)
         place = values[index * spec.chunk_length : (index + 1) * spec.chunk_length]
         _decode_chunk(body, place, spec, path=f"{path}/c/{index}")
     return values[: spec.shape[0]]
+
+
+def decode_chunk(content: memoryview, index: int, spec: ArraySpec, *, path: str) -> NDArray[Any]:
+    """The values of one chunk, compared with its checksum; for those who need a part of an array.
+
+    Args:
+        content: The file; its size has been checked, and the array's metadata. The array may lie in its memory.
+        index: Which chunk.
+        spec: What the manifest says of the array.
+        path: Of the array, for messages.
+
+    Raises:
+        BrokenEntryError: It is not as the manifest says, or not as it must be.
+        MissingExtraError: The library of zarr's codecs is not installed.
+    """
+    where = f"{path}/c/{index}"
+    body = _checked_body(content, spec.chunks[index], path=where)
+    length = min(spec.chunk_length, spec.shape[0] - index * spec.chunk_length)
+    if not spec.is_compressed:
+        return np.frombuffer(body, dtype=_stored_dtype(spec))[:length]
+    values = np.empty(spec.chunk_length, dtype=_stored_dtype(spec))
+    _decode_chunk(body, values, spec, path=where)
+    return values[:length]
 
 
 def array_metadata(spec: ArraySpec) -> dict[str, Json]:
@@ -175,7 +205,12 @@ def array_metadata(spec: ArraySpec) -> dict[str, Json]:
     }
 
 
-def _check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
+def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
+    """Refuse a `zarr.json` that is not the one that the manifest's words of the array make.
+
+    Raises:
+        BrokenEntryError: It is another.
+    """
     where = f"{path}/{METADATA}"
     if checksum(content) != spec.metadata.crc32c:
         raise BrokenEntryError(where, "its checksum is not the manifest's")
