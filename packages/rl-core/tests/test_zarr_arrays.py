@@ -76,7 +76,7 @@ def test_every_changed_bit_of_a_chunk_is_found(compress):
 
 
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("length", [0, 1, 400, 5_003])
+@pytest.mark.parametrize("length", [1, 400, 5_003])
 def test_a_chunk_is_read_by_itself(length, compress):
     values = values_of("int32", length)
     spec, files = encode_array(values, plan_array(values, compress=compress, chunk_bytes=1_000))
