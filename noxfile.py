@@ -35,7 +35,7 @@ UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus,zarr]",),
     "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets,tools,mcp,http,json-schema,skip]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron,cache]"),
-    "rl-metrics": ("rl-core", "rl-metrics"),
+    "rl-metrics": ("rl-core", "rl-metrics[plot]"),
 }
 WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_process.py",

@@ -3,7 +3,7 @@ import sys
 
 import rl_metrics
 
-HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "pandas")
+HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "pandas", "matplotlib")
 
 
 def test_the_public_names():
