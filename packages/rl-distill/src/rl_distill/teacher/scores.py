@@ -128,7 +128,6 @@ def empty_scores(row: TeacherRow, shape: ScoreShape) -> TeacherScores:
 
 def teacher_columns(
     scores: Sequence[TeacherScores],
-    rows: Sequence[TeacherRow],
     *,
     indices: Sequence[int],
     offsets: Index,
@@ -137,14 +136,14 @@ def teacher_columns(
     """Columns of checked scores, aligned with `input_ids`.
 
     Args:
-        scores: Of each row.
-        rows: In the batch's order.
+        scores: Of each row, in the batch's order.
         indices: Number of each row's teacher.
         offsets: [N + 1] of the batch's `input_ids`.
         hidden_size: Widest states of all teachers, to which the others are padded with zeros; None gives no states.
     """
     numbers = [
-        np.where(row.loss_mask, index, NO_TEACHER).astype(np.int16) for row, index in zip(rows, indices, strict=True)
+        np.where(one.token_ids[:, 0] == NO_TOKEN, NO_TEACHER, index).astype(np.int16)
+        for one, index in zip(scores, indices, strict=True)
     ]
     columns: dict[str, Column] = {
         "teacher_logprobs": Ragged(np.concatenate([one.logprobs for one in scores]), offsets),

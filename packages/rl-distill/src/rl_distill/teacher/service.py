@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rl_core.batch import Batch, Column
 from rl_core.errors import (
     DeadlineError,
@@ -17,17 +19,12 @@ from rl_core.errors import (
     TeacherError,
 )
 from rl_core.queue.interface import Lease, TaskSpec, TransferQueue
+from rl_core.records import FloatArray
 from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.protocol import ScoreCache, Teacher
 from rl_distill.teacher.routing import TeacherRouter
-from rl_distill.teacher.scores import (
-    ScoreShape,
-    TeacherRow,
-    TeacherScores,
-    check_scores,
-    empty_scores,
-    teacher_columns,
-)
+from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, teacher_columns
+from rl_distill.teacher.served import Aligner, ServedTeacher
 from rl_distill.teacher.step_report import ServiceReport, Tally
 
 Result = TypeVar("Result")
@@ -72,12 +69,18 @@ class _Step:
     tallies: dict[str, Tally] = field(default_factory=dict)
 
 
-def teacher_task(*, with_hidden: bool) -> TaskSpec:
-    """The queue's task that the service serves."""
+def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> TaskSpec:
+    """The queue's task that the service serves.
+
+    Args:
+        with_hidden: Teachers give hidden states too.
+        with_aligner: Some have another tokenizer, and need the student's logprobs.
+    """
     hidden = {"teacher_hidden"} if with_hidden else set()
+    own = {"rollout_logprobs"} if with_aligner else set()
     return TaskSpec(
         name=TASK,
-        needs=frozenset({"input_ids", "loss_mask"}),
+        needs=frozenset({"input_ids", "loss_mask"} | own),
         gives=frozenset({"teacher_logprobs", "teacher_ids", "teacher_index"} | hidden),
         order="arrival",
     )
@@ -97,6 +100,7 @@ class TeacherService:
         options: ServiceOptions,
         *,
         caches: Mapping[str, ScoreCache] | None = None,
+        aligners: Mapping[str, Aligner] | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
         """Join teachers that are not started yet.
@@ -106,13 +110,21 @@ class TeacherService:
             router: Which of them scores a prompt.
             options: What is asked of them.
             caches: Stored scores of teachers, by name.
+            aligners: For teachers whose tokens are not the student's, by name.
             say: Takes events, with their names and fields.
         """
         self._teachers = {teacher.name: teacher for teacher in teachers}
-        self._numbers = {teacher.name: index for index, teacher in enumerate(teachers)}
+        self._served = {
+            teacher.name: ServedTeacher(
+                teacher=teacher,
+                index=index,
+                cache=(caches or {}).get(teacher.name),
+                aligner=(aligners or {}).get(teacher.name),
+            )
+            for index, teacher in enumerate(teachers)
+        }
         self._router = router
         self._options = options
-        self._caches = dict(caches or {})
         self._say = say or _say_nothing
         self._news = asyncio.Condition()
         self._step = _Step()
@@ -256,45 +268,34 @@ class TeacherService:
     async def _columns(self, lease: Lease) -> Mapping[str, Column]:
         """Columns of all rows of a lease."""
         names = {prompt.uid: self._router.teacher_of(prompt) for prompt in lease.prompts}
-        rows = _rows(lease.batch)
+        rows, logprobs = _rows(lease.batch), _logprobs(lease.batch)
         of_rows = [names[row.key.prompt_uid] for row in rows]
         teachers = tuple(dict.fromkeys(of_rows))
         self._work[lease.lease_id] = _Work(teachers, lease.prompts[0].uid, time.time())
-        places = {name: [at for at, other in enumerate(of_rows) if other == name] for name in teachers}
         found: dict[int, TeacherScores] = {}
-        for name, own in places.items():
-            found |= zip(own, await self._scores(name, [rows[at] for at in own]), strict=True)
+        for name in teachers:
+            served, own = self._served[name], [at for at, other in enumerate(of_rows) if other == name]
+            scores = await served.scores(
+                [rows[at] for at in own],
+                [logprobs[at] for at in own],
+                shape=self._shape(served.teacher),
+                tally=self._step.tallies[name],
+            )
+            found |= zip(own, scores, strict=True)
         return teacher_columns(
             [found[at] for at in range(len(rows))],
-            rows,
-            indices=[self._numbers[name] for name in of_rows],
+            indices=[self._served[name].index for name in of_rows],
             offsets=lease.batch.ragged("input_ids").offsets,
             hidden_size=self._widest() if self._options.with_hidden else None,
         )
 
-    async def _scores(self, name: str, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
-        """Checked scores of rows by one teacher; nobody is asked about those of which nothing trains."""
-        teacher, tally, cache = self._teachers[name], self._step.tallies[name], self._caches.get(name)
-        shape = ScoreShape(
+    def _shape(self, teacher: Teacher) -> ScoreShape:
+        """What a teacher's scores must look like."""
+        return ScoreShape(
             top_k=self._options.top_k,
             vocab_size=self._options.vocab_size,
             hidden_size=teacher.hidden_size if self._options.with_hidden else None,
         )
-        scored = [at for at, row in enumerate(rows) if row.loss_mask.any()]
-        asked = [rows[at] for at in scored]
-        stored = [None] * len(asked) if cache is None else await asyncio.to_thread(cache.lookup, asked)
-        missing = [row for row, one in zip(asked, stored, strict=True) if one is None]
-        fresh = await teacher.score(missing) if missing else []
-        fresh = [check_scores(one, row, teacher=name, shape=shape) for one, row in zip(fresh, missing, strict=True)]
-        if cache is not None and missing:
-            await asyncio.to_thread(cache.store, missing, fresh)
-        tally.count(missing, num_stored=len(asked) - len(missing))
-        rest = iter(fresh)
-        found = {
-            at: next(rest) if one is None else check_scores(one, rows[at], teacher=f"{name} (stored)", shape=shape)
-            for at, one in zip(scored, stored, strict=True)
-        }
-        return [found.get(at) or empty_scores(row, shape) for at, row in enumerate(rows)]
 
     def _widest(self) -> int:
         sizes = [teacher.hidden_size for teacher in self._teachers.values()]
@@ -319,6 +320,13 @@ def _rows(batch: Batch) -> list[TeacherRow]:
     return [
         TeacherRow(key=key, input_ids=ids, loss_mask=mask) for key, ids, mask in zip(batch.keys, *columns, strict=True)
     ]
+
+
+def _logprobs(batch: Batch) -> list[FloatArray]:
+    """[T] the student's own of each row; zeros where nobody gave them."""
+    if "rollout_logprobs" in batch:
+        return list(batch.ragged("rollout_logprobs"))
+    return [np.zeros(len(ids), dtype=np.float32) for ids in batch.ragged("input_ids")]
 
 
 def _say_nothing(event: str, **fields: Any) -> None:
