@@ -1,7 +1,7 @@
 """Logprobs of prompts with their likeliest alternatives, inside vLLM's workers, in memory that does not grow.
 
-vLLM's own way holds the logits of a whole step, [tokens, V] twice in float32: 10 GB for 8,192 tokens of a vocabulary of
-151,936. It also ranks each token with a function that torch compiles, for a number that nobody here reads.
+vLLM's own way holds the logits of all tokens that a step has of a sequence, [tokens, V] twice in float32: 10 GB for 8,192
+tokens of a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number that nobody here reads.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 MAX_ROWS = 512
-"""Tokens whose logits are held at once."""
+"""Tokens whose logits are held at once; with fewer the output matrix is read too often."""
 
 
 def gather_without_ranks(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
