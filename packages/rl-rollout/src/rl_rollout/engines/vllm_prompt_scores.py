@@ -1,7 +1,8 @@
 """Logprobs of prompts with their likeliest alternatives, inside vLLM's workers, in memory that does not grow.
 
-vLLM's own way holds the logits of all tokens that a step has of a sequence, [tokens, V] twice in float32: 10 GB for 8,192
-tokens of a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number that nobody here reads.
+vLLM's own way holds the logits of all tokens that a step has of a sequence, [tokens, V] twice in float32: 10 GB for
+8,192 tokens of a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number that
+nobody here reads.
 """
 
 from collections.abc import Mapping
