@@ -1,0 +1,66 @@
+"""What tells one teacher from another: a digest of a model folder that does not read all of its weights."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+
+SAMPLE_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors allows."""
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Hex digest of a model folder's configuration, and of each tensor's name, form, and three samples of its bytes.
+
+    Whatever trains a model changes each tensor all over, so that its beginning, middle and end tell; to read all of a
+    70B model would take minutes at every start. It says nothing of file names and times: a copy is the same teacher.
+
+    Raises:
+        SettingsError: The folder has no config.json, or no safetensors that can be read.
+    """
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        if not files or not all(file.is_file() for file in (*files, folder / "config.json")):
+            raise ValueError("a file is missing")
+        digest.update(hashlib.sha256((folder / "config.json").read_bytes()).digest())
+        tensors: dict[str, bytes] = {}
+        for file in files:
+            tensors |= _tensors(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"{folder} must be a model folder with config.json and safetensors, to find its stored scores: {error}"
+        ) from None
+    for name in sorted(tensors):
+        digest.update(hashlib.sha256(name.encode(errors="surrogatepass")).digest() + tensors[name])
+    return digest.hexdigest()
+
+
+def _tensors(file: Path) -> dict[str, bytes]:
+    """[32] of each tensor of a file, by name."""
+    found = {}
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(MAX_HEADER_BYTES, size):
+            raise ValueError(f"{file} has a header of {length} bytes")
+        header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError(f"{file} has a header that is no object")
+        for name, form in header.items():
+            if name == "__metadata__":
+                continue
+            try:
+                start, stop = map(int, form["data_offsets"])
+            except (TypeError, KeyError, ValueError):
+                raise ValueError(f"{file} has a header that says no place of {name[:100]!a}") from None
+            if not 0 <= start <= stop <= size - 8 - length:
+                raise ValueError(f"{file} is shorter than its header says")
+            digest = hashlib.sha256(json.dumps([form.get("dtype"), form.get("shape")]).encode())
+            for place in (start, (start + stop - SAMPLE_BYTES) // 2, stop - SAMPLE_BYTES):
+                stream.seek(8 + length + max(place, start))
+                digest.update(stream.read(min(SAMPLE_BYTES, stop - start)))
+            found[name] = digest.digest()
+    return found

@@ -1,0 +1,246 @@
+"""A cache of teachers' scores: what a teacher said of a trajectory is read from disk in place of asking it again."""
+
+import hashlib
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from rl_core.durable_files import write_durably
+from rl_core.errors import BrokenEntryError, CacheError
+from rl_distill.teacher.score_entries import (
+    ScoreEntry,
+    StoredRow,
+    entry_names,
+    require_library,
+    set_aside,
+    sweep,
+    write_entry,
+)
+from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
+
+log = structlog.get_logger(__name__)
+
+MAX_PENDING_BYTES = 1 << 26
+"""About 250 trajectories of 512 tokens with 64 likeliest each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreKind:
+    """What scores must have in common to stand for each other.
+
+    Attributes:
+        teacher: Fingerprint of its weights; see `model_fingerprint`.
+        dtype: What it computes in.
+        top_k: Likeliest tokens beside the token itself.
+        temperature: Of its distribution.
+        with_hidden: Whether hidden states are kept.
+    """
+
+    teacher: str
+    dtype: str
+    top_k: int
+    temperature: float = 1.0
+    with_hidden: bool = False
+
+    @property
+    def digest(self) -> bytes:
+        """[32] of all of it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
+
+
+class ScoreCache:
+    """Scores of one teacher in a folder; any number of threads and processes may use one.
+
+    What is stored is kept in memory until there is enough for an entry; `flush` writes the rest.
+    """
+
+    def __init__(self, directory: Path, kind: ScoreKind, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        """Open the folder, and make it where it is not there.
+
+        Args:
+            directory: Of all teachers' scores; each kind has a folder in it.
+            kind: Which scores.
+            max_pending_bytes: What is kept in memory until it is written.
+
+        Raises:
+            CacheError: The folder cannot be made or read.
+            MissingExtraError: The library of zarr's codecs is not installed.
+        """
+        require_library()
+        self.folder = directory / kind.digest.hex()[:16]
+        self._kind = kind
+        self._max_pending_bytes = max_pending_bytes
+        self._lock = threading.RLock()
+        self._entries: dict[str, ScoreEntry | None] = {}
+        self._places: dict[bytes, tuple[str, int]] = {}
+        self._pending: dict[bytes, StoredRow] = {}
+        self._pending_bytes = 0
+        self._failure: CacheError | None = None
+        self._prepare()
+
+    def __len__(self) -> int:
+        """Trajectories whose scores are known here."""
+        with self._lock:
+            return len(self._places.keys() | self._pending.keys())
+
+    @property
+    def failure(self) -> CacheError | None:
+        """Why nothing is stored any more; None while it is."""
+        return self._failure
+
+    def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
+        """What is stored of each trajectory; None where nothing is.
+
+        An entry that is torn is set aside with a warning, and its trajectories are None.
+
+        Raises:
+            CacheError: The folder cannot be read.
+        """
+        keys = [score_key(self._kind, row) for row in rows]
+        with self._lock:
+            if any(key not in self._places and key not in self._pending for key in keys):
+                self._find_entries()
+            found = self._read(keys)
+        return [
+            None if stored is None else _unpacked(stored, row)
+            for stored, row in zip((found.get(key) for key in keys), rows, strict=True)
+        ]
+
+    def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
+        """Keep scores of trajectories; a disk that takes no more gives a warning, and then nothing is stored.
+
+        Args:
+            rows: Which.
+            scores: Checked and masked, of this cache's kind.
+
+        Raises:
+            CacheError: They are of another kind.
+        """
+        with self._lock:
+            for row, found in zip(rows, scores, strict=True):
+                key = score_key(self._kind, row)
+                if self._failure is None and key not in self._places and key not in self._pending:
+                    self._pending[key] = stored = self._packed(found, row)
+                    self._pending_bytes += stored.size_bytes
+            if self._pending_bytes >= self._max_pending_bytes:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept in memory."""
+        with self._lock:
+            if not self._pending:
+                return
+            pending, self._pending, self._pending_bytes = self._pending, {}, 0
+            try:
+                name = write_entry(self.folder, pending)
+            except CacheError as error:
+                self._failure = error
+                log.warning("teacher_scores_not_stored", trajectories=len(pending), error=str(error))
+            else:
+                self._open(name)
+
+    # -- inside
+
+    def _prepare(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / "kind.json").exists():  # for people
+                write_durably(self.folder / "kind.json", json.dumps(asdict(self._kind), indent=1).encode())
+        except OSError as error:
+            raise CacheError(
+                f"distillation.cache: {self.folder} must be a folder that can be made and written: {error}."
+            ) from error
+        sweep(self.folder)
+        self._find_entries()
+
+    def _find_entries(self) -> None:
+        """Open what others have stored since."""
+        for name in entry_names(self.folder):
+            if name not in self._entries:
+                self._open(name)
+
+    def _open(self, name: str) -> None:
+        self._entries[name] = None
+        try:
+            self._entries[name] = entry = ScoreEntry(self.folder / name)
+        except BrokenEntryError as error:
+            self._drop(name, error)
+            return
+        for number, key in enumerate(entry.keys):
+            self._places.setdefault(key, (name, number))
+
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, StoredRow]:
+        """What is known of these, entry by entry; those of a torn one are left out."""
+        found = {key: self._pending[key] for key in keys if key in self._pending}
+        wanted: defaultdict[str, list[bytes]] = defaultdict(list)
+        for key in dict.fromkeys(keys):
+            if key not in found and key in self._places:
+                wanted[self._places[key][0]].append(key)
+        for name, own in wanted.items():
+            entry = self._entries[name]
+            try:
+                rows = [] if entry is None else entry.read([self._places[key][1] for key in own])
+            except BrokenEntryError as error:
+                self._drop(name, error)
+            else:
+                found |= zip(own, rows, strict=True)
+        return found
+
+    def _drop(self, name: str, error: BrokenEntryError) -> None:
+        """Forget an entry that is torn or gone, and move it out of the way."""
+        self._entries[name] = None
+        self._places = {key: place for key, place in self._places.items() if place[0] != name}
+        path = self.folder / name
+        try:
+            target = set_aside(path)
+        except CacheError as refusal:  # on a disk that may be read alone, it stays where it is
+            log.warning("teacher_scores_broken", entry=str(path), error=str(error), refusal=str(refusal))
+        else:
+            if target is not None:
+                log.warning("teacher_scores_set_aside", entry=str(path), now=str(target), error=str(error))
+
+    def _packed(self, scores: TeacherScores, row: TeacherRow) -> StoredRow:
+        """The trained tokens' scores."""
+        width = self._kind.top_k + 1
+        if scores.logprobs.shape != (len(row.input_ids), width) or (scores.hidden is None) is self._kind.with_hidden:
+            raise CacheError(
+                f"scores to be stored must have shape [{len(row.input_ids)}, {width}]"
+                f"{' and hidden states' if self._kind.with_hidden else ' and no hidden states'}; found "
+                f"{list(scores.logprobs.shape)}{'' if scores.hidden is None else ' and hidden states'}."
+            )
+        mask = row.loss_mask
+        hidden = None if scores.hidden is None else scores.hidden[mask]
+        return StoredRow(scores.logprobs[mask], scores.token_ids[mask], hidden)
+
+
+def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
+    """[32] what a trajectory's scores are found by: its tokens, which of them train, and the scores' kind."""
+    digest = hashlib.sha256(kind.digest)
+    digest.update(len(row.input_ids).to_bytes(8, "little"))
+    digest.update(row.input_ids.astype("<i4").tobytes())
+    digest.update(np.packbits(row.loss_mask).tobytes())
+    return digest.digest()
+
+
+def _unpacked(stored: StoredRow, row: TeacherRow) -> TeacherScores | None:
+    """Scores at their tokens; None where they are not this trajectory's, whatever their key says."""
+    mask = row.loss_mask
+    own = row.input_ids[mask]
+    if len(stored.logprobs) != len(own) or not np.array_equal(stored.token_ids[:, 0], own):
+        return None
+    size = (len(mask), stored.logprobs.shape[1])
+    found = TeacherScores(
+        logprobs=np.zeros(size, dtype=np.float32),
+        token_ids=np.full(size, NO_TOKEN, dtype=np.int32),
+        hidden=None if stored.hidden is None else np.zeros((len(mask), stored.hidden.shape[1]), dtype=np.float32),
+    )
+    found.logprobs[mask], found.token_ids[mask] = stored.logprobs, stored.token_ids
+    if found.hidden is not None and stored.hidden is not None:
+        found.hidden[mask] = stored.hidden
+    return found

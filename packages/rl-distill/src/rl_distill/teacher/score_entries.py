@@ -1,0 +1,364 @@
+"""Entries of a score cache on disk: zarr arrays of many trajectories, written whole, read in parts, nothing trusted.
+
+An entry is a folder: `manifest.json` with the checksum of every file, and one-dimensional arrays. `keys` has 32 bytes a
+trajectory and `counts` its trained tokens; `logprobs`, `token_ids` and `hidden` have the trained tokens of all, one
+after the other.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.bounded_json import load_json
+from rl_core.durable_files import sync_folder
+from rl_core.errors import BrokenEntryError, CacheError, CheckpointError, MissingExtraError
+from rl_core.records import FloatArray, IntArray
+from rl_core.zarr_arrays import (
+    METADATA,
+    ArraySpec,
+    check_metadata,
+    check_sizes,
+    decode_array,
+    decode_chunk,
+    encode_array,
+    plan_array,
+)
+from rl_distill.plain_files import open_plain
+
+FORMAT = "rl-distill teacher scores"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 1 << 24, 1 << 20
+MAX_ENTRY_BYTES = 1 << 32
+CHUNK_BYTES = 1 << 19
+"""Of what is read in parts: a trajectory of 512 tokens with 64 likeliest each has 133 KB of either."""
+KEY_BYTES = 32
+DTYPES = {"keys": "uint8", "counts": "int32", "logprobs": "float32", "token_ids": "int32", "hidden": "float32"}
+NAME = re.compile(r"scores-[0-9a-f]{16}")
+WRITING, BROKEN = ".writing-", "broken"
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """What is kept of a trajectory: the scores of its trained tokens, in order.
+
+    Attributes:
+        logprobs: [N, K + 1] float32.
+        token_ids: [N, K + 1] int32.
+        hidden: [N, H] float32, where states are kept.
+    """
+
+    logprobs: FloatArray
+    token_ids: IntArray
+    hidden: FloatArray | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.logprobs.nbytes + self.token_ids.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+
+
+class EntryManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an entry holds.
+
+    Attributes:
+        format: Always FORMAT.
+        format_version: Always FORMAT_VERSION.
+        num_rows: Trajectories.
+        width: K + 1.
+        hidden_size: H; 0 where no states are kept.
+        arrays: By name.
+    """
+
+    format: str
+    format_version: int
+    num_rows: Count
+    width: Count
+    hidden_size: Count
+    arrays: dict[str, ArraySpec]
+
+
+class ScoreEntry:
+    """An entry whose keys were read; its scores are read as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what it holds.
+
+        Raises:
+            BrokenEntryError: It is no entry, or not whole.
+            MissingExtraError: The library of zarr's codecs is not installed.
+        """
+        self.path = path
+        self._manifest = manifest = _read_manifest(path)
+        raw = self._whole("keys").tobytes()
+        self.keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        counts = self._whole("counts").astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        is_possible = int(counts.min(initial=0)) >= 0
+        if not is_possible or self._starts[-1] * manifest.width != self._length("logprobs"):
+            raise BrokenEntryError(str(path), "its counts of tokens are not those of its logprobs")
+        for name in self._parts:
+            where = f"{path}/{name}"
+            content = _read(path / name / METADATA, manifest.arrays[name].metadata.size_bytes)
+            check_metadata(bytes(content), manifest.arrays[name], path=where)
+
+    def read(self, rows: Sequence[int]) -> list[StoredRow]:
+        """Scores of trajectories by their numbers; every chunk that has some of them is read once.
+
+        Raises:
+            BrokenEntryError: A file is missing, or not what it must be.
+        """
+        values = {name: self._slices(name, rows, width) for name, width in self._parts.items()}
+        hidden = values.get("hidden")
+        return [
+            StoredRow(logprobs, ids, None if hidden is None else hidden[number])
+            for number, (logprobs, ids) in enumerate(zip(values["logprobs"], values["token_ids"], strict=True))
+        ]
+
+    @property
+    def _parts(self) -> Mapping[str, int]:
+        """Numbers of each token in the arrays that are read in parts."""
+        manifest = self._manifest
+        parts = {"logprobs": manifest.width, "token_ids": manifest.width}
+        return parts | ({"hidden": manifest.hidden_size} if manifest.hidden_size else {})
+
+    def _length(self, name: str) -> int:
+        return self._manifest.arrays[name].shape[0]
+
+    def _whole(self, name: str) -> NDArray[Any]:
+        spec, folder = self._manifest.arrays[name], self.path / name
+        files = {METADATA: _read(folder / METADATA, spec.metadata.size_bytes)}
+        for index, chunk in enumerate(spec.chunks):
+            files[f"c/{index}"] = _read(folder / "c" / str(index), chunk.size_bytes)
+        return decode_array(files, spec, path=str(folder))
+
+    def _slices(self, name: str, rows: Sequence[int], width: int) -> list[NDArray[Any]]:
+        spec, folder = self._manifest.arrays[name], self.path / name
+        chunks: dict[int, NDArray[Any]] = {}
+        found = []
+        for row in rows:
+            start, stop = int(self._starts[row]) * width, int(self._starts[row + 1]) * width
+            values = np.empty(stop - start, dtype=spec.dtype)
+            for index in range(start // spec.chunk_length, -(-stop // spec.chunk_length)):
+                if index not in chunks:
+                    content = _read(folder / "c" / str(index), spec.chunks[index].size_bytes)
+                    chunks[index] = decode_chunk(content, index, spec, path=str(folder))
+                at = index * spec.chunk_length
+                first, last = max(start, at), min(stop, at + spec.chunk_length)
+                values[first - start : last - start] = chunks[index][first - at : last - at]
+            found.append(values.reshape(-1, width))
+        return found
+
+
+def require_library() -> None:
+    """Find out at the start whether the library of zarr's codecs is installed.
+
+    Raises:
+        MissingExtraError: It is not.
+    """
+    sample = np.zeros(1, dtype=np.uint8)
+    try:
+        encode_array(sample, plan_array(sample, compress=True))
+    except MissingExtraError as error:
+        raise MissingExtraError(
+            "a cache of teachers' scores needs zarr's codecs. Run: pip install 'rl-distill[cache]'"
+        ) from error
+
+
+def entry_names(folder: Path) -> list[str]:
+    """Names of what is, or claims to be, an entry."""
+    try:
+        return sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))  # noqa: PTH208 (names alone)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CacheError(f"{folder} must be a folder that can be read: {error.strerror}.") from error
+
+
+def write_entry(folder: Path, rows: Mapping[bytes, StoredRow], *, compress: bool = True) -> str:
+    """Store trajectories as a new entry, built aside under a lock, flushed, and renamed into its place.
+
+    Args:
+        folder: Of the entries.
+        rows: Scores by key; at least one, all of one width.
+        compress: Whether files are compressed.
+
+    Returns:
+        The entry's name.
+
+    Raises:
+        CacheError: It cannot be written; nothing of it is left.
+        MissingExtraError: The library of zarr's codecs is not installed.
+    """
+    token = secrets.token_hex(8)
+    try:
+        with _aside(folder / f"{WRITING}{token}") as aside:
+            manifest = _write_arrays(aside, rows, compress=compress)
+            _write(aside / MANIFEST, _encode_manifest(manifest))
+            for path, _, _ in os.walk(aside):
+                sync_folder(path)
+            aside.rename(folder / f"scores-{token}")
+            sync_folder(folder)
+    except OSError as error:
+        raise CacheError(
+            f"scores of {len(rows)} trajectories could not be stored in {folder}: {error}. Make room, give another "
+            "distillation.cache, or leave it out."
+        ) from error
+    return f"scores-{token}"
+
+
+def set_aside(path: Path) -> Path | None:
+    """Move a broken entry below `broken`; None where it is gone."""
+    target = path.parent / BROKEN / f"{path.name}-{secrets.token_hex(8)}"
+    try:
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CacheError(f"{path} is broken, and cannot be moved to {target.parent}: {error}. Remove it.") from error
+    return target
+
+
+def sweep(folder: Path) -> None:
+    """Remove what writers left that died: what nobody holds a lock on."""
+    for path in folder.glob(f"{WRITING}*"):
+        with suppress(OSError):
+            lock = os.open(path, FOLDER_FLAGS)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A new folder under a lock; what is left of it at the end goes."""
+    path.mkdir()
+    lock = os.open(path, FOLDER_FLAGS)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)  # renamed, it is no longer there
+        os.close(lock)
+
+
+def _write_arrays(aside: Path, rows: Mapping[bytes, StoredRow], *, compress: bool) -> EntryManifest:
+    stored = list(rows.values())
+    arrays: dict[str, NDArray[Any]] = {
+        "keys": np.frombuffer(b"".join(rows), dtype=np.uint8),
+        "counts": np.asarray([len(row.logprobs) for row in stored], dtype=np.int32),
+        "logprobs": np.concatenate([row.logprobs.reshape(-1) for row in stored]),
+        "token_ids": np.concatenate([row.token_ids.reshape(-1) for row in stored]),
+    }
+    states = [row.hidden for row in stored if row.hidden is not None]
+    if states:
+        arrays["hidden"] = np.concatenate([state.reshape(-1) for state in states])
+    specs = {}
+    for name, array in arrays.items():
+        chunk_bytes = CHUNK_BYTES if name in ("logprobs", "token_ids", "hidden") else None
+        specs[name], files = encode_array(array, plan_array(array, compress=compress, chunk_bytes=chunk_bytes))
+        (aside / name / "c").mkdir(parents=True)
+        for file, parts in files.items():
+            _write(aside / name / file, *parts)
+    return EntryManifest(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        num_rows=len(stored),
+        width=stored[0].logprobs.shape[1],
+        hidden_size=states[0].shape[1] if states else 0,
+        arrays=specs,
+    )
+
+
+def _write(file: Path, *parts: bytes | memoryview) -> None:
+    with file.open("xb") as stream:
+        stream.writelines(parts)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _read(file: Path, size_bytes: int) -> memoryview:
+    """A whole file of a known size, in memory that is the caller's to change."""
+    try:
+        with open_plain(file) as (stream, size):
+            if size != size_bytes:
+                raise BrokenEntryError(str(file), f"it must have {size_bytes} bytes; found {size}")
+            content = np.empty(size_bytes, dtype=np.uint8).data
+            if cast(BufferedReader, stream).readinto(content) != size_bytes:
+                raise BrokenEntryError(str(file), f"it must give {size_bytes} bytes")
+    except (CheckpointError, OSError) as error:
+        raise BrokenEntryError(str(file), f"it must be a plain file that can be read: {error}") from None
+    return content
+
+
+def _encode_manifest(manifest: EntryManifest) -> bytes:
+    content = msgspec.to_builtins(manifest)
+    return json.dumps({"sha256": _sha256(content), "manifest": content}).encode()
+
+
+def _read_manifest(path: Path) -> EntryManifest:
+    file = path / MANIFEST
+    try:
+        with open_plain(file) as (stream, size):
+            if size > MAX_MANIFEST_BYTES:
+                raise BrokenEntryError(str(file), f"it has {size} bytes; at most {MAX_MANIFEST_BYTES} were expected")
+            raw = stream.read(size)
+        document = load_json(raw, max_values=MAX_MANIFEST_VALUES)
+        if set(document) != {"sha256", "manifest"} or document["sha256"] != _sha256(document["manifest"]):
+            raise BrokenEntryError(str(file), "its checksum is not that of its content")
+        manifest = msgspec.convert(document["manifest"], EntryManifest)
+    except (CheckpointError, OSError, ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise BrokenEntryError(str(file), f"it is no manifest ({type(error).__name__}: {error})") from None
+    _check(manifest, path)
+    return manifest
+
+
+def _check(manifest: EntryManifest, path: Path) -> None:
+    """Refuse what is of another form or too large, before any of it is read."""
+    expected = {name: dtype for name, dtype in DTYPES.items() if name != "hidden" or manifest.hidden_size}
+    found = {name: spec.dtype for name, spec in manifest.arrays.items()}
+    if (manifest.format, manifest.format_version, found) != (FORMAT, FORMAT_VERSION, expected) or manifest.width < 1:
+        raise BrokenEntryError(
+            f"{path}/{MANIFEST}", f"it must be of format {FORMAT!r}, version {FORMAT_VERSION}, with {expected}"
+        )
+    total = 0
+    for name, spec in manifest.arrays.items():
+        check_sizes(spec, path=f"{path}/{name}")
+        total += spec.shape[0] * np.dtype(spec.dtype).itemsize
+    shapes = {name: spec.shape[0] for name, spec in manifest.arrays.items()}
+    num_tokens = shapes["logprobs"] // manifest.width
+    wanted = {
+        "keys": manifest.num_rows * KEY_BYTES,
+        "counts": manifest.num_rows,
+        "logprobs": num_tokens * manifest.width,
+        "token_ids": num_tokens * manifest.width,
+    }
+    wanted |= {"hidden": num_tokens * manifest.hidden_size} if manifest.hidden_size else {}
+    if shapes != wanted or total > MAX_ENTRY_BYTES:
+        raise BrokenEntryError(
+            str(path), f"its arrays have {shapes} values, {total} bytes; {wanted} and at most {MAX_ENTRY_BYTES} fit"
+        )
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
