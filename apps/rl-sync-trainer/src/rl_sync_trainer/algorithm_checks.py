@@ -7,7 +7,8 @@ from rl_core.registry import nearest_name
 from rl_distill.objectives.registry import ADVANTAGES, AGGREGATION, KL, POLICY_LOSSES, REJECTION, SESSION_RULE
 from rl_distill.objectives.rejection import limits
 from rl_distill.objectives.try_out import try_advantage
-from rl_sync_trainer.assemble import gdpo_components, make_objective
+from rl_sync_trainer.assemble import gdpo_components, make_policy_objective
+from rl_sync_trainer.distilling import learns_from_rewards
 from rl_sync_trainer.settings import Settings
 
 Named = tuple[str, str, list[str]]
@@ -39,7 +40,9 @@ def unknown_names(named: Iterable[Named]) -> Iterator[str]:
 
 def algorithm_problems(settings: Settings) -> Iterator[str]:
     """Options and combinations that cannot work, of names that are known."""
-    for find in (_advantage, _policy_loss, _kl, _correction):
+    if learns_from_rewards(settings):
+        yield from _advantage(settings)
+    for find in (_policy_loss, _kl, _correction):
         yield from find(settings)
 
 
@@ -78,7 +81,7 @@ def _policy_loss(settings: Settings) -> Iterator[str]:
     if not names_are_known or not algorithm.kl_coefficient >= 0:
         return  # said elsewhere
     try:
-        make_objective(settings)
+        make_policy_objective(settings)
     except SettingsError as error:
         yield f"algorithm.policy_loss = {algorithm.policy_loss!r}: {error}"
 

@@ -1,15 +1,16 @@
 """Settings become objects: learner, engine, queue, transport, loop."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rl_core import Batch, Canary, InProcessQueue, Lease, Ragged, RowKey, TaskSpec, TransferQueue
+from rl_core import Batch, Canary, InProcessQueue, Lease, Prompt, Ragged, RowKey, TaskSpec, TransferQueue
 from rl_core.broadcast import BroadcastTransport
 from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
 from rl_distill.objectives.batch_columns import SampledLogprobs, component_columns
+from rl_distill.objectives.distillation import DistillationObjective, distillation_objective
 from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.objectives.policy_objective import (
     PolicyObjective,
@@ -19,6 +20,7 @@ from rl_distill.objectives.policy_objective import (
 )
 from rl_distill.objectives.selection import TokenSelection
 from rl_distill.skipping import SkippedUpdates
+from rl_distill.teacher.service import TeacherService, teacher_task
 from rl_metrics.reduction import Recorder
 from rl_rollout.audit import AuditOptions
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
@@ -26,6 +28,7 @@ from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptSource
 from rl_rollout.rollout import Rollout, RolloutOptions
 from rl_sync_trainer.checkpoints import TrainerState
+from rl_sync_trainer.distilling import has_teachers, objective_options
 from rl_sync_trainer.inputs import Inputs, make_scorer
 from rl_sync_trainer.learners import Learners, needs_critic
 from rl_sync_trainer.replay import Replay
@@ -53,6 +56,7 @@ class Parts:
         replay: Gives stored rollouts in place of new ones, where the settings say so.
         source: Order of the training prompts.
         queue: Between rollouts and learner.
+        teachers: Score what is in the queue, where there are any; started.
         transport: Brings weights to the engine.
         objective: What the learner minimises.
         kl: The KL's coefficient at the start of the run, and how it goes on.
@@ -74,8 +78,9 @@ class Parts:
     replay: Replay
     source: PromptSource
     queue: TransferQueue
+    teachers: TeacherService | None
     transport: WeightTransport
-    objective: PolicyObjective
+    objective: PolicyObjective | DistillationObjective
     kl: AdaptiveKL
     select_tokens: TokenSelection | None
     skipped: SkippedUpdates
@@ -106,10 +111,20 @@ class Parts:
         """Column of the logprobs of the policy that sampled, as the update knows them."""
         return sampled_logprobs(self.settings)
 
-    def objective_at(self, kl_coefficient: float) -> PolicyObjective:
+    def objective_at(self, kl_coefficient: float) -> PolicyObjective | DistillationObjective:
         """The objective with the present coefficient of the KL, where that is in the loss."""
-        is_in_loss = self.settings.algorithm.kl_in == "loss"
-        return self.objective.with_kl_coefficient(kl_coefficient) if is_in_loss else self.objective
+        if self.settings.algorithm.kl_in != "loss":
+            return self.objective
+        if isinstance(self.objective, PolicyObjective):
+            return self.objective.with_kl_coefficient(kl_coefficient)
+        policy = self.objective.policy
+        return replace(self.objective, policy=policy and policy.with_kl_coefficient(kl_coefficient))
+
+    async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
+        """Issue prompts, and tell the teachers, who may wait for some."""
+        self.queue.issue(prompts, num_sessions=num_sessions)
+        if self.teachers is not None:
+            await self.teachers.issued()
 
     @property
     def tolerances(self) -> ProofTolerances:
@@ -138,7 +153,19 @@ class Parts:
             recorder.record(name, value)
 
 
-def make_objective(settings: Settings) -> PolicyObjective:
+def make_objective(settings: Settings) -> PolicyObjective | DistillationObjective:
+    """What the learner minimises: the policy's objective, that of teachers, or both.
+
+    Raises:
+        SettingsError: An option is unknown or impossible.
+    """
+    if not settings.distillation.is_on or settings.distillation.used_as == "reward":
+        return make_policy_objective(settings)
+    policy = make_policy_objective(settings) if settings.distillation.use_task_rewards else None
+    return distillation_objective(objective_options(settings), policy)
+
+
+def make_policy_objective(settings: Settings) -> PolicyObjective:
     """The policy objective of the settings.
 
     Raises:
@@ -161,7 +188,7 @@ def make_objective(settings: Settings) -> PolicyObjective:
 
 def make_selection(settings: Settings) -> TokenSelection | None:
     """What chooses the tokens that the policy loss treats apart; None where it treats all alike."""
-    return bound_policy_loss(make_objective(settings).options).select
+    return bound_policy_loss(make_policy_objective(settings).options).select
 
 
 def sampled_logprobs(settings: Settings) -> SampledLogprobs:
@@ -200,7 +227,13 @@ def make_queue(settings: Settings) -> TransferQueue:
         TaskSpec(name=task, needs=rollout_columns, gives=frozenset({column}), order="issue")
         for task, column in late.items()
     ]
-    tasks.append(TaskSpec(name=TRAIN, needs=rollout_columns | frozenset(late.values()), order="issue"))
+    given = frozenset(late.values())
+    if has_teachers(settings):
+        chosen = settings.distillation
+        scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
+        tasks.append(scored)
+        given |= scored.gives
+    tasks.append(TaskSpec(name=TRAIN, needs=rollout_columns | given, order="issue"))
     return InProcessQueue(tasks)
 
 

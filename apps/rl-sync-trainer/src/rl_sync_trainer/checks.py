@@ -16,6 +16,7 @@ from rl_rollout.rescoring import can_score_again
 from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.steps import StepSelection
 from rl_sync_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
+from rl_sync_trainer.distillation_checks import distillation_problems, teacher_files
 from rl_sync_trainer.parallel_checks import parallel_problems
 from rl_sync_trainer.settings import Settings
 
@@ -51,6 +52,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         _names,
         algorithm_problems,
         parallel_problems,
+        distillation_problems,
     ):
         yield from find(settings)
 
@@ -232,6 +234,7 @@ def _files(settings: Settings) -> Iterator[str]:
         if path is not None and not path.exists():
             yield f"{name}: {path} does not exist (looked in {Path.cwd()})."
     yield from check_policy_folder(settings.policy.path, setting="policy.path")
+    yield from teacher_files(settings, check_policy_folder)
 
 
 def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.cluster.shares import visible_gpus
+from rl_core.errors import SettingsError
 from rl_core.ray_session import RayOptions
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 from rl_distill.options import LearnerOptions
@@ -13,6 +15,15 @@ from rl_distill.pending_save import SavedTogether
 from rl_sync_trainer.settings import Settings
 
 CRITIC_FOLDER = "critic"
+
+
+@runtime_checkable
+class _TakesHeads(Protocol):
+    """A learner that compares whole distributions."""
+
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Read the teachers' output matrices."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,16 @@ class Learners:
         self.policy.load(folder)
         if self.critic is not None:
             self.critic.load(folder / CRITIC_FOLDER)
+
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Give the policy the output matrices of teachers, in the order of `teacher_index`.
+
+        Raises:
+            SettingsError: The learner cannot take them, or a teacher knows fewer tokens.
+        """
+        if not isinstance(self.policy, _TakesHeads):
+            raise SettingsError(f'distribution = "full" needs a learner that takes teachers; found {self.policy}.')
+        self.policy.load_teacher_heads(folders)
 
     def offload(self) -> None:
         """Free their memory until they are used again."""

@@ -9,7 +9,7 @@ from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, VALUES, Par
 from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.preparation import adapted_kl, prepare_batch
-from rl_sync_trainer.stages import collect_rollouts, publish, record_step, rest_engine
+from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine
 from rl_sync_trainer.updates import update
 
 
@@ -56,12 +56,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     """One step: a batch of rollouts, its optimizer updates, and the new weights in the engine."""
     started = time.perf_counter()
     recorder = Recorder(strict=parts.settings.metrics.strict)
-    with recorder.timer("gen"):
-        num_groups = await parts.stop.run(
-            collect_rollouts(parts, recorder, step=state.step + 1),
-            what=f"rollouts of step {state.step + 1}",
-            deadline_s=parts.settings.rollout.deadline_s,
-        )
+    num_groups = await collect_step(parts, recorder, step=state.step + 1)
     await rest_engine(parts)
     add_late_columns(parts, num_groups, recorder)
     kl = parts.kl.restored(state.kl) if state.kl else parts.kl

@@ -56,6 +56,7 @@ def train(words: list[str]) -> int:
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
     from rl_sync_trainer.checks import check_settings, check_trainable
+    from rl_sync_trainer.distillation_checks import check_teachers
     from rl_sync_trainer.inputs import read_inputs
     from rl_sync_trainer.plan import describe_plan
     from rl_sync_trainer.run_folder import RunFolder, open_run, require_resumable
@@ -63,6 +64,7 @@ def train(words: list[str]) -> int:
     check_settings(settings)
     check_trainable(settings)
     inputs = read_inputs(settings)
+    check_teachers(settings, inputs.train)
     if dry_run:
         if resume:
             require_resumable(RunFolder(settings.run_folder), settings)

@@ -11,9 +11,11 @@ from rl_distill.objectives.batch_columns import (
     with_rejection,
     with_token_selection,
 )
+from rl_distill.objectives.distillation import with_distillation_advantages
 from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_metrics.reduction import Recorder
 from rl_sync_trainer.assemble import Parts
+from rl_sync_trainer.distilling import has_policy_gradient, has_teachers, learns_from_rewards, objective_options
 
 
 def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
@@ -23,6 +25,8 @@ def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coeffici
         DataError: A column is missing, or every token of the batch was rejected.
     """
     algorithm, correction = parts.settings.algorithm, parts.settings.correction
+    if not has_policy_gradient(parts.settings):
+        return batch
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient:
         batch = with_kl_in_reward(
             batch,
@@ -30,12 +34,21 @@ def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coeffici
             estimator=algorithm.kl_estimator,
             policy_logprobs=parts.sampled_logprobs,
         )
-    batch = with_advantages(
-        batch,
-        advantage=algorithm.advantage,
-        options=algorithm.advantage_options,
-        session_rule=algorithm.session_rule,
-    )
+    if learns_from_rewards(parts.settings):
+        batch = with_advantages(
+            batch,
+            advantage=algorithm.advantage,
+            options=algorithm.advantage_options,
+            session_rule=algorithm.session_rule,
+        )
+    if has_teachers(parts.settings) and parts.settings.distillation.used_as == "reward":
+        batch, metrics = with_distillation_advantages(
+            batch,
+            options=objective_options(parts.settings),
+            policy_logprobs=parts.sampled_logprobs,
+            keep_advantages=learns_from_rewards(parts.settings),
+        )
+        parts.record(recorder, metrics)
     if correction.weights != "none":
         level, cap, floor = correction.weights, correction.cap, correction.floor
         batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)

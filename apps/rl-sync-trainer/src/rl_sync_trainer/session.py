@@ -10,6 +10,7 @@ from typing import Any
 from rl_core.errors import CheckpointError
 from rl_distill.checkpoint_store import CheckpointStore, Saved
 from rl_distill.skipping import SkippedUpdates
+from rl_distill.teacher.service import TeacherService
 from rl_metrics.events import EventLog
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
@@ -34,6 +35,7 @@ from rl_sync_trainer.replay import Replay
 from rl_sync_trainer.run_folder import RunFolder
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.stopping import StopRequestedError, StopSignal
+from rl_sync_trainer.teachers import make_teachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,8 @@ class Session:
         console.say(f"engine: {engine.traits.name}")
         if settings.rollout.sleep and not engine.traits.can_sleep:
             console.say("engine: it cannot sleep on this platform; its memory stays while the learner trains")
-        parts = self._assemble(stack, learners, engine, source, stop)
+        teachers = await self._start_teachers(stack, learners, stop)
+        parts = self._assemble(stack, learners, engine, source, stop, teachers=teachers)
         console.begin(
             settings.algorithm.advantage.upper(), total_steps=settings.trainer.steps, done_steps=self._state.step
         )
@@ -136,6 +139,22 @@ class Session:
         console.say(f"learner: {learners.policy.num_parameters:,} parameters{ranks}")
         return learners
 
+    async def _start_teachers(
+        self, stack: AsyncExitStack, learners: Learners, stop: StopSignal
+    ) -> TeacherService | None:
+        settings = self._settings
+        chosen = settings.distillation
+        teachers = make_teachers(settings, log_directory=self._folder.path / "logs", say=self._events.write)
+        if teachers is None:
+            return None
+        stack.push_async_callback(teachers.close)
+        with self._console.phase(f"starting {len(chosen.teachers)} teacher(s)"):
+            await stop.run(teachers.start(), what="teachers to start", deadline_s=3 * chosen.start_deadline_s)
+        if chosen.needs_hidden:
+            learners.load_teacher_heads([teacher.model for teacher in chosen.teachers.values()])
+        self._console.say(f"teachers: {', '.join(chosen.teachers)}")
+        return teachers
+
     def _assemble(
         self,
         stack: AsyncExitStack,
@@ -143,6 +162,8 @@ class Session:
         engine: RolloutEngine,
         source: PromptSource,
         stop: StopSignal,
+        *,
+        teachers: TeacherService | None,
     ) -> Parts:
         settings = self._settings
         queue = make_queue(settings)
@@ -159,6 +180,7 @@ class Session:
             replay=Replay(settings, self._inputs, say=self._events.write),
             source=source,
             queue=queue,
+            teachers=teachers,
             transport=transport,
             objective=make_objective(settings),
             kl=make_kl_control(settings),

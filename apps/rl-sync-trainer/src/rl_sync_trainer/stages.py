@@ -27,6 +27,7 @@ from rl_rollout.refill import refill
 from rl_rollout.rollout import GroupResult, require_some_success
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, gdpo_components
+from rl_sync_trainer.distilling import record_teachers
 from rl_sync_trainer.replay import record_replay
 
 
@@ -63,17 +64,54 @@ class StepFeed:
         if parts.settings.skip.enabled:
             record_replay(self._recorder, found)
         if found.is_replayed:
-            self._issue(found.groups)
+            await self._issue(found.groups)
             if on_groups is not None:
                 on_groups(found.groups)
         return list(found.groups)
 
-    def _issue(self, groups: Sequence[GroupResult]) -> None:
+    async def _issue(self, groups: Sequence[GroupResult]) -> None:
         """Issue what was replayed, as many sessions of each prompt as there are."""
         if self._parts.settings.skip.rewards == "stored":
             self.replayed.update(group.prompt.uid for group in groups)
         for num_sessions, run in itertools.groupby(groups, key=lambda group: len(group.sessions)):
-            self._parts.queue.issue([group.prompt for group in run], num_sessions=num_sessions)
+            await self._parts.issue([group.prompt for group in run], num_sessions=num_sessions)
+
+
+async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
+    """Rollouts of a step in the queue, with the scores of teachers where there are any; see `collect_rollouts`.
+
+    Teachers score what has arrived while the rest is generated.
+
+    Raises:
+        DeadlineError: Rollouts, or teachers, took too long.
+        StopRequestedError: The user stopped the run.
+        TeacherError: A teacher cannot score.
+    """
+    settings = parts.settings
+    what = f"rollouts of step {step}"
+    deadline_s = settings.rollout.deadline_s
+
+    async def generate() -> int:
+        limit = asyncio.timeout(deadline_s)
+        try:
+            async with limit:
+                with recorder.timer("gen"):
+                    return await collect_rollouts(parts, recorder, step=step)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"waited {deadline_s:g} s for the {what}, and gave up.") from None
+
+    if parts.teachers is None:
+        return await parts.stop.run(generate(), what=what, deadline_s=deadline_s)
+    chosen = settings.distillation
+    num_groups = await parts.stop.run(
+        parts.teachers.serve_while(parts.queue, generate()),
+        what=f"{what}, and their teachers",
+        deadline_s=deadline_s + 2 * (chosen.deadline_s + chosen.start_deadline_s),  # each has an earlier one of its own
+    )
+    record_teachers(recorder, parts.teachers.report)
+    return num_groups
 
 
 async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> int:
@@ -116,7 +154,7 @@ async def run_groups(
 ) -> list[GroupResult]:
     """Issue prompts, and run every session of theirs."""
     group_size = parts.settings.rollout.group_size
-    parts.queue.issue(prompts, num_sessions=group_size)
+    await parts.issue(prompts, num_sessions=group_size)
     return await parts.rollout.run(
         prompts,
         num_sessions=group_size,

@@ -6,29 +6,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rl_core.records import FloatArray
+from rl_distill.teacher.aligned import Translation
 from rl_distill.teacher.protocol import ScoreCache, Teacher
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, check_scores, empty_scores
 from rl_distill.teacher.step_report import Tally
 
 
-class Translated(Protocol):
-    """A trajectory in a teacher's own tokens."""
-
-    @property
-    def row(self) -> TeacherRow:
-        """What the teacher scores."""
-        ...
-
-
 class Aligner(Protocol):
     """For a teacher with another tokenizer; `rl_distill.teacher.aligned.TeacherAligner` is one."""
 
-    def to_teacher(self, row: TeacherRow) -> Translated:
+    def to_teacher(self, row: TeacherRow) -> Translation:
         """A trajectory in the teacher's tokens."""
         ...
 
     def to_student(
-        self, scores: TeacherScores, row: TeacherRow, translation: Translated, *, rollout_logprobs: FloatArray
+        self, scores: TeacherScores, row: TeacherRow, translation: Translation, *, rollout_logprobs: FloatArray
     ) -> TeacherScores:
         """The teacher's scores at the student's tokens; ids -1 where a token has none."""
         ...
