@@ -241,7 +241,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             divergence=LogitDivergence(options=compared.options, part=self._part, heads=compared.heads),
             targets=placed.targets,
             temperature=wanted.temperature,
-            chunk_logits=_CHUNK_LOGITS // 2,
+            chunk_logits=2 * _CHUNK_LOGITS,
         )
         measured = {MEASURED + name: value for name, value in found.comparison.columns().items()}
         logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs

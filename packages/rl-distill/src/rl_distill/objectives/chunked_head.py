@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.errors import ShapeError
+from rl_core.errors import NotReadyError, ShapeError
 from rl_distill.objectives.logit_divergence import MEASURES, LogitDivergence, TeacherTokens, TokenComparison
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
-CHUNK_LOGITS = 2**24
-"""Logits of a chunk, by default."""
+CHUNK_LOGITS = 2**26
+"""Logits of a chunk, by default: what is there at once, in one array, of a whole distribution in several."""
+TARGETS_AT_ONCE = 16
 
 
 class HeadResult(NamedTuple):
@@ -53,18 +54,19 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        # One buffer for all chunks: fresh memory is slow, on a CPU as slow as the arithmetic on it.
+        buffer = weight.new_empty(min(work.chunk, len(hidden)), weight.shape[0])
         weighted = []
         for start in range(0, len(hidden), work.chunk):
             rows = slice(start, start + work.chunk)
-            losses, grad = _one_chunk(hidden[rows], weight, rows, work)
+            losses, grad = _one_chunk(hidden[rows], weight, rows, work, buffer)
             weighted.append(losses)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                if exact == weight.dtype:
-                    grad_weight.addmm_(grad.T, hidden[rows])
-                else:
-                    grad_weight += grad.T @ hidden[rows]
+            if grad_weight is not None and exact == weight.dtype:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            elif grad_weight is not None:
+                grad_weight += grad.T @ hidden[rows]
         if grad_hidden is not None and work.divergence.part.num_ranks > 1:
             dist.all_reduce(grad_hidden, group=work.divergence.part.group)
         ctx.grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -73,41 +75,41 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
-        grad_hidden, grad_weight = ctx.grads
+        if ctx.grads is None:
+            raise NotReadyError("the chunked head gives its gradients once; call it again for another backward pass.")
+        made, ctx.grads = ctx.grads, None
         if len(grad) and not bool((grad == grad[0]).all()):
             raise ShapeError(
                 "the chunked head gives losses that are weighted already: sum them, times one number at most. Give the "
                 "weights of tokens as `weights`."
             )
-        factor = grad[0] if len(grad) else 0.0
-        return (
-            None if grad_hidden is None else grad_hidden * factor,
-            None if grad_weight is None else grad_weight * factor,
-            None,
-        )
+        factor = float(grad[0]) if len(grad) else 1.0
+        of_hidden, of_weight = (one if one is None or factor == 1.0 else one.mul_(factor) for one in made)
+        return of_hidden, of_weight, None
 
 
-def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work) -> tuple[Tensor, Tensor]:
+def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted losses of a chunk, and their gradient to its logits."""
-    logits = (hidden @ weight.T).detach().requires_grad_()
-    teacher = work.teacher.select(rows)
-    with torch.enable_grad():
-        comparison = work.divergence(logits, teacher)
-        weighted = work.weights[rows] * comparison.losses
-        (grad,) = torch.autograd.grad(weighted.sum(), logits)
+    logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
+    logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     logprobs = entropy = None
     if work.targets is not None:
-        part = work.divergence.part
-        logprobs, entropy = vocabulary_logprobs(
-            logits.detach(),
-            work.targets[rows],
-            temperature=work.temperature,
-            group=part.group,
-            vocab_size=part.size,
-        )
-    comparison = TokenComparison(**{name: value.detach() for name, value in comparison.columns().items()})
+        logprobs, entropy = _of_targets(logits, work.targets[rows], work)
+    weights = work.weights[rows]
+    comparison, grad = work.divergence.with_gradient(logits.detach(), work.teacher.select(rows), weights)
     work.found.append((comparison, logprobs, entropy))
-    return weighted.detach(), grad
+    return weights * comparison.losses, grad.to(weight.dtype)
+
+
+def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy, a few tokens at a time, for that takes several arrays as wide as the logits."""
+    part = work.divergence.part
+    found = [
+        vocabulary_logprobs(few, ids, temperature=work.temperature, group=part.group, vocab_size=part.size)
+        for few, ids in zip(torch.split(logits, TARGETS_AT_ONCE), torch.split(targets, TARGETS_AT_ONCE), strict=True)
+    ]
+    logprobs, entropy = (torch.cat(of_all) for of_all in zip(*found, strict=True))
+    return logprobs, entropy
 
 
 def chunked_head_divergence(
@@ -131,10 +133,11 @@ def chunked_head_divergence(
         divergence: Which.
         targets: [M] int64 the tokens themselves, whose logprobs shall come with it.
         temperature: Of these logprobs, and of the entropy.
-        chunk_logits: Logits that are there at once; several arrays of this size are.
+        chunk_logits: Logits that are there at once.
 
     Raises:
         ShapeError: In the backward pass, where the losses were weighted again, each on its own.
+        NotReadyError: In a second backward pass.
     """
     chunk = max(1, chunk_logits // max(1, weight.shape[0]))
     work = _Work(weights.detach(), teacher, divergence, targets, temperature, chunk, [])

@@ -17,6 +17,7 @@ from rl_distill.objectives.divergences import (
 )
 from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.objectives.vocabulary_parts import (
+    OwnLogits,
     VocabularyPart,
     all_logprobs,
     chosen_of,
@@ -91,6 +92,10 @@ class TokenComparison:
         """Those of consecutive tokens as one."""
         return TokenComparison(**{name: torch.cat([getattr(part, name) for part in parts]) for name in MEASURES})
 
+    def detached(self) -> "TokenComparison":
+        """The same, without gradient."""
+        return TokenComparison(**{name: value.detach() for name, value in self.columns().items()})
+
     def columns(self) -> Mapping[str, Tensor]:
         """By name."""
         return {name: getattr(self, name) for name in MEASURES}
@@ -124,52 +129,77 @@ class LogitDivergence:
             DataError: The teachers gave no likeliest tokens, or no hidden states, and they are needed.
             ShapeError: The shapes do not fit.
         """
-        if len(logits) != len(teacher):
-            raise ShapeError(f"logits and teacher must be of equally many tokens; found {len(logits)}, {len(teacher)}.")
-        top_ids, log_p = teacher.ids[:, 1:], teacher.logprobs[:, 1:].to(_float_of(logits))
-        is_given = top_ids >= 0
+        best = self._checked(logits, teacher)
         if self.options.distribution == "full":
             found, log_q = self._compare_all(logits, teacher)
         else:
-            found, log_q = self._compare_top_k(logits, teacher)
-        with torch.no_grad():
-            k = top_ids.shape[1]
-            q, p = (torch.where(is_given, of.detach().exp(), 0.0).sum(-1) for of in (log_q, log_p))
-            best = likeliest(logits, k, part=self.part)[1] if k else top_ids
-            is_shared = _is_among(top_ids, best) & is_given
-            measured = {
-                "student_mass": q,
-                "teacher_mass": p,
-                "tail_mass": (1.0 - p).clamp_min(0.0),
-                "overlap_ratio": is_shared.sum(-1) / is_given.sum(-1).clamp_min(1),
-                "agreement": (top_ids[:, :1] == best[:, :1]).any(-1),
-                "clamped_fraction": found.is_clamped,
-            }
-        is_scored = teacher.index >= 0
-        rest = {name: torch.where(is_scored, value.to(log_p.dtype), 0.0) for name, value in measured.items()}
-        return TokenComparison(losses=torch.where(is_scored, found.losses, 0.0), **rest)
+            ids = self._compared_ids(teacher, best)
+            log_q, log_tail = top_k_logprobs(logits, ids, part=self.part, temperature=self.options.temperature)
+            found = self._on_top_k(log_q, log_tail, teacher)
+        return _measured(found, log_q, teacher, best)
 
-    def _compare_top_k(self, logits: Tensor, teacher: TeacherTokens) -> tuple[TokenDivergence, Tensor]:
-        """The divergence on the top k, and the student's logprobs of the teacher's."""
-        ids = teacher.ids[:, 1:]
-        if not ids.shape[1]:
+    def with_gradient(self, logits: Tensor, teacher: TeacherTokens, weights: Tensor) -> tuple[TokenComparison, Tensor]:
+        """Compare, and differentiate the sum of weights * losses, in the logits' own place where that can be.
+
+        Args:
+            logits: [M, V / ranks] float32 or float64, that nobody else needs.
+            teacher: Of the same tokens.
+            weights: [M] of the tokens.
+
+        Returns:
+            The comparison, and the gradient [M, V / ranks].
+
+        Raises:
+            DataError: As in a call.
+            ShapeError: As in a call.
+        """
+        if self.options.distribution == "full":
+            logits.requires_grad_()
+            with torch.enable_grad():
+                comparison = self(logits, teacher)
+                (grad,) = torch.autograd.grad((weights * comparison.losses).sum(), logits)
+            return comparison.detached(), grad
+        best = self._checked(logits, teacher)
+        own = OwnLogits(logits, part=self.part, temperature=self.options.temperature)
+        taken = own.take(self._compared_ids(teacher, best))
+        log_q, log_tail = taken.logprobs.detach().requires_grad_(), taken.log_tail.detach().requires_grad_()
+        with torch.enable_grad():
+            comparison = _measured(self._on_top_k(log_q, log_tail, teacher), log_q, teacher, best)
+            of_logprobs, of_tail = torch.autograd.grad(
+                (weights * comparison.losses).sum(), (log_q, log_tail), allow_unused=True
+            )
+        zeros = torch.zeros_like
+        grad = own.gradient(
+            zeros(log_q) if of_logprobs is None else of_logprobs, zeros(log_tail) if of_tail is None else of_tail
+        )
+        return comparison.detached(), grad
+
+    def _checked(self, logits: Tensor, teacher: TeacherTokens) -> Tensor:
+        """[M, K] the student's likeliest tokens."""
+        if len(logits) != len(teacher):
+            raise ShapeError(f"logits and teacher must be of equally many tokens; found {len(logits)}, {len(teacher)}.")
+        k = min(teacher.ids.shape[1] - 1, self.part.size)
+        if not k and self.options.distribution == "top_k":
             raise DataError(
                 f"{self.options.kind} needs the teacher's likeliest tokens; the column teacher_ids has the sampled "
                 "token alone. Score with top_k of at least 1."
             )
-        is_given = ids >= 0
-        log_p = teacher.logprobs[:, 1:].to(_float_of(logits))
-        own = likeliest(logits, ids.shape[1], part=self.part)[1] if self.options.kind == "uld" else ids
-        log_q, log_q_tail = top_k_logprobs(logits, own, part=self.part, temperature=self.options.temperature)
-        found = top_k_divergence(
-            log_p,
+        return likeliest(logits, k, part=self.part)[1]
+
+    def _compared_ids(self, teacher: TeacherTokens, best: Tensor) -> Tensor:
+        """[M, K] the tokens whose student's logprobs are compared: the teacher's, or of two vocabularies its own."""
+        return best if self.options.kind == "uld" else teacher.ids[:, 1:]
+
+    def _on_top_k(self, log_q: Tensor, log_q_tail: Tensor, teacher: TeacherTokens) -> TokenDivergence:
+        """The divergence on the top k."""
+        return top_k_divergence(
+            teacher.logprobs[:, 1:].to(log_q.dtype),
             log_q,
             log_q_tail,
-            is_given=is_given,
-            has_tail=ids.shape[1] < self.part.size,
+            is_given=teacher.ids[:, 1:] >= 0,
+            has_tail=teacher.ids.shape[1] - 1 < self.part.size,
             options=self.options,
         )
-        return found, log_q
 
     def _compare_all(self, logits: Tensor, teacher: TeacherTokens) -> tuple[TokenDivergence, Tensor]:
         """The divergence on the whole vocabulary, and the student's logprobs of the teacher's likeliest."""
@@ -229,5 +259,34 @@ def _is_among(ids: Tensor, others: Tensor) -> Tensor:
     return ordered.gather(-1, places) == ids
 
 
-def _float_of(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+@torch.no_grad()
+def _masses(log_q: Tensor, teacher: TeacherTokens) -> tuple[Tensor, Tensor]:
+    """[M] the student's and the teacher's probability of the top k."""
+    is_given = teacher.ids[:, 1:] >= 0
+    of_both = (log_q, teacher.logprobs[:, 1:].to(log_q.dtype))
+    student, teachers = (torch.where(is_given, of.exp(), 0.0).sum(-1) for of in of_both)
+    return student, teachers
+
+
+def _measured(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
+    """The losses with their measures, 0 where no teacher scored.
+
+    Args:
+        found: The losses.
+        log_q: [M, K] the student's logprobs of what was compared.
+        teacher: Of the same tokens.
+        best: [M, K] the student's likeliest tokens.
+    """
+    ids = teacher.ids[:, 1:]
+    is_given, is_scored = ids >= 0, teacher.index >= 0
+    student_mass, teacher_mass = _masses(log_q.detach(), teacher)
+    measured = {
+        "student_mass": student_mass,
+        "teacher_mass": teacher_mass,
+        "tail_mass": (1.0 - teacher_mass).clamp_min(0.0),
+        "overlap_ratio": (_is_among(ids, best) & is_given).sum(-1) / is_given.sum(-1).clamp_min(1),
+        "agreement": (ids[:, :1] == best[:, :1]).any(-1),
+        "clamped_fraction": found.is_clamped,
+    }
+    rest = {name: torch.where(is_scored, value.to(log_q.dtype), 0.0) for name, value in measured.items()}
+    return TokenComparison(losses=torch.where(is_scored, found.losses, 0.0), **rest)

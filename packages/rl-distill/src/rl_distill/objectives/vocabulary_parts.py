@@ -4,13 +4,13 @@ Every function gives the same on every rank, but for what is a slice of the voca
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.errors import ShapeError
+from rl_core.errors import NotReadyError, ShapeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +79,44 @@ def sum_of_parts(values: Tensor, part: VocabularyPart) -> Tensor:
     return values if part.num_ranks == 1 else _Summed.apply(values, part)  # type: ignore[no-untyped-call]
 
 
-def _shifted(logits: Tensor, temperature: float, part: VocabularyPart) -> tuple[Tensor, int]:
-    """New float logits with temperature applied and their largest at 0, and the first token of the slice."""
-    first = part.first(logits.shape[-1])
+def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:
+    """Float logits with temperature applied and their largest at 0, without padding; new, or in their own place."""
     scaled = part.without_padding(logits)
-    scaled = scaled if scaled.dtype == torch.float64 else scaled.float()
-    scaled = scaled / temperature if temperature != 1.0 or scaled is logits else scaled.clone()
+    if in_place:
+        scaled = scaled.div_(temperature) if temperature != 1.0 else scaled
+    else:
+        scaled = scaled if scaled.dtype == torch.float64 else scaled.float()
+        scaled = scaled / temperature if temperature != 1.0 or scaled is logits else scaled.clone()
     largest = scaled.amax(-1) if scaled.shape[-1] else scaled.new_full(scaled.shape[:1], -torch.inf)
-    return scaled.sub_(part.largest(largest).unsqueeze(-1)), first
+    return scaled.sub_(part.largest(largest).unsqueeze(-1))
 
 
-class _TopKLogprobs(torch.autograd.Function):
-    """Keeps the exponentials outside the chosen tokens for the backward pass, and nothing else as wide."""
+class TopKLogprobs(NamedTuple):
+    """A few tokens' logprobs, and all that their gradient to the logits needs.
+
+    Attributes:
+        logprobs: [M, K], 0 where there is no token.
+        log_tail: [M] log of the mass outside.
+        exponentials: [M, V of this rank] of the shifted logits, 0 at the K tokens; the only wide one.
+        tail: [M] their sum over ranks.
+        total: [M] with those of the K tokens.
+        is_given: [M, K] bool.
+        places: Rows, entries and columns of the K tokens that are of this rank's slice.
+    """
+
+    logprobs: Tensor
+    log_tail: Tensor
+    exponentials: Tensor
+    tail: Tensor
+    total: Tensor
+    is_given: Tensor
+    places: tuple[Tensor, Tensor, Tensor]
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, part: VocabularyPart
-    ) -> tuple[Tensor, Tensor]:
-        scaled, first = _shifted(logits, temperature, part)
+    def of(scaled: Tensor, ids: Tensor, *, first: int, part: VocabularyPart) -> "TopKLogprobs":
+        """From shifted logits [M, V of this rank], which become the exponentials."""
         is_given = ids >= 0
-        is_here = is_given & (ids >= first) & (ids < first + scaled.shape[-1])
-        rows, entries = is_here.nonzero(as_tuple=True)
+        rows, entries = (is_given & (ids >= first) & (ids < first + scaled.shape[-1])).nonzero(as_tuple=True)
         columns = ids[rows, entries] - first
         chosen = scaled.new_zeros(ids.shape)
         chosen[rows, entries] = scaled[rows, columns]
@@ -108,25 +125,43 @@ class _TopKLogprobs(torch.autograd.Function):
         sums = part.summed(torch.cat([chosen, exponentials.sum(-1, keepdim=True)], -1))
         chosen, tail = sums[:, :-1], sums[:, -1]
         total = (chosen.exp() * is_given).sum(-1) + tail
-        tiny = torch.finfo(tail.dtype).tiny
-        logprobs = torch.where(is_given, chosen - total.log().unsqueeze(-1), 0.0)
-        log_tail = tail.clamp_min(tiny).log() - total.log()
-        ctx.save_for_backward(exponentials, logprobs, tail, total, is_given, is_here, columns)
+        return TopKLogprobs(
+            logprobs=torch.where(is_given, chosen - total.log().unsqueeze(-1), 0.0),
+            log_tail=tail.clamp_min(torch.finfo(tail.dtype).tiny).log() - total.log(),
+            exponentials=exponentials,
+            tail=tail,
+            total=total,
+            is_given=is_given,
+            places=(rows, entries, columns),
+        )
+
+    def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor, *, in_place: bool = False) -> Tensor:
+        """[M, V of this rank] to the shifted logits; in the exponentials' own place, or new."""
+        rows, entries, columns = self.places
+        grad_logprobs = grad_logprobs * self.is_given
+        has_tail = self.tail > torch.finfo(self.tail.dtype).tiny
+        grad_tail = torch.where(has_tail, grad_tail, 0.0)
+        summed = grad_logprobs.sum(-1) + grad_tail
+        outside = (torch.where(has_tail, grad_tail / self.tail, 0.0) - summed / self.total).unsqueeze(-1)
+        grad = self.exponentials.mul_(outside) if in_place else self.exponentials * outside
+        grad[rows, columns] = (grad_logprobs - self.logprobs.exp() * summed.unsqueeze(-1))[rows, entries]
+        return grad
+
+
+class _TopKLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, part: VocabularyPart
+    ) -> tuple[Tensor, Tensor]:
+        found = TopKLogprobs.of(_shifted(logits, temperature, part), ids, first=part.first(logits.shape[-1]), part=part)
+        ctx.save_for_backward(*found[:-1], *found.places)
         ctx.temperature, ctx.dtype, ctx.width = temperature, logits.dtype, logits.shape[-1]
-        return logprobs, log_tail
+        return found.logprobs, found.log_tail
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        exponentials, logprobs, tail, total, is_given, is_here, columns = ctx.saved_tensors
-        grad_chosen, grad_tail = grads
-        grad_chosen = grad_chosen * is_given
-        has_tail = tail > torch.finfo(tail.dtype).tiny
-        grad_tail = torch.where(has_tail, grad_tail, 0.0)
-        summed = grad_chosen.sum(-1) + grad_tail
-        outside = torch.where(has_tail, grad_tail / tail, 0.0) - summed / total
-        rows, entries = is_here.nonzero(as_tuple=True)
-        grad = exponentials * outside.unsqueeze(-1)
-        grad[rows, columns] = (grad_chosen - logprobs.exp() * summed.unsqueeze(-1))[rows, entries]
+        saved = ctx.saved_tensors
+        grad = TopKLogprobs(*saved[:6], places=saved[6:]).gradient(*grads)
         if ctx.temperature != 1.0:
             grad /= ctx.temperature
         if grad.shape[-1] < ctx.width:
@@ -151,12 +186,43 @@ def top_k_logprobs(
     return _TopKLogprobs.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class OwnLogits:
+    """Logits that nobody else has: their logprobs and their gradient are made in their own place.
+
+    Call `take`, then `gradient`; the logits are gone after the first.
+    """
+
+    def __init__(self, logits: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> None:
+        """Take over [M, V / ranks] logits, float32 or float64."""
+        self._logits, self._part, self._temperature = logits, part, temperature
+        self._found: TopKLogprobs | None = None
+
+    def take(self, ids: Tensor) -> TopKLogprobs:
+        """Logprobs of [M, K] tokens, as `top_k_logprobs`."""
+        scaled = _shifted(self._logits, self._temperature, self._part, in_place=True)
+        first = self._part.first(self._logits.shape[-1])
+        self._found = TopKLogprobs.of(scaled, ids, first=first, part=self._part)
+        return self._found
+
+    def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor) -> Tensor:
+        """[M, V / ranks] to the logits.
+
+        Raises:
+            NotReadyError: Nothing was taken.
+        """
+        if self._found is None:
+            raise NotReadyError("take logprobs of the logits first.")
+        grad = self._found.gradient(grad_logprobs / self._temperature, grad_tail / self._temperature, in_place=True)
+        self._logits[:, grad.shape[-1] :] = 0.0
+        return self._logits
+
+
 class _AllLogprobs(torch.autograd.Function):
     """A log-softmax over all slices."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float, part: VocabularyPart) -> Tensor:
-        scaled, _ = _shifted(logits, temperature, part)
+        scaled = _shifted(logits, temperature, part)
         scaled.sub_(part.summed(scaled.exp().sum(-1)).log().unsqueeze(-1))
         ctx.save_for_backward(scaled)
         ctx.temperature, ctx.dtype, ctx.width, ctx.part = temperature, logits.dtype, logits.shape[-1], part

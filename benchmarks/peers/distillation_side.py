@@ -1,0 +1,133 @@
+"""One side of benchmarks/distillation.py: lines of JSON, an answer to each request.
+
+    -> (started)                            <- "ready"
+    -> {"operation": "step", "seed": n}     <- {"step_s", "peak_bytes", "start_bytes", "loss", "grad_norm_hidden", ...}
+    -> {"operation": "quit"}, or end of input    <- (ends with status 0)
+
+A request that fails is answered {"error": "..."}, and the process ends with status 1.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _distillation_workload import PRESETS, Step, make_matrix, make_step
+from _protocol import private_stdout, write
+from torch import Tensor
+
+from rl_distill.objectives.chunked_head import chunked_head_divergence
+from rl_distill.objectives.divergences import DivergenceOptions
+from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
+
+
+def ours(step: Step, matrix: Tensor) -> Tensor:
+    """As the Megatron learner does where distillation is all, the metrics of it among that."""
+    teacher = TeacherTokens(
+        logprobs=torch.cat([step.logprobs[:, :1], step.logprobs], 1),
+        ids=torch.cat([step.ids[:, :1], step.ids], 1),
+        index=torch.zeros(len(step.ids), dtype=torch.int64, device=step.ids.device),
+    )
+    divergence = LogitDivergence(options=DivergenceOptions(), part=VocabularyPart(len(matrix)))
+    found = chunked_head_divergence(step.hidden, matrix, weights=step.weights, teacher=teacher, divergence=divergence)
+    return found.weighted.sum()
+
+
+def full_softmax(step: Step, matrix: Tensor) -> Tensor:
+    """The plain way: the log-softmax of all logits, of which the top k and what they leave are compared."""
+    log_q = torch.log_softmax((step.hidden @ matrix.T).float(), -1).gather(-1, step.ids)
+    log_p = step.logprobs
+    top = (log_p.exp() * (log_p - log_q)).sum(-1)
+    p_tail, q_tail = (1.0 - of.exp().sum(-1) for of in (log_p, log_q))
+    return (step.weights * (top + p_tail * (p_tail.log() - q_tail.log()))).sum()
+
+
+SIDES: dict[str, Callable[[Step, Tensor], Tensor]] = {"ours": ours, "full_softmax": full_softmax}
+
+
+def main() -> int:
+    """Answer requests until there are no more, and give the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side", choices=list(SIDES), required=True)
+    parser.add_argument("--preset", choices=list(PRESETS), required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    answers = private_stdout()
+    torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        preset = PRESETS[options.preset]
+        matrix = make_matrix(preset, device).requires_grad_()
+        write(answers, "ready")
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["operation"] != "step":
+                break
+            step = make_step(preset, seed=request["seed"], device=device)
+            write(answers, json.dumps(timed_step(SIDES[options.side], step, matrix)))
+    except Exception as error:
+        traceback.print_exc()
+        write(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        return 1
+    return 0
+
+
+def timed_step(loss_of: Callable[[Step, Tensor], Tensor], step: Step, matrix: Tensor) -> dict[str, Any]:
+    """Forward and backward, to gradients of hidden states and matrix; their time, and the memory that they took."""
+    step.hidden.requires_grad_()
+    matrix.grad = None
+    start_bytes = begin_peak()
+    started = time.perf_counter()
+    loss = loss_of(step, matrix)
+    loss.backward()  # type: ignore[no-untyped-call]
+    wait_for_device()
+    step_s = time.perf_counter() - started
+    if step.hidden.grad is None or matrix.grad is None:
+        raise RuntimeError("no gradient came back")
+    return {
+        "step_s": step_s,
+        "peak_bytes": peak_bytes() - start_bytes,
+        "start_bytes": start_bytes,
+        "loss": float(loss.detach()),
+        "grad_norm_hidden": float(step.hidden.grad.float().norm()),
+        "grad_norm_weight": float(matrix.grad.float().norm()),
+        "num_tokens": len(step.ids),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def wait_for_device() -> None:
+    """Wait until a GPU, where there is one, has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def begin_peak() -> int:
+    """Forget the peak so far; gives the bytes that are held now."""
+    wait_for_device()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    return status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Most that was held since: of a GPU what tensors took, else resident in all."""
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else status_bytes("VmHWM")
+
+
+def status_bytes(name: str) -> int:
+    """A field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
