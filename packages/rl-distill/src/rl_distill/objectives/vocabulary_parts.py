@@ -161,7 +161,9 @@ class _TopKLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         saved = ctx.saved_tensors
-        grad = TopKLogprobs(*saved[:6], places=saved[6:]).gradient(*grads)
+        logprobs, log_tail, exponentials, tail, total, is_given, *places = saved
+        found = TopKLogprobs(logprobs, log_tail, exponentials, tail, total, is_given, (places[0], places[1], places[2]))
+        grad = found.gradient(*grads)
         if ctx.temperature != 1.0:
             grad /= ctx.temperature
         if grad.shape[-1] < ctx.width:
