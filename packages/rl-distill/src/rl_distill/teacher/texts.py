@@ -1,0 +1,138 @@
+"""Distillation off policy: what a teacher wrote, stored beside the prompts, becomes trajectories to train on."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.records import NO_VERSION, Prompt, Trajectory
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+"""Token ids of each text; nothing is put around them."""
+CHUNK_PROMPTS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How texts become trajectories.
+
+    Attributes:
+        column: Of the prompts: a text, or a list of them, each of which is a session.
+        end_token_id: Written after a text that does not end with it; it trains too.
+        max_response_tokens: Longest text, end token included.
+        overlong: A longer one is an "error", or a "drop".
+    """
+
+    column: str
+    end_token_id: int
+    max_response_tokens: int
+    overlong: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        """Refuse what no text can meet.
+
+        Raises:
+            SettingsError: The column has no name, or no text fits.
+        """
+        if not self.column or self.max_response_tokens < 2:
+            raise SettingsError(
+                "texts need the name of a column, and max_response_tokens of at least 2; found "
+                f"{self.column!r} and {self.max_response_tokens}."
+            )
+
+
+def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, encode: Encode) -> list[Trajectory]:
+    """A trajectory of each text, prompt after prompt; the sessions of a prompt are numbered from 0.
+
+    No policy sampled these tokens: their rollout_logprobs are 0 and their policy_versions NO_VERSION.
+
+    Args:
+        prompts: With the column.
+        options: See there.
+        encode: The student's tokenizer.
+
+    Returns:
+        Without the texts that were dropped; a prompt may have none.
+
+    Raises:
+        DataError: A prompt lacks the column, or has no text in it, or one that is too long.
+    """
+    texts = [(prompt, text) for prompt in prompts for text in _texts_of(prompt, options.column)]
+    encoded = encode([text for _, text in texts]) if texts else []
+    num_sessions: dict[str, int] = {}
+    trajectories = []
+    for (prompt, text), ids in zip(texts, encoded, strict=True):
+        response = ids if ids[-1:] == [options.end_token_id] else [*ids, options.end_token_id]
+        if len(response) > options.max_response_tokens:
+            if options.overlong == "drop":
+                continue
+            raise DataError(
+                f"prompt {prompt.uid!r}, column {options.column!r}: the text {_shown(text)} has {len(response)} "
+                f"tokens, more than rollout.max_response_tokens = {options.max_response_tokens}. Raise it, or set "
+                'prompts.overlong = "drop".'
+            )
+        session = num_sessions.setdefault(prompt.uid, 0)
+        num_sessions[prompt.uid] += 1
+        trajectories.append(_trajectory(prompt, response, session_index=session))
+    return trajectories
+
+
+def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Encode) -> tuple[int, int]:
+    """Look at all texts before anything heavy starts.
+
+    Returns:
+        How many there are to train on, and how many were dropped.
+
+    Raises:
+        DataError: As `trajectories_from_texts`, or every text was dropped.
+    """
+    num_kept = num_texts = 0
+    rest = iter(prompts)
+    while chunk := list(islice(rest, CHUNK_PROMPTS)):
+        num_texts += sum(len(_texts_of(prompt, options.column)) for prompt in chunk)
+        num_kept += len(trajectories_from_texts(chunk, options, encode=encode))
+    if not num_kept:
+        raise DataError(
+            f"all {num_texts} texts in column {options.column!r} are longer than rollout.max_response_tokens = "
+            f"{options.max_response_tokens}. Raise it."
+        )
+    return num_kept, num_texts - num_kept
+
+
+def _texts_of(prompt: Prompt, column: str) -> Sequence[str]:
+    """The texts of a prompt, at least one, none of them empty."""
+    if column not in prompt.columns:
+        there = ", ".join(map(repr, sorted(prompt.columns))) or "none"
+        raise DataError(
+            f"distillation.texts names the column {column!r}, which prompt {prompt.uid!r} lacks; its columns: {there}."
+        )
+    value = prompt.columns[column]
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        raise DataError(
+            f"prompt {prompt.uid!r}, column {column!r} must be a text, or a list of at least one; found "
+            f"{_shown(value)}."
+        )
+    if "" in texts:
+        raise DataError(f"prompt {prompt.uid!r}, column {column!r} has an empty text, which teaches nothing.")
+    return texts
+
+
+def _trajectory(prompt: Prompt, response: Sequence[int], *, session_index: int) -> Trajectory:
+    ids = np.concatenate([prompt.input_ids, np.asarray(response, dtype=np.int32)]).astype(np.int32, copy=False)
+    return Trajectory(
+        prompt_uid=prompt.uid,
+        session_index=session_index,
+        input_ids=ids,
+        loss_mask=np.arange(len(ids)) >= len(prompt.input_ids),
+        rollout_logprobs=np.zeros(len(ids), dtype=np.float32),
+        policy_versions=np.full(len(ids), NO_VERSION, dtype=np.int32),
+    )
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
