@@ -20,7 +20,6 @@ from rl_distill.objectives.vocabulary_parts import (
     OwnLogits,
     VocabularyPart,
     all_logprobs,
-    chosen_of,
     likeliest,
     sum_of_parts,
     top_k_logprobs,
@@ -101,6 +100,9 @@ class TokenComparison:
         return {name: getattr(self, name) for name in MEASURES}
 
 
+OVERLAP_OF_ALL = 64
+"""Likeliest tokens of both, of which the overlap is measured where whole distributions are compared."""
+
 MEASURES = tuple(one.name for one in fields(TokenComparison))
 
 
@@ -131,12 +133,10 @@ class LogitDivergence:
         """
         best = self._checked(logits, teacher)
         if self.options.distribution == "full":
-            found, log_q = self._compare_all(logits, teacher)
-        else:
-            ids = self._compared_ids(teacher, best)
-            log_q, log_tail = top_k_logprobs(logits, ids, part=self.part, temperature=self.options.temperature)
-            found = self._on_top_k(log_q, log_tail, teacher)
-        return _measured(found, log_q, teacher, best)
+            return self._compare_all(logits, teacher, best)
+        ids = self._compared_ids(teacher, best)
+        log_q, log_tail = top_k_logprobs(logits, ids, part=self.part, temperature=self.options.temperature)
+        return _measured_on_top_k(self._on_top_k(log_q, log_tail, teacher), log_q, teacher, best)
 
     def with_gradient(self, logits: Tensor, teacher: TeacherTokens, weights: Tensor) -> tuple[TokenComparison, Tensor]:
         """Compare, and differentiate the sum of weights * losses, in the logits' own place where that can be.
@@ -164,7 +164,7 @@ class LogitDivergence:
         taken = own.take(self._compared_ids(teacher, best))
         log_q, log_tail = taken.logprobs.detach().requires_grad_(), taken.log_tail.detach().requires_grad_()
         with torch.enable_grad():
-            comparison = _measured(self._on_top_k(log_q, log_tail, teacher), log_q, teacher, best)
+            comparison = _measured_on_top_k(self._on_top_k(log_q, log_tail, teacher), log_q, teacher, best)
             of_logprobs, of_tail = torch.autograd.grad(
                 (weights * comparison.losses).sum(), (log_q, log_tail), allow_unused=True
             )
@@ -178,13 +178,13 @@ class LogitDivergence:
         """[M, K] the student's likeliest tokens."""
         if len(logits) != len(teacher):
             raise ShapeError(f"logits and teacher must be of equally many tokens; found {len(logits)}, {len(teacher)}.")
-        k = min(teacher.ids.shape[1] - 1, self.part.size)
-        if not k and self.options.distribution == "top_k":
+        k = OVERLAP_OF_ALL if self.options.distribution == "full" else teacher.ids.shape[1] - 1
+        if not k:
             raise DataError(
                 f"{self.options.kind} needs the teacher's likeliest tokens; the column teacher_ids has the sampled "
                 "token alone. Score with top_k of at least 1."
             )
-        return likeliest(logits, k, part=self.part)[1]
+        return likeliest(logits, min(k, self.part.size), part=self.part)[1]
 
     def _compared_ids(self, teacher: TeacherTokens, best: Tensor) -> Tensor:
         """[M, K] the tokens whose student's logprobs are compared: the teacher's, or of two vocabularies its own."""
@@ -201,17 +201,20 @@ class LogitDivergence:
             options=self.options,
         )
 
-    def _compare_all(self, logits: Tensor, teacher: TeacherTokens) -> tuple[TokenDivergence, Tensor]:
-        """The divergence on the whole vocabulary, and the student's logprobs of the teacher's likeliest."""
-        log_p = all_logprobs(self._teacher_logits(teacher), part=self.part, temperature=self.options.temperature)
+    def _compare_all(self, logits: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
+        """The divergence on the whole vocabulary, with its measures."""
+        teacher_logits = self._teacher_logits(teacher)
+        log_p = all_logprobs(teacher_logits, part=self.part, temperature=self.options.temperature)
         log_q = all_logprobs(logits, part=self.part, temperature=self.options.temperature)
         losses = sum_of_parts(divergence_terms(log_p, log_q, self.options).sum(-1), self.part)
         is_bitten = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         if self.options.min_logprob is not None:
             low = ((log_p < self.options.min_logprob) | (log_q.detach() < self.options.min_logprob)).any(-1)
             is_bitten = self.part.summed(low.float()) > 0
-        at_top = chosen_of(log_q, teacher.ids[:, 1:], width=logits.shape[-1], part=self.part)
-        return clamped(losses, is_bitten, self.options), at_top
+        ids = likeliest(teacher_logits, best.shape[1], part=self.part)[1]
+        whole = torch.ones_like(losses.detach())
+        found = clamped(losses, is_bitten, self.options)
+        return _measured(found, (whole, whole), ids, best, is_scored=teacher.index >= 0)
 
     @torch.no_grad()
     def _teacher_logits(self, teacher: TeacherTokens) -> Tensor:
@@ -268,8 +271,8 @@ def _masses(log_q: Tensor, teacher: TeacherTokens) -> tuple[Tensor, Tensor]:
     return student, teachers
 
 
-def _measured(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
-    """The losses with their measures, 0 where no teacher scored.
+def _measured_on_top_k(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
+    """The losses with their measures.
 
     Args:
         found: The losses.
@@ -277,9 +280,23 @@ def _measured(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, bes
         teacher: Of the same tokens.
         best: [M, K] the student's likeliest tokens.
     """
-    ids = teacher.ids[:, 1:]
-    is_given, is_scored = ids >= 0, teacher.index >= 0
-    student_mass, teacher_mass = _masses(log_q.detach(), teacher)
+    return _measured(found, _masses(log_q.detach(), teacher), teacher.ids[:, 1:], best, is_scored=teacher.index >= 0)
+
+
+def _measured(
+    found: TokenDivergence, masses: tuple[Tensor, Tensor], ids: Tensor, best: Tensor, *, is_scored: Tensor
+) -> TokenComparison:
+    """The losses with their measures, 0 where no teacher scored.
+
+    Args:
+        found: The losses.
+        masses: [M] the student's and the teacher's probability of what was compared.
+        ids: [M, K] the teacher's likeliest tokens, -1 for none.
+        best: [M, K] the student's.
+        is_scored: [M] bool.
+    """
+    is_given = ids >= 0
+    student_mass, teacher_mass = masses
     measured = {
         "student_mass": student_mass,
         "teacher_mass": teacher_mass,
@@ -288,5 +305,5 @@ def _measured(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, bes
         "agreement": (ids[:, :1] == best[:, :1]).any(-1),
         "clamped_fraction": found.is_clamped,
     }
-    rest = {name: torch.where(is_scored, value.to(log_q.dtype), 0.0) for name, value in measured.items()}
+    rest = {name: torch.where(is_scored, value.to(teacher_mass.dtype), 0.0) for name, value in measured.items()}
     return TokenComparison(losses=torch.where(is_scored, found.losses, 0.0), **rest)

@@ -247,23 +247,6 @@ def all_logprobs(logits: Tensor, *, part: VocabularyPart, temperature: float = 1
     return _AllLogprobs.apply(logits, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def chosen_of(logprobs: Tensor, ids: Tensor, *, width: int, part: VocabularyPart) -> Tensor:
-    """[M, K] entries of `all_logprobs` at tokens; 0 where the id is -1; without gradient.
-
-    Args:
-        logprobs: [M, V of this rank].
-        ids: [M, K] int64.
-        width: Columns of this rank's slice with its padding.
-        part: Which slice.
-    """
-    first = part.first(width)
-    is_here = (ids >= 0) & (ids >= first) & (ids < first + logprobs.shape[-1])
-    rows, entries = is_here.nonzero(as_tuple=True)
-    chosen = logprobs.new_zeros(ids.shape)
-    chosen[rows, entries] = logprobs.detach()[rows, ids[rows, entries] - first]
-    return part.summed(chosen)
-
-
 def likeliest(logits: Tensor, k: int, *, part: VocabularyPart) -> tuple[Tensor, Tensor]:
     """The largest logits [M, K] over all slices, falling, and their tokens [M, K] int64; without gradient.
 
