@@ -293,6 +293,7 @@ def test_rows_of_which_nothing_trains_are_masked_and_asked_of_nobody() -> None:
 def test_stored_scores_are_taken_and_checked_and_new_ones_are_stored() -> None:
     queue, replica = make_queue(), FakeReplica(logprob=-0.5)
     stored: dict[RowKey, TeacherScores] = {}
+    flushed: list[int] = []
 
     class Cache:
         def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
@@ -300,6 +301,9 @@ def test_stored_scores_are_taken_and_checked_and_new_ones_are_stored() -> None:
 
         def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
             stored.update({row.key: one for row, one in zip(rows, scores, strict=True)})
+
+        def flush(self) -> None:
+            flushed.append(len(stored))
 
     async def work(service: TeacherService) -> None:
         queue.issue([make_prompt("p0")], num_sessions=2)
@@ -315,6 +319,7 @@ def test_stored_scores_are_taken_and_checked_and_new_ones_are_stored() -> None:
     assert set(stored) == {RowKey("p0", 0, 0), RowKey("p0", 1, 0)}
     report = service.report.teachers["default"]
     assert (report.num_stored, report.num_trajectories) == (1, 1)
+    assert flushed == [2], "what is new is written in the end"
     batch = queue.lease("train", groups=1, deadline_s=0).batch
     assert batch.ragged("teacher_logprobs")[0][2:].tolist() == [[-0.125]] * 3
 

@@ -215,6 +215,8 @@ def gdpo_components(settings: Settings) -> list[str]:
 def make_queue(settings: Settings) -> TransferQueue:
     """The queue with the tasks of this run, which get the groups as they were issued: so runs can be repeated."""
     rollout_columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
+    if settings.distillation.texts is not None:
+        rollout_columns -= {"reward"}
     rollout_columns |= component_columns(gdpo_components(settings))
     late: dict[str, str] = {}
     if settings.algorithm.kl_coefficient:

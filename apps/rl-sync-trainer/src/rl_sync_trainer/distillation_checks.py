@@ -16,9 +16,11 @@ from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
 from rl_distill.teacher.routing import TeacherRouter, route_problems
 from rl_distill.teacher.vocabulary import check_same_vocabulary
 from rl_rollout.engines.model_folder import max_positions
+from rl_rollout.prompts import PromptTokenizer
 from rl_sync_trainer.distilling import has_policy_gradient, learns_from_rewards, objective_options
 from rl_sync_trainer.engines import replica_pool
 from rl_sync_trainer.learners import rank_pool
+from rl_sync_trainer.off_policy import check_texts, text_problems
 from rl_sync_trainer.settings import Settings
 from rl_sync_trainer.teachers import longest_trajectory, teacher_pool
 
@@ -46,6 +48,7 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
     yield from route_problems(chosen)
     yield from _temperature(settings)
     yield from _unused(settings)
+    yield from text_problems(settings)
     yield from _places(settings)
     if not found:
         yield from _pools(settings)
@@ -190,17 +193,20 @@ def _config(folder: Path) -> PolicyConfig | None:
     return None
 
 
-def check_teachers(settings: Settings, prompts: Iterable[Prompt]) -> None:
-    """Refuse teachers whose tokens, or whose routes, do not fit the run's; all of them at once.
+def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
+    """Refuse teachers whose tokens, whose routes, or whose texts do not fit the run's.
 
     Args:
         settings: Checked.
+        tokenizer: Of the policy.
         prompts: To train on.
 
     Raises:
         SettingsError: Each line names a teacher, or what no teacher answers for.
+        DataError: A prompt lacks its text.
     """
     chosen = settings.distillation
+    check_texts(settings, tokenizer, prompts)
     if not chosen.teachers:
         return
     found: list[str] = []

@@ -64,7 +64,7 @@ def train(words: list[str]) -> int:
     check_settings(settings)
     check_trainable(settings)
     inputs = read_inputs(settings)
-    check_teachers(settings, inputs.train)
+    check_teachers(settings, inputs.tokenizer, inputs.train)
     if dry_run:
         if resume:
             require_resumable(RunFolder(settings.run_folder), settings)

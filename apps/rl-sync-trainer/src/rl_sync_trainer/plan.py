@@ -9,6 +9,7 @@ from rl_core.cluster.shares import count_room, describe, machine_shares
 from rl_sync_trainer.engines import replica_pool
 from rl_sync_trainer.learners import gpus_per_rank, needs_critic
 from rl_sync_trainer.settings import Settings
+from rl_sync_trainer.teacher_plan import describe_teachers, teacher_memory
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAM_BYTES = 8
@@ -59,6 +60,7 @@ def _roles(settings: Settings) -> Iterator[str]:
     if needs_critic(settings):
         start = settings.critic.path or "the policy's layers under a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
+    yield from describe_teachers(settings)
 
 
 def _engine_place(settings: Settings) -> str:
@@ -142,6 +144,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield f"  critic     {critic / GIB:.2f} GiB"
     if reference:
         yield f"  reference  {reference / GIB:.2f} GiB"
+    yield from teacher_memory(settings, count_parameters)
     yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
 
 

@@ -25,6 +25,8 @@ def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coeffici
         DataError: A column is missing, or every token of the batch was rejected.
     """
     algorithm, correction = parts.settings.algorithm, parts.settings.correction
+    if parts.settings.distillation.texts is not None:
+        batch = batch.only(batch.names - {"rollout_logprobs"})  # the policy sampled none of it
     if not has_policy_gradient(parts.settings):
         return batch
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient:

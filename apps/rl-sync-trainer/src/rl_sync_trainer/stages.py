@@ -28,6 +28,7 @@ from rl_rollout.rollout import GroupResult, require_some_success
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, gdpo_components
 from rl_sync_trainer.distilling import record_teachers
+from rl_sync_trainer.off_policy import groups_of_texts, text_options
 from rl_sync_trainer.replay import record_replay
 
 
@@ -152,7 +153,15 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
 async def run_groups(
     parts: Parts, prompts: Sequence[Prompt], *, on_group: Callable[[GroupResult], None] | None = None
 ) -> list[GroupResult]:
-    """Issue prompts, and run every session of theirs."""
+    """Issue prompts, and run every session of theirs; or take what a teacher wrote in their place."""
+    texts = text_options(parts.settings, parts.inputs.tokenizer)
+    if texts is not None:
+        groups = groups_of_texts(prompts, texts, parts.inputs.tokenizer)
+        for group in groups:
+            await parts.issue([group.prompt], num_sessions=len(group.sessions))
+            if on_group is not None:
+                on_group(group)
+        return groups
     group_size = parts.settings.rollout.group_size
     await parts.issue(prompts, num_sessions=group_size)
     return await parts.rollout.run(
@@ -221,6 +230,8 @@ def put_trajectories(parts: Parts, trajectories: Sequence[Trajectory]) -> None:
     """
     names = gdpo_components(parts.settings)
     batch = Batch.from_trajectories(trajectories)
+    if parts.settings.distillation.texts is not None:  # nobody rewards them
+        batch = batch.only(batch.names - {"reward"})
     if not names:
         parts.queue.put_batch(batch)
         return
@@ -280,8 +291,11 @@ async def rest_engine(parts: Parts) -> None:
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int, step_s: float) -> None:
     """Record what the batch says of rewards, lengths, staleness, mismatch and speed."""
     num_tokens = len(batch.ragged("input_ids").values)
+    if "reward" not in batch:  # texts, which no policy of this run sampled
+        batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
+    sampled_by = None if parts.settings.distillation.texts is not None else version
     values = {
-        **summarize_batch(batch, policy_version=version, max_prompt_tokens=parts.settings.prompts.max_tokens),
+        **summarize_batch(batch, policy_version=sampled_by, max_prompt_tokens=parts.settings.prompts.max_tokens),
         **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
         "training/policy_version": version + 1,
         "training/epoch": parts.source.epoch,

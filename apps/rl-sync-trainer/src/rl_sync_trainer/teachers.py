@@ -10,10 +10,13 @@ from rl_core.errors import SettingsError
 from rl_core.ray_session import RayOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces
+from rl_distill.teacher.model_fingerprint import model_fingerprint
+from rl_distill.teacher.on_demand import OnDemandTeacher, model_traits
 from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
-from rl_distill.teacher.protocol import TeacherReplica
+from rl_distill.teacher.protocol import Teacher, TeacherReplica
 from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher, TeacherPlan
 from rl_distill.teacher.routing import TeacherRouter
+from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.service import ServiceOptions, TeacherService
 from rl_distill.teacher.vocabulary import compare_vocabularies
 from rl_rollout.engines.model_folder import end_token_ids
@@ -38,23 +41,22 @@ def make_teachers(
     chosen = settings.distillation
     if not chosen.teachers:
         return None
-    teachers = [
-        ReplicatedTeacher(
-            TeacherPlan(
-                name=name,
-                num_replicas=teacher.replicas,
-                top_k=chosen.num_top,
-                with_hidden=chosen.needs_hidden,
-                restarts=teacher.restarts,
-                dtype=teacher.dtype,
-                sleeps=teacher.sleep,
-                deadline_s=chosen.deadline_s,
-                start_deadline_s=chosen.start_deadline_s,
-            ),
-            replica_maker(settings, name, log_directory=log_directory),
+    caches = make_caches(settings)
+    teachers: list[Teacher] = []
+    for name, teacher in chosen.teachers.items():
+        plan = TeacherPlan(
+            name=name,
+            num_replicas=teacher.replicas,
+            top_k=chosen.num_top,
+            with_hidden=chosen.needs_hidden,
+            restarts=teacher.restarts,
+            dtype=teacher.dtype,
+            sleeps=teacher.sleep,
+            deadline_s=chosen.deadline_s,
+            start_deadline_s=chosen.start_deadline_s,
         )
-        for name, teacher in chosen.teachers.items()
-    ]
+        made = ReplicatedTeacher(plan, replica_maker(settings, name, log_directory=log_directory))
+        teachers.append(OnDemandTeacher(made, model_traits(teacher.model)) if caches else made)
     return TeacherService(
         teachers,
         TeacherRouter(chosen),
@@ -64,9 +66,35 @@ def make_teachers(
             with_hidden=chosen.needs_hidden,
             deadline_s=chosen.deadline_s,
         ),
+        caches=caches,
         aligners=make_aligners(settings),
         say=say,
     )
+
+
+def make_caches(settings: Settings) -> dict[str, ScoreCache]:
+    """Stored scores of each teacher; none where no cache is set.
+
+    Raises:
+        CacheError: Its folder cannot be used.
+        MissingExtraError: A library that it needs is not installed.
+    """
+    chosen = settings.distillation
+    if chosen.cache is None:
+        return {}
+    return {
+        name: ScoreCache(
+            chosen.cache,
+            ScoreKind(
+                teacher=model_fingerprint(teacher.model),
+                dtype=teacher.dtype,
+                top_k=chosen.num_top,
+                temperature=chosen.temperature,
+                with_hidden=chosen.needs_hidden,
+            ),
+        )
+        for name, teacher in chosen.teachers.items()
+    }
 
 
 def replica_maker(settings: Settings, name: str, *, log_directory: Path | None) -> MakeReplica:

@@ -143,7 +143,7 @@ class Teacher(Protocol):
 
 
 class ScoreCache(Protocol):
-    """Stored scores of one teacher, checked and masked; both methods may be slow, and run in a thread."""
+    """Stored scores of one teacher, checked and masked; its methods may be slow, and run in a thread."""
 
     def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
         """What is stored of each trajectory."""
@@ -151,4 +151,8 @@ class ScoreCache(Protocol):
 
     def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
         """Keep the scores of trajectories."""
+        ...
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
         ...

@@ -151,7 +151,10 @@ class TeacherService:
             raise errors[0]
 
     async def close(self) -> None:
-        """End every teacher; the first error is raised when all are closed. Can be called twice."""
+        """Write what is to be stored, and end every teacher; the first error is raised when all are closed."""
+        for served in self._served.values():
+            if served.cache is not None:
+                await asyncio.to_thread(served.cache.flush)
         closed = await asyncio.gather(*(t.close() for t in self._teachers.values()), return_exceptions=True)
         for error in closed:
             if isinstance(error, BaseException):

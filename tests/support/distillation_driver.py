@@ -1,0 +1,67 @@
+"""The trainer with a loop that gives two trajectories a session; what each step trains on is written down.
+
+Usage: python distillation_driver.py FOLDER train SETTINGS.toml ...; FOLDER gets trained-0.npz, trained-1.npz, ...
+"""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core import Batch, Prompt
+from rl_rollout.loops.protocol import LoopContext, SessionResult
+from rl_rollout.loops.registry import LOOPS
+from rl_rollout.loops.single_turn import SingleTurnLoop
+
+COLUMNS = ("input_ids", "loss_mask", "teacher_logprobs", "teacher_ids", "teacher_index")
+
+
+class TwoOutputsLoop(SingleTurnLoop):
+    """Two responses to each prompt are one session's first and second trajectory."""
+
+    async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:
+        found = await super().run_group(prompt, num_sessions=2 * num_sessions, context=context)
+        return [
+            SessionResult(
+                trajectories=tuple(
+                    replace(trajectory, session_index=index, output_index=output)
+                    for output, one in enumerate((first, second))
+                    for trajectory in one.trajectories
+                ),
+                failure=first.failure or second.failure,
+            )
+            for index, (first, second) in enumerate(zip(found[::2], found[1::2], strict=True))
+        ]
+
+
+def note_batches(folder: Path) -> None:
+    """Have every batch written before it trains."""
+    from rl_sync_trainer import loop
+
+    prepare, numbers = loop.prepare_batch, itertools.count()
+
+    def noting(parts: Any, batch: Batch, *arguments: Any, **options: Any) -> Batch:
+        keys = np.asarray([(key.prompt_uid, str(key.session_index), str(key.output_index)) for key in batch.keys])
+        columns = {name: batch.ragged(name).values for name in COLUMNS}
+        np.savez(
+            folder / f"trained-{next(numbers)}.npz", keys=keys, offsets=batch.ragged("input_ids").offsets, **columns
+        )
+        return prepare(parts, batch, *arguments, **options)
+
+    loop.prepare_batch = noting
+
+
+def main(words: Sequence[str]) -> int:
+    from rl_sync_trainer.main import main as trainer
+
+    LOOPS._builtin["two_outputs"] = TwoOutputsLoop
+    note_batches(Path(words[0]))
+    return trainer(words[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
