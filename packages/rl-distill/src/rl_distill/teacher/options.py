@@ -190,6 +190,8 @@ class DistillationOptions:
         for name in ("default_teacher", "cache"):
             if getattr(self, name) is not None:
                 yield f"{name} = {str(getattr(self, name))!r} needs a teacher: add [distillation.teachers.NAME]."
+        if self.loss == "nll":
+            yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
 
     def _values(self) -> Iterator[str]:
         yield from not_among(self, _CHOICES)
