@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import make_tiny_run, train_here
+from tiny_run import example_module, make_tiny_policy, make_tiny_run, train_here
 
 from rl_core import Batch, Ragged, RowKey
 from rl_distill.options import LearnerOptions
@@ -113,3 +113,42 @@ def test_two_gpus_are_one(tmp_path: Path) -> None:
         found = together.train_step(gpu_batch(), supervised_objective)
         ranks.close()
         assert np.isfinite(found.grad_norm)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "js"])
+@pytest.mark.parametrize("distribution", ["top_k", "full"])
+def test_distillation_on_the_gpu_is_the_reference_learners(
+    loss: str, distribution: str, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    from rl_distill.megatron.learner import MegatronLearner
+    from rl_distill.megatron.teacher import MegatronTeacherModel
+    from rl_distill.objectives.distillation import DistillationObjectiveOptions, distillation_objective
+    from rl_distill.torch_learner import TorchLearner
+
+    run, teacher = make_tiny_run(tmp_path), tmp_path / "teacher"
+    make_tiny_policy(teacher, example_module("prepare").make_tokenizer(), seed=1)
+    options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=40, dtype=dtype)
+    batch = gpu_batch()
+    model = MegatronTeacherModel(teacher, options)
+    logprobs, ids, hidden = model.score(batch, top_k=6, has_hidden=True)
+    model.close()
+    assert hidden is not None
+    index = np.where(batch.ragged("loss_mask").values, 0, -1).astype(np.int16)
+    taught = batch.with_columns(
+        {
+            "teacher_logprobs": logprobs,
+            "teacher_ids": ids,
+            "teacher_hidden": hidden,
+            "teacher_index": Ragged(index, ids.offsets),
+        }
+    )
+    objective = distillation_objective(DistillationObjectiveOptions(loss=loss, distribution=distribution))
+    ours = MegatronLearner(run.folder / "policy", options)
+    reference = TorchLearner(run.folder / "policy", options, device=torch.device("cuda"))
+    for learner in (ours, reference):
+        learner.load_teacher_heads([teacher])
+    found, expected = (learner.train_step(taught, objective) for learner in (ours, reference))
+    assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=10 * tolerance)
+    ours.close()

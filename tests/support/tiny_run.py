@@ -167,12 +167,14 @@ def copy_tiny_run(source: TinyRun, folder: Path) -> TinyRun:
     return TinyRun(folder=folder)
 
 
-def make_tiny_policy(folder: Path, tokenizer: Any, *, vocab_size: int = 32, max_positions: int = 64) -> None:
+def make_tiny_policy(
+    folder: Path, tokenizer: Any, *, vocab_size: int = 32, max_positions: int = 64, seed: int = 0
+) -> None:
     """Write a random Qwen3 with a tied head, in float32, and its tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=32,

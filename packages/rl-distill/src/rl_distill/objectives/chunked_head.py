@@ -53,7 +53,7 @@ class _ChunkedHead(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        grad_weight = None if not needs_weight or len(hidden) else torch.zeros_like(weight, dtype=exact)
         # One buffer for all chunks: fresh memory is slow, on a CPU as slow as the arithmetic on it.
         buffer = weight.new_empty(min(work.chunk, len(hidden)), weight.shape[0])
         weighted = []
@@ -63,10 +63,8 @@ class _ChunkedHead(torch.autograd.Function):
             weighted.append(losses)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None and exact == weight.dtype:
-                grad_weight.addmm_(grad.T, hidden[rows])
-            elif grad_weight is not None:
-                grad_weight += grad.T @ hidden[rows]
+            if needs_weight:
+                grad_weight = _added(grad_weight, grad.T, hidden[rows], dtype=exact)
         if grad_hidden is not None and work.divergence.part.num_ranks > 1:
             dist.all_reduce(grad_hidden, group=work.divergence.part.group)
         ctx.grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -86,6 +84,13 @@ class _ChunkedHead(torch.autograd.Function):
         factor = float(grad[0]) if len(grad) else 1.0
         of_hidden, of_weight = (one if one is None or factor == 1.0 else one.mul_(factor) for one in made)
         return of_hidden, of_weight, None
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """The total and a product, in the total's place."""
+    if total is None:
+        return torch.mm(left, right).to(dtype)
+    return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
 
 
 def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer: Tensor) -> tuple[Tensor, Tensor]:
