@@ -60,6 +60,15 @@ def test_advantages_by_prompt_and_session(batch):
     assert "advantages" not in batch
 
 
+def test_columns_of_several_values_a_token_are_passed_over(batch):
+    mask = batch.ragged("loss_mask")
+    several = Ragged(np.zeros((len(mask.values), 3), np.float32), mask.offsets)
+    ids = Ragged(np.zeros((len(mask.values), 3), np.int32), mask.offsets)
+    taught = batch.with_columns({"teacher_logprobs": several, "teacher_ids": ids})
+    found, expected = (with_advantages(one).ragged("advantages").values for one in (taught, batch))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_options_reach_the_estimator(batch):
     found = with_advantages(batch, options={"eps": 1e6}).ragged("advantages").values
     assert float(np.abs(found).max()) == pytest.approx(0.5e-6, rel=1e-5)

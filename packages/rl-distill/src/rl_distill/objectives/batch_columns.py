@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from rl_core.batch import Batch
+from rl_core.batch import Batch, Column
 from rl_core.columns import ColumnSpec, column_spec, declare_column
 from rl_core.errors import DataError
 from rl_core.ragged import Ragged
@@ -48,7 +48,7 @@ def with_advantages(
         DataError: A reward, or a column that the estimator needs, is missing.
     """
     mask = batch.ragged("loss_mask")
-    by_token = {name: column_spec(name).is_ragged for name in sorted(batch.names)}
+    by_token = {name: column_spec(name).is_ragged for name in sorted(batch.names) if _is_of_numbers(batch[name])}
     rows = RewardedRows(
         rewards=batch.tensor("reward"),
         group=torch.from_numpy(batch.group_index()),
@@ -239,6 +239,11 @@ def _reference_kl(batch: Batch, *, estimator: str, policy_logprobs: SampledLogpr
     """[T] estimates, 0 where masked."""
     kl = KL.get(estimator)(batch.tensor(policy_logprobs), batch.tensor("reference_logprobs"))
     return torch.where(batch.tensor("loss_mask"), kl, torch.zeros_like(kl))
+
+
+def _is_of_numbers(column: Column) -> bool:
+    """True where a column has one number a token or row, as advantages know them."""
+    return not column.element_shape if isinstance(column, Ragged) else column.ndim == 1
 
 
 def _ragged_like(mask: Ragged, values: torch.Tensor) -> Ragged:

@@ -101,7 +101,8 @@ class TokenComparison:
 
 
 OVERLAP_OF_ALL = 64
-"""Likeliest tokens of both, of which the overlap is measured where whole distributions are compared."""
+"""Likeliest tokens of both, of which the overlap is measured where whole distributions are compared; of a small
+vocabulary half."""
 
 MEASURES = tuple(one.name for one in fields(TokenComparison))
 
@@ -178,7 +179,8 @@ class LogitDivergence:
         """[M, K] the student's likeliest tokens."""
         if len(logits) != len(teacher):
             raise ShapeError(f"logits and teacher must be of equally many tokens; found {len(logits)}, {len(teacher)}.")
-        k = OVERLAP_OF_ALL if self.options.distribution == "full" else teacher.ids.shape[1] - 1
+        is_full = self.options.distribution == "full"
+        k = min(OVERLAP_OF_ALL, max(1, self.part.size // 2)) if is_full else teacher.ids.shape[1] - 1
         if not k:
             raise DataError(
                 f"{self.options.kind} needs the teacher's likeliest tokens; the column teacher_ids has the sampled "
