@@ -27,6 +27,7 @@ from rl_sync_trainer.assemble import (
     open_rollout,
 )
 from rl_sync_trainer.checkpoints import TrainerState, read_trainer_state
+from rl_sync_trainer.distilling import learns_from_rewards
 from rl_sync_trainer.engines import make_engine
 from rl_sync_trainer.inputs import Inputs
 from rl_sync_trainer.learners import Learners, start_learners
@@ -116,9 +117,8 @@ class Session:
             console.say("engine: it cannot sleep on this platform; its memory stays while the learner trains")
         teachers = await self._start_teachers(stack, learners, stop)
         parts = self._assemble(stack, learners, engine, source, stop, teachers=teachers)
-        console.begin(
-            settings.algorithm.advantage.upper(), total_steps=settings.trainer.steps, done_steps=self._state.step
-        )
+        title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
+        console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
         try:
             await train(parts, self._state)
             self._store.wait()

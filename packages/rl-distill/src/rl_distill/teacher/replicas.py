@@ -370,5 +370,7 @@ def _probe(vocab_size: int) -> TeacherRow:
 
 def _state(place: _Place) -> str:
     if place.is_serving:
-        return f"has {place.num_calls} calls"
+        return "serves"
+    if place.restarting is not None:
+        return f"is being started again (died: {place.death})"
     return f"is not serving (died: {place.death})" if place.death is not None else "is not serving"
