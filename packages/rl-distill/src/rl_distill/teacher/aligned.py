@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -90,6 +91,7 @@ class TeacherAligner:
         self._student, self._teacher = student, teacher
         self._encode = encode
         self._mode = mode
+        self._lock = Lock()  # tokenizers may not be used by two threads at once
         self._student_ids = _student_ids(student, teacher)
 
     def to_teacher(self, row: TeacherRow) -> Translation:
@@ -99,7 +101,8 @@ class TeacherAligner:
         pieces = [self._student.pieces.get(token) for token in row.input_ids.tolist()]
         runs = list(_runs(pieces, row.loss_mask, start=skipped if begins else 0))
         texts = [run.text for run in runs if run.text is not None]
-        encoded = iter(self._encode(texts) if texts else [])
+        with self._lock:
+            encoded = iter(self._encode(texts) if texts else [])
         ids, spans = [*self._teacher.begin_ids], list[Span]()
         for run in runs:
             own = [self._teacher.end_ids[0]] if run.text is None else next(encoded)

@@ -128,8 +128,8 @@ class ScoreCache:
                 if self._failure is None and key not in self._places and key not in self._pending:
                     self._pending[key] = stored = self._packed(found, row)
                     self._pending_bytes += stored.size_bytes
-            if self._pending_bytes >= self._max_pending_bytes:
-                self.flush()
+                if self._pending_bytes >= self._max_pending_bytes:
+                    self.flush()
 
     def flush(self) -> None:
         """Write what is kept in memory."""
