@@ -16,7 +16,7 @@ from distillation_runs import (
     make_distillation_run,
     teacher_tables,
 )
-from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, REWARDS_BEFORE_STEP_1
+from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, REWARDS_BEFORE_STEP_1, train_here
 from train_process import ENVIRONMENT, marked_processes
 
 from rl_metrics.events import read_events
@@ -31,7 +31,7 @@ DRIVER = Path(__file__).parent / "support" / "distillation_driver.py"
 
 def test_two_killed_teachers_are_started_anew_and_every_trajectory_trains_with_its_own(tmp_path: Path) -> None:
     run = make_distillation_run(tmp_path)
-    in_step_2 = REWARDS_BEFORE_STEP_1 + TRAJECTORIES + 1
+    in_step_2 = 2 * REWARDS_BEFORE_STEP_1 + TRAJECTORIES + 1  # each session of an evaluation has two outputs too
     logs = run.run_folder / "logs" / "teachers"
     (tmp_path / "reward.py").write_text(KILLING_REWARD.format(kill_at=in_step_2, logs=logs))
     words = run.train_words(
@@ -98,3 +98,74 @@ def assert_each_trajectory_had_its_teacher(folder: Path) -> None:
             np.testing.assert_allclose(given[mask, 1:], -np.sort(-expected[mask], axis=1)[:, :TOP_K], atol=1e-4)
             assert not given[~mask].any()
             assert (given_ids[~mask] == -1).all()
+
+
+def test_texts_of_a_teacher_are_learnt_in_place_of_rollouts(tmp_path: Path) -> None:
+    run = make_distillation_run(tmp_path)
+    add_texts(tmp_path / "train.parquet", column="answer")
+    settings = {
+        "trainer__steps": 6,
+        "trainer__validate_every": 0,
+        "trainer__checkpoint_every": 0,
+        "learner__learning_rate": 1e-2,
+        "distillation__texts": "answer",
+        "distillation__loss": "nll",
+    }
+    assert train_here(run, **settings) == 0
+    rows = read_metrics(run.run_folder / "metrics.jsonl")[1:]
+    losses = [row.metrics["actor/distillation/loss"] for row in rows]
+    assert losses[-1] < losses[0] - 0.5, losses
+    assert all(row.metrics["rollout/num_trajectories"] == 2 * PROMPTS_PER_STEP for row in rows)
+    assert all(row.metrics["rollout/unscored_trajectories"] == 2 * PROMPTS_PER_STEP for row in rows)
+    assert "training/staleness/mean" not in rows[0].metrics
+    assert "teacher/even/score_s" not in rows[0].metrics
+
+
+MODES = {
+    "whole distributions": {"distillation__distribution": "full"},
+    "a reward beside rewards": {
+        "distillation__loss": "k1",
+        "distillation__used_as": "reward",
+        "distillation__use_task_rewards": True,
+    },
+    "a loss beside rewards": {"distillation__loss": "reverse_kl", "distillation__use_task_rewards": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_megatron_teacher_of_two_ranks_scores_once_and_then_from_the_cache(tmp_path: Path, mode: str) -> None:
+    run = make_distillation_run(tmp_path)
+    table = teacher_tables(tmp_path, even="megatron")["even"] | {"data_sources": [], "tensor": 2}
+    settings = {
+        "trainer__steps": 1,
+        "trainer__validate_every": 0,
+        "trainer__checkpoint_every": 0,
+        "trainer__validate_first": False,
+        "run__if_exists": "archive",
+        "distillation__teachers": as_toml({"only": table}),
+        "distillation__default_teacher": "only",
+        "distillation__cache": tmp_path / "scores",
+        "distillation__top_k": TOP_K,
+        **MODES[mode],
+    }
+    found = []
+    for _ in range(2):
+        assert train_here(run, **settings) == 0
+        found.append(read_metrics(run.run_folder / "metrics.jsonl")[-1].metrics)
+    first, second = found
+    hits = [(metrics["teacher/only/trajectories"], metrics["teacher/only/cache_hits"]) for metrics in found]
+    assert hits == [(TRAJECTORIES / 2, 0), (0, TRAJECTORIES / 2)]
+    assert "teachers" not in {path.name for path in (run.run_folder / "logs").glob("*")}, "nobody was asked again"
+    learnt = [name for name in first if name.startswith(("actor/", "critic/"))]
+    assert {name: second[name] for name in learnt} == {name: first[name] for name in learnt}
+    assert abs(first["actor/distillation/loss"]) > 0.01
+    assert ("critic/advantages/mean" in first) == ("rewards" in mode)
+
+
+def add_texts(file: Path, *, column: str) -> None:
+    """Two texts for each problem."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    pq.write_table(table.append_column(column, pa.array([["2", "44"]] * len(table))), file)

@@ -13,9 +13,13 @@ from rl_distill.objectives.batch_columns import (
 )
 from rl_distill.objectives.distillation import with_distillation_advantages
 from rl_distill.objectives.kl_control import AdaptiveKL
+from rl_distill.teacher.service import teacher_task
 from rl_metrics.reduction import Recorder
 from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.distilling import has_policy_gradient, has_teachers, learns_from_rewards, objective_options
+
+TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
+"""Columns that advantages are not made of."""
 
 
 def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
@@ -37,12 +41,13 @@ def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coeffici
             policy_logprobs=parts.sampled_logprobs,
         )
     if learns_from_rewards(parts.settings):
-        batch = with_advantages(
-            batch,
+        rewarded = with_advantages(
+            batch.only(batch.names - TEACHER_COLUMNS),
             advantage=algorithm.advantage,
             options=algorithm.advantage_options,
             session_rule=algorithm.session_rule,
         )
+        batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})
     if has_teachers(parts.settings) and parts.settings.distillation.used_as == "reward":
         batch, metrics = with_distillation_advantages(
             batch,
@@ -51,6 +56,7 @@ def prepare_batch(parts: Parts, batch: Batch, recorder: Recorder, *, kl_coeffici
             keep_advantages=learns_from_rewards(parts.settings),
         )
         parts.record(recorder, metrics)
+        batch = batch.only(batch.names - TEACHER_COLUMNS)  # the policy gradient has all of it in the advantages
     if correction.weights != "none":
         level, cap, floor = correction.weights, correction.cap, correction.floor
         batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
