@@ -26,10 +26,19 @@ from rl_distill.objectives.batch_columns import (
     with_reward_components,
     with_token_selection,
 )
+from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.correction import banded_weights, truncated_weights
 from rl_distill.objectives.covariance_policy_loss import clip_cov, covariances, kl_cov, select_band, select_top
+from rl_distill.objectives.distillation import (
+    DistillationObjective,
+    DistillationObjectiveOptions,
+    distillation_objective,
+    with_distillation_advantages,
+)
+from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms, top_k_divergence
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.kl_control import AdaptiveKL
+from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens, TokenComparison
 from rl_distill.objectives.logits import entropy_from_logits, logprobs_from_logits
 from rl_distill.objectives.mismatch import mismatch_metrics, mismatch_sums
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses, ppo_clip
@@ -57,6 +66,7 @@ from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
 from rl_distill.objectives.sessions import SESSION_RULES, SessionCredit, SessionRows, SessionRule
 from rl_distill.objectives.soft_policy_loss import sapo
 from rl_distill.objectives.value_objective import ValueObjective, value_losses, value_objective
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.objectives.weight_metrics import WeightBounds, weight_metrics
 from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
 from rl_distill.objectives.whitened_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
@@ -76,7 +86,11 @@ __all__ = [
     "AdaptiveKL",
     "AdvantageEstimator",
     "BoundPolicyLoss",
+    "DistillationObjective",
+    "DistillationObjectiveOptions",
+    "DivergenceOptions",
     "KLEstimator",
+    "LogitDivergence",
     "PolicyLoss",
     "PolicyObjective",
     "PolicyObjectiveOptions",
@@ -85,16 +99,22 @@ __all__ = [
     "SessionCredit",
     "SessionRows",
     "SessionRule",
+    "TeacherTokens",
+    "TokenComparison",
     "TokenLosses",
     "TokenSelection",
     "ValueObjective",
+    "VocabularyPart",
     "WeightBounds",
     "banded_weights",
     "bound_policy_loss",
+    "chunked_head_divergence",
     "cispo",
     "clip_cov",
     "correction_weight_metrics",
     "covariances",
+    "distillation_objective",
+    "divergence_terms",
     "dppo_kl",
     "dppo_tv",
     "dr_grpo",
@@ -130,12 +150,14 @@ __all__ = [
     "selects_with",
     "session_advantages",
     "token_weights",
+    "top_k_divergence",
     "truncated_weights",
     "value_losses",
     "value_objective",
     "weight_metrics",
     "with_advantages",
     "with_correction_weights",
+    "with_distillation_advantages",
     "with_kl_in_reward",
     "with_loss_weights",
     "with_rejection",
