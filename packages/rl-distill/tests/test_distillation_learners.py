@@ -129,6 +129,20 @@ def test_megatron_learns_what_plain_torch_learns(
         assert ((weights[tensor_name] - tensor).abs() > 1e-4).float().mean() < 0.1, tensor_name
 
 
+@pytest.mark.parametrize("name", ["forward", "full js", "k3"])
+def test_in_bfloat16_both_learn_nearly_the_same(
+    name: str, tied_policy: Path, big_teacher: Path, make_batch: Any
+) -> None:
+    options = replace(OPTIONS, dtype="bfloat16")
+    batch = taught(make_batch(LENGTHS), [big_teacher])
+    for has_tasks in (False, True):
+        wanted = objective(name, has_tasks=has_tasks)
+        learners = (MegatronLearner(tied_policy, options), TorchLearner(tied_policy, options))
+        found, expected = (step_of(learner, batch, wanted, [big_teacher]) for learner in learners)
+        assert found.loss == pytest.approx(expected.loss, rel=5e-2, abs=1e-3)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("parallel", "name"),
     [
