@@ -2,10 +2,14 @@
 
 import dataclasses
 import errno
+import fcntl
+import itertools
 import json
 import multiprocessing
+import random
 import shutil
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -215,9 +219,28 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_builds_stays(t
     cache = ScoreCache(tmp_path, KIND)
     (cache.folder / ".writing-0123").mkdir()
     (cache.folder / ".writing-0123" / "x").write_text("torn")
-    with score_entries._aside(cache.folder / ".writing-4567"):
+    with score_entries._aside(cache.folder) as living:
         ScoreCache(tmp_path, KIND)
-        assert [path.name for path in cache.folder.glob(".writing-*")] == [".writing-4567"]
+        assert list(cache.folder.glob(".writing-*")) == [living]
+
+
+def test_a_writer_whose_folder_was_swept_before_its_lock_takes_another(tmp_path, monkeypatch):
+    cache, row, lock = ScoreCache(tmp_path, KIND), make_row(1), fcntl.flock
+    swept = []
+
+    def sweep_first(descriptor, operation):
+        if not swept:
+            (made,) = cache.folder.glob(".writing-*")
+            swept.append(made)
+            made.rmdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    cache.store([row], [make_scores(row)])
+    cache.flush()
+    assert len(swept) == 1
+    assert cache.failure is None
+    assert is_equal(ScoreCache(tmp_path, KIND).lookup([row])[0], row)
 
 
 def test_a_place_that_cannot_be_is_refused_at_the_start(tmp_path):
@@ -243,3 +266,31 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "numcodecs.blosc", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'rl-distill\[cache\]'"):
         ScoreCache(tmp_path, KIND)
+
+
+def store_for_ever(directory, first):
+    cache = ScoreCache(directory, KIND, max_pending_bytes=1)
+    for number in itertools.count(first):
+        row = make_row(number)
+        cache.store([row], [make_scores(row)])
+
+
+def test_a_writer_killed_at_any_point_leaves_whole_entries_alone(tmp_path, seed):
+    rng, context = random.Random(seed), multiprocessing.get_context("fork")
+    folder = ScoreCache(tmp_path, KIND).folder
+    for kill in range(6):
+        before = len(list(folder.glob("scores-*")))
+        writer = context.Process(target=store_for_ever, args=(tmp_path, 1000 * kill))
+        writer.start()
+        wanted, deadline = before + rng.randint(1, 8), time.monotonic() + 60
+        while len(list(folder.glob("scores-*"))) < wanted:
+            assert writer.is_alive()
+            assert time.monotonic() < deadline, "the writer stored too little"
+        writer.kill()
+        writer.join(60)
+        rows = [make_row(1000 * kill + number) for number in range(wanted - before)]
+        with structlog.testing.capture_logs() as events:
+            cache = ScoreCache(tmp_path, KIND)
+            assert all(is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True))
+        assert events == []
+        assert not list(folder.glob(".writing-*"))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from rl_core.durable_files import write_durably
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_distill.teacher.score_entries import (
     ScoreEntry,
@@ -151,7 +151,9 @@ class ScoreCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / "kind.json").exists():  # for people
-                write_durably(self.folder / "kind.json", json.dumps(asdict(self._kind), indent=1).encode())
+                part = self.folder / f".kind-{secrets.token_hex(8)}"  # each writer's own: several may begin at once
+                part.write_text(json.dumps(asdict(self._kind), indent=1))
+                part.replace(self.folder / "kind.json")
         except OSError as error:
             raise CacheError(
                 f"distillation.cache: {self.folder} must be a folder that can be made and written: {error}."

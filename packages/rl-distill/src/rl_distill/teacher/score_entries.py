@@ -209,7 +209,7 @@ def write_entry(folder: Path, rows: Mapping[bytes, StoredRow], *, compress: bool
     """
     token = secrets.token_hex(8)
     try:
-        with _aside(folder / f"{WRITING}{token}") as aside:
+        with _aside(folder) as aside:
             manifest = _write_arrays(aside, rows, compress=compress)
             _write(aside / MANIFEST, _encode_manifest(manifest))
             for path, _, _ in os.walk(aside):
@@ -250,16 +250,28 @@ def sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[Path]:
+def _aside(folder: Path) -> Iterator[Path]:
     """A new folder under a lock; what is left of it at the end goes."""
-    path.mkdir()
-    lock = os.open(path, FOLDER_FLAGS)
+    path, lock = _make_aside(folder)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)  # renamed, it is no longer there
         os.close(lock)
+
+
+def _make_aside(folder: Path) -> tuple[Path, int]:
+    """A new folder and its lock; another one where a sweep took the first before it was locked."""
+    while True:
+        path = folder / f"{WRITING}{secrets.token_hex(8)}"
+        path.mkdir()
+        with suppress(FileNotFoundError):
+            lock = os.open(path, FOLDER_FLAGS)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(path), os.fstat(lock)):
+                    return path, lock
+            os.close(lock)
 
 
 def _write_arrays(aside: Path, rows: Mapping[bytes, StoredRow], *, compress: bool) -> EntryManifest:
