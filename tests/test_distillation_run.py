@@ -1,6 +1,7 @@
 """Distillation end to end: two teachers over the queue, sessions of two trajectories, and teachers that are killed."""
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -14,10 +15,11 @@ from distillation_runs import (
     as_toml,
     expected_logprobs,
     make_distillation_run,
+    renumber,
     teacher_tables,
 )
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, REWARDS_BEFORE_STEP_1, train_here
-from train_process import ENVIRONMENT, marked_processes
+from train_process import ENVIRONMENT, marked_processes, training, wait_until_held
 
 from rl_metrics.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
@@ -169,3 +171,56 @@ def add_texts(file: Path, *, column: str) -> None:
 
     table = pq.read_table(file)
     pq.write_table(table.append_column(column, pa.array([["2", "44"]] * len(table))), file)
+
+
+def test_ctrl_c_leaves_no_teacher_behind_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = make_distillation_run(tmp_path)
+    settings = {
+        "trainer__steps": 2,
+        "trainer__validate_every": 0,
+        "trainer__checkpoint_every": 0,
+        "distillation__top_k": TOP_K,
+        "distillation__teachers": as_toml(teacher_tables(tmp_path, even="megatron", odd="megatron")),
+    }
+    hold_after = REWARDS_BEFORE_STEP_1 + TRAJECTORIES // 2 + GROUP_SIZE + 1  # in step 2, after its first group
+    with training(run, hold_after=hold_after, reward__timeout_s=None, **settings) as process:
+        wait_until_held(process, run)
+        assert len(process.children()) >= len(SOURCES)
+        process.signal_group(signal.SIGINT)
+        assert process.wait() == 130, process.text
+        assert process.leftovers() == []
+        assert "stopped after step 1; go on with --resume" in process.text
+        assert "Traceback" not in process.text
+    assert train_here(run, "--resume", **settings) == 0
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    assert [row.step for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert sum(row.metrics[f"teacher/{source}/trajectories"] for source in SOURCES) == TRAJECTORIES / 2
+
+
+def test_a_teacher_that_counts_its_tokens_otherwise_says_the_same(tmp_path: Path) -> None:
+    run = make_distillation_run(tmp_path, all_text=True)
+    renumber(tmp_path / "teacher-even", tmp_path / "renumbered")
+    losses = {}
+    for name, folder in {"same": "teacher-even", "other": "renumbered"}.items():
+        table = teacher_tables(tmp_path, even="megatron")["even"] | {
+            "model": str(tmp_path / folder),
+            "data_sources": [],
+        }
+        settings = {
+            "run__name": name,
+            "trainer__steps": 1,
+            "trainer__validate_every": 0,
+            "trainer__checkpoint_every": 0,
+            "trainer__validate_first": False,
+            "distillation__teachers": as_toml({"only": table}),
+            "distillation__default_teacher": "only",
+            "distillation__top_k": TOP_K,
+        }
+        if name == "other":
+            assert train_here(run, **settings) == 2, "it is refused, unless it is aligned"
+        assert train_here(run, **settings, distillation__other_tokenizer="align") == 0
+        metrics = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[-1].metrics
+        losses[name] = {key: metrics[f"actor/distillation/{key}"] for key in ("loss", "aligned_fraction", "tail_mass")}
+    assert losses["same"]["loss"] > 0.01
+    assert losses["other"] == pytest.approx(losses["same"], rel=1e-5)

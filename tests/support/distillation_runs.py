@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_run import TinyRun, make_tiny_run
+from tiny_run import TinyRun, example_module, make_tiny_policy, make_tiny_run
 
 SOURCES = ("even", "odd")
 """Data source of each problem, by its row."""
@@ -35,12 +35,20 @@ def reward(sample):
 '''
 
 
-def make_distillation_run(folder: Path) -> TinyRun:
-    """A tiny run whose problems have two sources, with the models `teacher-even` and `teacher-odd` beside it."""
+def make_distillation_run(folder: Path, *, all_text: bool = False) -> TinyRun:
+    """A tiny run whose problems have two sources, with the models `teacher-even` and `teacher-odd` beside it.
+
+    Args:
+        folder: Where.
+        all_text: The models know no token beyond those of the tokenizer.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     run = make_tiny_run(folder)
+    if all_text:
+        tokenizer = example_module("prepare").make_tokenizer()
+        make_tiny_policy(folder / "policy", tokenizer, vocab_size=len(tokenizer))
     table = pq.read_table(folder / "train.parquet")
     sources = pa.array([SOURCES[row % 2] for row in range(len(table))])
     table = table.set_column(table.column_names.index("data_source"), "data_source", sources)
@@ -96,3 +104,30 @@ def _loaded(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model).float()
+
+
+def renumber(source: Path, target: Path) -> None:
+    """The same model and the same tokens by other ids: they are numbered backwards."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    size = len(tensors[name])
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    vocab = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: size - 1 - index for token, index in vocab.items()}
+    for added in tokenizer.get("added_tokens", []):
+        added["id"] = size - 1 - added["id"]
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for file in ("config.json", "generation_config.json"):
+        if (target / file).exists():
+            values = json.loads((target / file).read_text())
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if values.get(key) is not None:
+                    values[key] = size - 1 - values[key]
+            (target / file).write_text(json.dumps(values))

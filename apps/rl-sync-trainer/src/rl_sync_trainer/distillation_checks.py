@@ -22,7 +22,7 @@ from rl_sync_trainer.engines import replica_pool
 from rl_sync_trainer.learners import rank_pool
 from rl_sync_trainer.off_policy import check_texts, text_problems
 from rl_sync_trainer.settings import Settings
-from rl_sync_trainer.teachers import longest_trajectory, teacher_pool
+from rl_sync_trainer.teachers import teacher_pool
 
 
 class FolderCheck(Protocol):
@@ -158,7 +158,7 @@ def teacher_files(settings: Settings, check_folder: FolderCheck) -> Iterator[str
 def _lengths(settings: Settings, teacher: TeacherOptions) -> Iterator[str]:
     """A teacher shorter than the longest trajectory."""
     prompts, rollout = settings.prompts.max_tokens, settings.rollout.max_response_tokens
-    longest, wanted = prompts + rollout, longest_trajectory(settings, teacher)
+    longest, wanted = prompts + rollout, teacher.max_model_len
     made = f"prompts.max_tokens = {prompts} and rollout.max_response_tokens = {rollout} make {longest} tokens"
     if wanted is not None and wanted < longest:
         yield f"max_model_len = {wanted} is too short: {made}. Raise it, or leave it out."

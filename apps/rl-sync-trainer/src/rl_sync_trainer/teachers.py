@@ -19,7 +19,7 @@ from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.service import ServiceOptions, TeacherService
 from rl_distill.teacher.vocabulary import compare_vocabularies
-from rl_rollout.engines.model_folder import end_token_ids
+from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.prompts import PromptTokenizer
 from rl_sync_trainer.settings import Settings
@@ -150,11 +150,15 @@ def _megatron_replica(settings: Settings, name: str, cluster: ClusterOptions, in
     return MegatronReplica(teacher.model, place)
 
 
-def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int | None:
-    """Most tokens that a teacher must take; None for what its model allows, where it counts other tokens."""
-    if teacher.max_model_len is None and settings.distillation.other_tokenizer == "align":
-        return None
-    return teacher.max_model_len or settings.prompts.max_tokens + settings.rollout.max_response_tokens
+def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int:
+    """Most tokens that a teacher must take: as set, or what prompts and responses can have.
+
+    Of a teacher that may count other tokens, twice as many, where it has the positions.
+    """
+    longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
+    if teacher.max_model_len is not None or settings.distillation.other_tokenizer == "refuse":
+        return teacher.max_model_len or longest
+    return max(longest, min(2 * longest, max_positions(teacher.model)))
 
 
 def teacher_pool(settings: Settings, name: str) -> ResourcePool | None:
