@@ -94,7 +94,8 @@ def test_a_writer_that_lives_is_not_swept_however_slow_it_is(workers, tmp_path):
 
     def is_stopped_within_a_store():
         worker.send(signal.SIGSTOP)
-        if root.exists() and leftovers(root):
+        # One that was stopped before it had its lock may lose its folder, and makes another.
+        if root.exists() and leftovers(root) and not EntryStore(str(root)).folder.leftovers():
             return True
         worker.send(signal.SIGCONT)
         return False
