@@ -21,6 +21,7 @@ from distillation_fakes import (
 from rl_core import InProcessQueue
 from rl_core.errors import DeadlineError, TeacherError
 from rl_core.row_keys import RowKey
+from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
@@ -339,3 +340,39 @@ def test_hidden_states_are_padded_to_the_widest_teacher() -> None:
     hidden = queue.lease("train", groups=2, deadline_s=0).batch.ragged("teacher_hidden")
     assert hidden[0].tolist() == [[0, 0, 0]] * 2 + [[1, 1, 0]] * 3
     assert hidden[1].tolist() == [[0, 0, 0]] * 2 + [[1, 1, 1]] * 3
+
+
+def test_a_lease_that_comes_after_its_waiter_was_cancelled_is_given_back() -> None:
+    queue = make_queue()
+    queue.issue([make_prompt("p0")], num_sessions=1)
+
+    async def run() -> None:
+        waiting = asyncio.create_task(lease_group(queue, "teacher", deadline_s=20, lease_s=60))
+        while not queue.stats()["waiting/lease"]:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        put(queue, make_trajectory("p0", 0))
+        lease = await lease_group(queue, "teacher", deadline_s=10, lease_s=60)
+        assert [prompt.uid for prompt in lease.prompts] == ["p0"]
+
+    asyncio.run(run())
+
+
+def test_a_group_that_was_dropped_while_it_was_scored_is_no_error() -> None:
+    queue, said = make_queue(), []
+
+    async def drop(rows: Sequence[TeacherRow]) -> None:
+        if rows[0].key.prompt_uid == "p0":
+            queue.drop("p0", reason="stale")
+
+    async def work(service: TeacherService) -> None:
+        queue.issue([make_prompt("p0"), make_prompt("p1")], num_sessions=1)
+        await service.issued()
+        put(queue, make_trajectory("p0", 0))
+        put(queue, make_trajectory("p1", 0))
+
+    serve({"default": [FakeReplica(before=drop)]}, work, queue=queue, say=lambda event, **_: said.append(event))
+    assert said == ["teacher_scores_outdated"]
+    assert [prompt.uid for prompt in queue.lease("train", groups=1, deadline_s=0).prompts] == ["p1"]
