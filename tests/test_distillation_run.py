@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distillation_runs import (
-    KILLING_REWARD,
     SOURCES,
     as_toml,
     expected_logprobs,
@@ -33,9 +32,6 @@ DRIVER = Path(__file__).parent / "support" / "distillation_driver.py"
 
 def test_two_killed_teachers_are_started_anew_and_every_trajectory_trains_with_its_own(tmp_path: Path) -> None:
     run = make_distillation_run(tmp_path)
-    in_step_2 = 2 * REWARDS_BEFORE_STEP_1 + TRAJECTORIES + 1  # each session of an evaluation has two outputs too
-    logs = run.run_folder / "logs" / "teachers"
-    (tmp_path / "reward.py").write_text(KILLING_REWARD.format(kill_at=in_step_2, logs=logs))
     words = run.train_words(
         rollout__engine="vllm",
         rollout__loop="two_outputs",
@@ -52,23 +48,20 @@ def test_two_killed_teachers_are_started_anew_and_every_trajectory_trains_with_i
         env={**os.environ, **ENVIRONMENT, name: value},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert marked_processes(mark) == []
     events = read_events(run.run_folder / "events.jsonl")
     released = [event for event in events if event["event"] == "teacher_lease_released"]
-    assert len(released) >= 2, "both teachers died under a lease"
+    assert len(released) >= len(SOURCES), "both teachers died under a lease"
     assert all("SIGKILL" in str(event["error"]) or "signal 9" in str(event["error"]) for event in released)
     assert_each_trajectory_had_its_teacher(tmp_path)
     rows = read_metrics(run.run_folder / "metrics.jsonl")[1:]
     assert [sum(row.metrics[f"teacher/{source}/restarts"] for row in rows) for source in SOURCES] == [1, 1]
     for row in rows:
-        assert (
-            sum(row.metrics[f"teacher/{source}/trajectories"] for source in SOURCES)
-            == 2 * PROMPTS_PER_STEP * GROUP_SIZE
-        )
+        assert sum(row.metrics[f"teacher/{source}/trajectories"] for source in SOURCES) == TRAJECTORIES
         assert row.metrics["actor/distillation/loss"] > 0.01
         assert row.metrics["timing_s/teacher"] >= 0
     assert "advantages" not in str(rows[0].metrics), "nothing is learnt from rewards"

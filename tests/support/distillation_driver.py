@@ -1,9 +1,14 @@
-"""The trainer with a loop that gives two trajectories a session; what each step trains on is written down.
+"""The trainer with a loop that gives two trajectories a session, and with teachers that are killed as they score.
+
+What each step trains on is written down.
 
 Usage: python distillation_driver.py FOLDER train SETTINGS.toml ...; FOLDER gets trained-0.npz, trained-1.npz, ...
 """
 
 import itertools
+import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +22,8 @@ from rl_rollout.loops.protocol import LoopContext, SessionResult
 from rl_rollout.loops.registry import LOOPS
 from rl_rollout.loops.single_turn import SingleTurnLoop
 
+KILLED_AT = 3
+"""Group of a teacher that is under way when its process is killed."""
 COLUMNS = ("input_ids", "loss_mask", "teacher_logprobs", "teacher_ids", "teacher_index")
 
 
@@ -55,11 +62,33 @@ def note_batches(folder: Path) -> None:
     loop.prepare_batch = noting
 
 
+def kill_as_they_score(logs: Path) -> None:
+    """Have each teacher's process killed with SIGKILL, once, while it has a group to score."""
+    from rl_distill.teacher.engine_teacher import EngineReplica
+    from rl_distill.teacher.megatron_teacher import MegatronReplica
+
+    for kind, teacher in ((EngineReplica, "even"), (MegatronReplica, "odd")):
+        kind.score = _killing(kind.score, logs / f"{teacher}-0")
+
+
+def _killing(score: Any, folder: Path) -> Any:
+    groups = itertools.count(1)
+
+    async def killing(self: Any, rows: Any, **options: Any) -> Any:
+        if rows[0].key.prompt_uid != "probe" and next(groups) == KILLED_AT:
+            (log,) = folder.glob("*.log")
+            os.kill(int(re.search(r"pid[ =:]+(\d+)", log.read_text()).group(1)), signal.SIGKILL)
+        return await score(self, rows, **options)
+
+    return killing
+
+
 def main(words: Sequence[str]) -> int:
     from rl_sync_trainer.main import main as trainer
 
     LOOPS._builtin["two_outputs"] = TwoOutputsLoop
     note_batches(Path(words[0]))
+    kill_as_they_score(Path(words[0]) / "runs" / "tiny" / "logs" / "teachers")
     return trainer(words[1:])
 
 

@@ -12,28 +12,6 @@ from tiny_run import TinyRun, example_module, make_tiny_policy, make_tiny_run
 SOURCES = ("even", "odd")
 """Data source of each problem, by its row."""
 
-KILLING_REWARD = '''"""Share of even digits; at a given call it kills every teacher."""
-
-import os
-import re
-import signal
-from pathlib import Path
-
-KILL_AT = {kill_at}
-LOGS = Path("{logs}")
-count = 0
-
-
-def reward(sample):
-    global count
-    count += 1
-    if count == KILL_AT:
-        for log in LOGS.glob("*/*.log"):
-            os.kill(int(re.search(r"pid[ =:]+(\\d+)", log.read_text()).group(1)), signal.SIGKILL)
-    text = sample.response_text
-    return sum(character in "02468" for character in text) / max(len(text), 1)
-'''
-
 
 def make_distillation_run(folder: Path, *, all_text: bool = False) -> TinyRun:
     """A tiny run whose problems have two sources, with the models `teacher-even` and `teacher-odd` beside it.
