@@ -31,7 +31,9 @@ def test_without_teachers_and_texts_it_is_off_and_says_what_makes_no_sense_then(
     assert not DistillationOptions().is_on
     assert list(DistillationOptions().problems()) == []
     (problem,) = DistillationOptions(default_teacher="a").problems()
-    assert "default_teacher = 'a' needs a teacher" in problem
+    assert problem.startswith("default_teacher = 'a' is of distillation, which is off: add [distillation.")
+    changed = DistillationOptions(loss="k1", top_k=12, coefficient=3.0)
+    assert [line.split(" ")[0] for line in changed.problems()] == ["loss", "top_k", "coefficient"]
 
 
 def test_texts_need_no_teacher_with_nll_alone() -> None:

@@ -320,7 +320,7 @@ def test_stored_scores_are_taken_and_checked_and_new_ones_are_stored() -> None:
     assert set(stored) == {RowKey("p0", 0, 0), RowKey("p0", 1, 0)}
     report = service.report.teachers["default"]
     assert (report.num_stored, report.num_trajectories) == (1, 1)
-    assert flushed == [2], "what is new is written in the end"
+    assert flushed == [2, 2], "what is new is written after the step, and in the end"
     batch = queue.lease("train", groups=1, deadline_s=0).batch
     assert batch.ragged("teacher_logprobs")[0][2:].tolist() == [[-0.125]] * 3
 

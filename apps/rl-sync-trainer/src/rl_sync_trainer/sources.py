@@ -129,8 +129,10 @@ def _explain_entry(
     setting = known.get(name) or known[".".join(place[:4])]
     if problem["type"] == "missing":
         return f"{name}: required, and not set. {setting.meaning}"
+    expected = describe_type(setting.annotation)
+    if setting.name == name and problem["type"].endswith("_type"):
+        return f"{name}: must be {expected}; found {problem['input']!r}{where}. {setting.meaning}"
     if setting.name != name:
-        expected = describe_type(setting.annotation)
         return f"{setting.name}: must be {expected}; item {place[-1]}: {problem['msg'].lower()}{where}."
     return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting.meaning}"
 
@@ -197,10 +199,17 @@ def parse_text(name: str, text: str) -> Any:
         return text
 
 
+def _entry_of(name: str) -> dict[str, SettingField]:
+    """Settings of the entry that a name speaks of: of `distillation.teachers.large.modle` those of teacher large."""
+    section, key, entry, *_ = [*name.split(".", 3), "", "", ""]
+    table = setting_fields().get(f"{section}.{key}")
+    return {} if table is None else table.entry_fields(entry)
+
+
 def _check_name(name: str, origin: str) -> None:
     if find_setting(name) is not None:
         return
-    known = setting_fields()
+    known = {**setting_fields(), **_entry_of(name)}
     endings = {full.partition(".")[2]: full for full in reversed(known)}  # the first section wins
     candidates = [endings[name]] if name in endings else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not candidates:

@@ -24,6 +24,7 @@ class LearnerRanks:
         *,
         cluster: ClusterOptions | None = None,
         pool: ResourcePool | None = None,
+        name: str = ROLE,
         num_threads: int | None = None,
         deadline_s: float = 900.0,
         call_deadline_s: float = 3600.0,
@@ -34,6 +35,7 @@ class LearnerRanks:
             parallel: The layout.
             cluster: Where ranks run; None is one rank in this process.
             pool: What they may use.
+            name: Of their role, in logs and errors.
             num_threads: Threads of each CPU rank; None leaves torch's setting.
             deadline_s: Longest wait for all of them to be there.
             call_deadline_s: Longest wait for any answer of theirs, such as that of an optimizer step.
@@ -51,12 +53,12 @@ class LearnerRanks:
         self._ended_by = ""
         options = {"parallel": parallel, "num_threads": num_threads, "seed": 0}
         if is_inline:
-            context = RoleContext(name=ROLE, rank=0, size=1, address="127.0.0.1", incarnation=1)
+            context = RoleContext(name=name, rank=0, size=1, address="127.0.0.1", incarnation=1)
             self._host = RankHost(context=context, **options)  # type: ignore[arg-type]
             self.places: list[Place] = [self._host.join(None)]
             return
         spec = RoleSpec(
-            name=ROLE,
+            name=name,
             factory="rl_distill.megatron.host:RankHost",
             kwargs=options,
             environment=_environment(num_threads),

@@ -132,6 +132,7 @@ class MegatronReplica:
             ParallelOptions(ranks=place.tensor, tensor=place.tensor),
             cluster=place.cluster,
             pool=place.pool,
+            name="megatron teacher",
             num_threads=place.num_threads,
             deadline_s=place.start_deadline_s,
             call_deadline_s=place.call_deadline_s,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -187,11 +187,13 @@ class DistillationOptions:
 
     def _unused(self) -> Iterator[str]:
         """Settings of a distillation that is not on: whoever wrote them meant it to be."""
-        for name in ("default_teacher", "cache"):
-            if getattr(self, name) is not None:
-                yield f"{name} = {str(getattr(self, name))!r} needs a teacher: add [distillation.teachers.NAME]."
-        if self.loss == "nll":
-            yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name != "teachers" and value != one.default:
+                yield (
+                    f"{one.name} = {str(value)!r} is of distillation, which is off: add [distillation.teachers.NAME], "
+                    "or leave it out."
+                )
 
     def _values(self) -> Iterator[str]:
         yield from not_among(self, _CHOICES)

@@ -290,6 +290,12 @@ class ReplicatedTeacher:
         row = _probe(place.replica.vocab_size)
         asked = f"replica {place.index} to score {PROBE_TOKENS} tokens {what}"
         (answer,) = await self._within(self._plan.start_deadline_s, self._ask(place.replica, [row]), what=asked)
+        if not np.isfinite(answer.logprobs).all():
+            raise TeacherError(
+                f"teacher {self.name!r}, replica {place.index}, must give finite logprobs; of a short sequence {what} "
+                f"it gave {answer.logprobs[1:, 0].tolist()}. Are there NaN or infinite numbers in its weights?",
+                teacher=self.name,
+            )
         first = next((other.answer for other in self._places if other.answer is not None), None)
         place.answer = place.answer or answer
         expected = (first or answer).logprobs[1:, 0]

@@ -30,8 +30,8 @@ from rl_distill.teacher.step_report import ServiceReport, Tally
 Result = TypeVar("Result")
 
 TASK = "teacher"
-SPARE_LEASES = 2
-"""Groups leased beyond those that are being scored, so that no teacher waits for the queue."""
+SPARE_LEASES = 32
+"""Groups leased beyond those that are being scored: no teacher waits for the queue, nor for one that is restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +152,7 @@ class TeacherService:
 
     async def close(self) -> None:
         """Write what is to be stored, and end every teacher; the first error is raised when all are closed."""
-        for served in self._served.values():
-            if served.cache is not None:
-                await asyncio.to_thread(served.cache.flush)
+        await self._flush()
         closed = await asyncio.gather(*(t.close() for t in self._teachers.values()), return_exceptions=True)
         for error in closed:
             if isinstance(error, BaseException):
@@ -195,6 +193,7 @@ class TeacherService:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
         await asyncio.gather(*(teacher.sleep() for teacher in self._teachers.values()))
+        await self._flush()
         return result
 
     async def issued(self) -> None:
@@ -202,6 +201,12 @@ class TeacherService:
         await self._tell()
 
     # -- inside
+
+    async def _flush(self) -> None:
+        """Write what is to be stored."""
+        for served in self._served.values():
+            if served.cache is not None:
+                await asyncio.to_thread(served.cache.flush)
 
     async def _tell(self, *, is_over: bool = False) -> None:
         async with self._news:
