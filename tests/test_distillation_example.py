@@ -70,15 +70,12 @@ def test_a_student_is_prepared_and_distilled(
     sizes = {"teacher": example.TEACHER.sizes, "student": SIZES}
     example.prepare([replace(one, steps=2, sizes=sizes[one.name]) for one in (example.TEACHER, example.STUDENT)])
     assert example.is_prepared()
-    layers = [
-        json.loads((prepared / name / "config.json").read_text())["num_hidden_layers"]
-        for name in ("teacher", "student")
-    ]
-    assert layers == [4, 1]
+    configs = {name: json.loads((prepared / name / "config.json").read_text()) for name in sizes}
+    assert {name: config["num_hidden_layers"] for name, config in configs.items()} == {"teacher": 4, "student": 1}
     changes = {
         "run.directory": tmp_path / "runs",
         "policy.path": prepared / "student",
-        **{f"prompts.{split}": prepared / f"{split}.parquet" for split in ("train", "validation")},
+        **{f"prompts.{split}": prepared / f"{split}.parquet" for split in ("train", "validation", "test")},
         "prompts.validation_limit": 4,
         "distillation.teachers.adder.model": prepared / "teacher",
         "rollout.engine": "transformers",

@@ -33,7 +33,8 @@ class Lesson:
         name: Of its folder.
         steps: Supervised steps.
         learning_rate: Peak; it falls to 0 at the last step.
-        hasty: Share of demonstrations that answer at once, mostly wrong; the others use the scratchpad, and are right.
+        hasty: Share of the last demonstrations that answer at once, mostly wrong; the others use the scratchpad, and are
+            right. The share grows from 0: haste becomes a habit after the scratchpad is known.
         slips: Share of the shown digits that are replaced at random, and not learnt: from those after them it learns to
             go on rightly whatever was said before, as one must who judges what somebody else wrote.
         sizes: Of its configuration, where it is not the arithmetic example's model of one million parameters.
@@ -52,7 +53,7 @@ STUDENT = Lesson(
     name="student",
     steps=900,
     learning_rate=4e-3,
-    hasty=0.6,
+    hasty=0.95,
     sizes={"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256},
 )
 
@@ -135,7 +136,7 @@ def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]
     random = np.random.default_rng(SEED)
     started = time.perf_counter()
     for step in range(1, lesson.steps + 1):
-        batch = with_slips(draw(hasty, right, lesson, random), lesson.slips, random)
+        batch = with_slips(draw(hasty, right, lesson.hasty * step / lesson.steps, random), lesson.slips, random)
         result = learner.train_step(with_loss_weights(batch, aggregation="token-mean"), supervised_objective)
         if step % 50 == 0 or step == lesson.steps:
             took = time.perf_counter() - started
@@ -144,12 +145,12 @@ def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]
     learner.close()
 
 
-def draw(hasty: Any, right: Any, lesson: Lesson, random: np.random.Generator) -> Any:
+def draw(hasty: Any, right: Any, share: float, random: np.random.Generator) -> Any:
     """One step's demonstrations: different problems, each answered in one of the two ways."""
     from rl_core import Batch
 
     rows = random.choice(len(right), size=SOURCE.DEMONSTRATIONS_PER_STEP, replace=False)
-    is_hasty = random.random(len(rows)) < lesson.hasty
+    is_hasty = random.random(len(rows)) < share
     parts = [hasty.select(rows[is_hasty]), right.select(rows[~is_hasty])]
     return Batch.concat([part for part in parts if len(part)])
 
