@@ -33,7 +33,7 @@ class Lesson:
         name: Of its folder.
         steps: Supervised steps.
         learning_rate: Peak; it falls to 0 at the last step.
-        hasty: Share of the last demonstrations that answer at once, mostly wrong; the others use the scratchpad, and are
+        hasty: Share of the last demonstrations that answer at once, mostly wrong; others use the scratchpad, and are
             right. The share grows from 0: haste becomes a habit after the scratchpad is known.
         slips: Share of the shown digits that are replaced at random, and not learnt: from those after them it learns to
             go on rightly whatever was said before, as one must who judges what somebody else wrote.

@@ -276,6 +276,14 @@ def test_clamps_are_off_and_counted_where_they_bite() -> None:
     assert torch.equal(low.clamped_fraction == 1, bites)
 
 
+def test_a_token_that_was_left_out_is_in_the_tail_even_where_k_is_the_whole_vocabulary() -> None:
+    student, teacher = (torch.tensor([of], dtype=torch.float64).log() for of in (Q, P))
+    taught = teacher_of(teacher, k=4)
+    taught.ids[0, 3:], taught.logprobs[0, 3:] = -1, 0.0  # the teacher's third and fourth, 0.1 each
+    found = divergence(DivergenceOptions(), size=4)(student, taught)
+    assert float(found.losses) == pytest.approx(HAND_COMPUTED["forward_kl", "bucket"], abs=1e-6)
+
+
 def test_tokens_that_no_teacher_scored_count_for_nothing() -> None:
     student, teacher = random_logits(4, seed=2).requires_grad_(), teacher_of(random_logits(4, seed=1), k=3)
     teacher.index[1], teacher.ids[1], teacher.logprobs[1] = -1, -1, 0.0

@@ -93,7 +93,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -
 
 
 def top_k_divergence(
-    log_p: Tensor, log_q: Tensor, log_q_tail: Tensor, *, is_given: Tensor, has_tail: bool, options: DivergenceOptions
+    log_p: Tensor, log_q: Tensor, log_q_tail: Tensor, *, is_given: Tensor, num_tokens: int, options: DivergenceOptions
 ) -> TokenDivergence:
     """Divergence on a few entries, with the mass outside as the options say.
 
@@ -102,7 +102,7 @@ def top_k_divergence(
         log_q: [M, K] the student's logprobs of the same entries.
         log_q_tail: [M] log of the student's mass outside.
         is_given: [M, K] bool, False for entries that do not count.
-        has_tail: False where the K entries are the whole vocabulary.
+        num_tokens: Of the vocabulary; a row that gives as many entries has nothing outside.
         options: Which divergence.
 
     Raises:
@@ -118,10 +118,11 @@ def top_k_divergence(
     if options.tail == "renormalise":
         log_p = log_p - log_p.clamp_min(LOWEST_LOGPROB).logsumexp(-1, keepdim=True)
         log_q = log_q - log_q.clamp_min(LOWEST_LOGPROB).logsumexp(-1, keepdim=True)
-    elif options.tail == "bucket" and has_tail:
-        log_p = torch.cat([log_p, log_tail(log_p).unsqueeze(-1)], -1)
-        log_q = torch.cat([log_q, log_q_tail.unsqueeze(-1)], -1)
-        is_given = torch.cat([is_given, torch.ones_like(is_given[:, :1])], -1)
+    elif options.tail == "bucket":
+        has_tail = is_given.sum(-1, keepdim=True) < num_tokens
+        tails = [one.unsqueeze(-1).masked_fill(~has_tail, -torch.inf) for one in (log_tail(log_p), log_q_tail)]
+        log_p, log_q = (torch.cat(pair, -1) for pair in zip((log_p, log_q), tails, strict=True))
+        is_given = torch.cat([is_given, has_tail], -1)
     losses = divergence_terms(log_p, log_q, options).sum(-1)
     return clamped(losses, _bites(log_p, log_q, is_given, options), options)
 

@@ -199,7 +199,7 @@ class LogitDivergence:
             log_q,
             log_q_tail,
             is_given=teacher.ids[:, 1:] >= 0,
-            has_tail=teacher.ids.shape[1] - 1 < self.part.size,
+            num_tokens=self.part.size,
             options=self.options,
         )
 

@@ -63,7 +63,7 @@ class TeacherOptions:
         kv_cache_gib: Memory of vLLM's KV cache; none takes 1 on CPUs, and on GPUs what gpu_memory_utilization leaves.
         gpu_memory_utilization: Share of a GPU's memory that vLLM may use, weights included.
         sleep: Free its memory between steps, where its engine can.
-        restarts: How often a replica that died is started again; what it owed is scored anew.
+        restarts: How often a replica that died after its first start is started again; what it owed is scored anew.
     """
 
     model: Path

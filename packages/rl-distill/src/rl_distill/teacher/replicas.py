@@ -83,10 +83,17 @@ class ReplicatedTeacher:
     so that the lease can be given back. The next caller waits for one that serves.
     """
 
-    def __init__(self, plan: TeacherPlan, make: MakeReplica) -> None:
-        """Make the replicas; `start` starts them."""
+    def __init__(self, plan: TeacherPlan, make: MakeReplica, *, say: Callable[..., None] | None = None) -> None:
+        """Make the replicas; `start` starts them.
+
+        Args:
+            plan: What is asked of them.
+            make: Makes one, by its number; again after each death.
+            say: Takes events: deaths and restarts, with their fields.
+        """
         self._plan = plan
         self._make = make
+        self._say = say or _log_only
         self._places = [_Place(index, make(index)) for index in range(plan.num_replicas)]
         self._changed = asyncio.Condition()
         self._busy_s = 0.0
@@ -230,9 +237,9 @@ class ReplicatedTeacher:
             return
         place.is_serving, place.death = False, error
         is_over = place.num_restarts >= self._plan.restarts
-        log.warning(
-            "teacher_died", teacher=self.name, replica=place.index, restarts_again=not is_over, error=str(error)
-        )
+        fields = {"teacher": self.name, "replica": place.index, "restarts_again": not is_over, "error": str(error)}
+        log.warning("teacher_died", **fields)
+        self._say("teacher_died", **fields)
         if not is_over:
             place.restarting = asyncio.get_running_loop().create_task(self._restart(place))
 
@@ -245,7 +252,7 @@ class ReplicatedTeacher:
                     await place.replica.close()
                     place.replica = self._make(place.index)
                     await self._start(place)
-                    log.info("teacher_restarted", teacher=self.name, replica=place.index, restarts=place.num_restarts)
+                    self._say("teacher_restarted", teacher=self.name, replica=place.index, restarts=place.num_restarts)
                 except Exception as error:
                     place.death = error
                     log.warning("teacher_restart_failed", teacher=self.name, replica=place.index, error=str(error))
@@ -366,6 +373,10 @@ class ReplicatedTeacher:
             f"distillation.teachers.{self.name}.restarts allows more restarts.",
             teacher=self.name,
         )
+
+
+def _log_only(event: str, **fields: Any) -> None:
+    log.info(event, **fields)
 
 
 def _probe(vocab_size: int) -> TeacherRow:
