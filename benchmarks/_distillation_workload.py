@@ -58,8 +58,9 @@ class Step:
 def make_matrix(preset: Preset, device: torch.device) -> Tensor:
     """[V, H] the output matrix; the same on both sides."""
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(preset.vocab_size, preset.hidden_size, generator=generator) * preset.hidden_size**-0.5
-    return matrix.to(device, getattr(torch, preset.dtype))
+    matrix: Tensor = torch.randn(preset.vocab_size, preset.hidden_size, generator=generator)
+    scaled: Tensor = matrix.mul_(float(preset.hidden_size) ** -0.5).to(device, getattr(torch, preset.dtype))
+    return scaled
 
 
 def make_step(preset: Preset, *, seed: int, device: torch.device) -> Step:

@@ -88,18 +88,23 @@ def timed_step(loss_of: Callable[[Step, Tensor], Tensor], step: Step, matrix: Te
     loss.backward()  # type: ignore[no-untyped-call]
     wait_for_device()
     step_s = time.perf_counter() - started
-    if step.hidden.grad is None or matrix.grad is None:
-        raise RuntimeError("no gradient came back")
     return {
         "step_s": step_s,
         "peak_bytes": peak_bytes() - start_bytes,
         "start_bytes": start_bytes,
         "loss": float(loss.detach()),
-        "grad_norm_hidden": float(step.hidden.grad.float().norm()),
-        "grad_norm_weight": float(matrix.grad.float().norm()),
+        "grad_norm_hidden": gradient_norm(step.hidden),
+        "grad_norm_weight": gradient_norm(matrix),
         "num_tokens": len(step.ids),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
+
+
+def gradient_norm(tensor: Tensor) -> float:
+    """Of the gradient that came back."""
+    if tensor.grad is None:
+        raise RuntimeError("no gradient came back")
+    return float(tensor.grad.float().norm())
 
 
 def wait_for_device() -> None:

@@ -48,12 +48,16 @@ def long_request_of(engine: RolloutEngine, *, seed: int) -> GenerateRequest:
 
 
 def long_request(engine: RolloutEngine) -> GenerateRequest:
-    """A request whose response is long: it does not end before 20 tokens."""
+    """A request whose response is long: it does not end before 40 tokens, or three quarters of what fits."""
     for seed in range(100):
         request = long_request_of(engine, seed=seed)
-        if len(asyncio.run(engine.generate(request))[0].token_ids) >= 20:
+        (sampling,) = request.samplings
+        wanted = min(40, 3 * sampling.max_tokens // 4)
+        if len(asyncio.run(engine.generate(request))[0].token_ids) >= wanted:
             return request
-    raise AssertionError("no response of 20 tokens in 100 draws; take a model that ends its responses less often")
+    raise AssertionError(
+        f"no response of {wanted} tokens in 100 draws; take a model that ends its responses less often"
+    )
 
 
 async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
