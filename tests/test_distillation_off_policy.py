@@ -100,7 +100,7 @@ def test_rollouts_that_were_scored_before_need_no_teacher_and_torn_scores_do(
     losses = []
     for name, is_torn in (("first", False), ("replayed", False), ("torn", True)):
         if is_torn:
-            (chunk,) = (tmp_path / "scores").glob("*/scores-*/logprobs/c/0")
+            chunk, *_ = sorted((tmp_path / "scores").glob("*/scores-*/logprobs/c/0"))
             content = bytearray(chunk.read_bytes())
             content[len(content) // 2] ^= 1
             chunk.write_bytes(content)

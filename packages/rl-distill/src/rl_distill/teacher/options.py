@@ -187,9 +187,11 @@ class DistillationOptions:
 
     def _unused(self) -> Iterator[str]:
         """Settings of a distillation that is not on: whoever wrote them meant it to be."""
+        if self.loss == "nll":
+            yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name != "teachers" and value != one.default:
+            if one.name != "teachers" and value != one.default and (one.name, value) != ("loss", "nll"):
                 yield (
                     f"{one.name} = {str(value)!r} is of distillation, which is off: add [distillation.teachers.NAME], "
                     "or leave it out."
