@@ -60,6 +60,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             replay=Replay(settings, inputs, say=lambda event, **fields: None),
             source=PromptSource(inputs.train, seed=0),
             queue=queue,
+            teachers=None,
             transport=TensorTransport(),
             objective=make_objective(settings),
             kl=make_kl_control(settings),
