@@ -222,5 +222,5 @@ def test_shipped_settings_lack_nothing_but_the_prepared_files(path: Path, monkey
         check_settings(load_settings(path, [], {}))
     except SettingsError as error:
         for line in str(error).splitlines():
-            assert line.startswith(("prompts.", "policy.path: ")), line
+            assert line.startswith(("prompts.", "policy.path: ", "distillation.teachers.")), line
             assert "prepared" in line or "models/" in line
