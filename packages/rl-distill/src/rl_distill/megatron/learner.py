@@ -33,7 +33,7 @@ from rl_distill.learner import (
 )
 from rl_distill.megatron.host import WeightBlock
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_model import RankShare, StepShare
+from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.megatron.token_checks import check_tokens

@@ -15,8 +15,7 @@ from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.placed import PlacedPack
 from rl_distill.objectives.chunked_head import chunked_head_divergence
-from rl_distill.objectives.comparison import MEASURED, WEIGHTED
-from rl_distill.objectives.divergences import DivergenceOptions
+from rl_distill.objectives.comparison import MEASURED, WEIGHTED, Comparison
 from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
@@ -30,21 +29,6 @@ Head = Literal["policy", "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """That students are compared with what teachers said.
-
-    Attributes:
-        options: By which divergence.
-        is_alone: Nothing else trains, so that the logprobs need no gradient.
-        heads: The teachers' output matrices, for whole distributions.
-    """
-
-    options: DivergenceOptions
-    is_alone: bool
-    heads: Sequence[Tensor] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What shall come out of a policy besides logprobs and entropy of its tokens.
 
@@ -52,13 +36,15 @@ class Wanted:
         temperature: Divides the logits.
         top_k: So many likeliest tokens, with the token itself before them; None for none.
         has_hidden: Also the last hidden states.
-        compared: With teachers; None without.
+        comparison: With teachers; None without.
+        heads: The teachers' output matrices, for whole distributions.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     has_hidden: bool = False
-    compared: Compared | None = None
+    comparison: Comparison | None = None
+    heads: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +145,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = hidden.index_select(0, placed.kept)
         if self.value_head is not None:
             return Scored(self.value_head(hidden).flatten().float())
-        if wanted.compared is not None and wanted.compared.is_alone:
-            return self._compare_alone(hidden.squeeze(1), placed, wanted)
+        if wanted.comparison is not None and wanted.comparison.is_alone:
+            return self._compare_alone(hidden.squeeze(1), placed, wanted, self._divergence(wanted.comparison, wanted))
         found = self._in_chunks(hidden, placed, wanted)
         if wanted.has_hidden:
             found["hidden"] = hidden.squeeze(1).float()
@@ -174,7 +160,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         """Score a few tokens at a time; a chunk's logits are made again in the backward pass."""
         rows = torch.arange(len(placed.targets), device=placed.targets.device)
         size = max(1, _CHUNK_LOGITS // max(1, self.vocab_size))
-        teacher = None if wanted.compared is None else placed.teacher
+        teacher = None if wanted.comparison is None else placed.teacher
         if len(rows) <= size:
             return self._score(hidden, placed.targets, teacher, wanted)
         chunks = [
@@ -203,9 +189,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         found = {"values": logprobs, "entropy": entropy}
         if wanted.top_k is not None:
             found |= self._likeliest(logits, targets, logprobs, wanted)
-        if wanted.compared is not None and teacher is not None:
-            compare = LogitDivergence(options=wanted.compared.options, part=part, heads=wanted.compared.heads)
-            measured = compare(logits, teacher)
+        if wanted.comparison is not None and teacher is not None:
+            measured = self._divergence(wanted.comparison, wanted)(logits, teacher)
             found |= {MEASURED + name: value for name, value in measured.columns().items()}
         return found
 
@@ -227,18 +212,19 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         is_here = (local >= 0) & (local < logits.shape[-1])
         return logits.gather(-1, local.masked_fill(~is_here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
 
-    def _compare_alone(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> Scored:
+    def _divergence(self, comparison: Comparison, wanted: Wanted) -> LogitDivergence:
+        """What compares this rank's logits with teachers."""
+        return LogitDivergence(options=comparison.options, part=self._part, heads=wanted.heads)
+
+    def _compare_alone(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted, divergence: LogitDivergence) -> Scored:
         """Compare with teachers, in one pass that makes the gradients as well."""
-        compared = wanted.compared
-        if compared is None:
-            raise TypeError("nothing to compare with")
         weight = self._head()
         found = chunked_head_divergence(
             hidden,
             self.output_layer.weight if weight is None else weight,
             weights=placed.loss_weights,
             teacher=placed.teacher,
-            divergence=LogitDivergence(options=compared.options, part=self._part, heads=compared.heads),
+            divergence=divergence,
             targets=placed.targets,
             temperature=wanted.temperature,
             chunk_logits=2 * _CHUNK_LOGITS,

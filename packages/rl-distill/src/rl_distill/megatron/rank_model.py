@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,88 +15,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.batch import Batch
 from rl_core.errors import DataError
-from rl_distill.learner import MetricSums, Objective
+from rl_distill.learner import Objective
 from rl_distill.megatron.convert import Block
-from rl_distill.megatron.model import Compared, Scored, Wanted
+from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_of_this_rank
 from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place_pack
+from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
-from rl_distill.packing import Pack, pack_rows, scored_tokens
+from rl_distill.packing import Pack, scored_tokens
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import metric_totals
 from rl_distill.teacher_heads import read_heads
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """float32 weights and moments: by kind, for each chunk of the rank's model, by megatron's name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
-    """A data-parallel rank's part of a batch.
-
-    Attributes:
-        batch: Its rows, in the order of the micro-batches.
-        sizes: Rows of each micro-batch.
-    """
-
-    batch: Batch
-    sizes: tuple[int, ...]
-
-    def packs(self, device: torch.device) -> list[Pack]:
-        """The micro-batches."""
-        stops = np.cumsum(self.sizes, dtype=np.int64)
-        rows = [np.arange(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
-        return [pack_rows(self.batch, of_pack, device=device) for of_pack in rows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShare:
-    """What an optimizer step gave on one data-parallel rank; loss and norm are those of the whole batch.
-
-    Attributes:
-        loss: Of the global batch.
-        grad_norm: Before clipping; NaN where the loss was not finite.
-        learning_rate: Of this step.
-        metrics: (weighted sum, weight) of each metric over the rank's rows.
-        broken_rows: Rows of the share in which something is not finite, where the step was not applied.
-        is_applied: False where loss or gradient norm is not finite; the weights are as before.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    metrics: Mapping[str, tuple[float, float]]
-    broken_rows: tuple[int, ...] = ()
-    is_applied: bool = True
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """What the micro-batches of a step gave; tensors stay on the device until all are done."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    metrics: list[MetricSums] = field(default_factory=list)
-    values: list[tuple[Pack, Tensor]] = field(default_factory=list)
-
-    def add(self, pack: Pack, values: Tensor, loss: Tensor, sums: MetricSums) -> None:
-        """Keep what one micro-batch gave."""
-        self.losses.append(loss.detach())
-        self.metrics.append(sums)
-        self.values.append((pack, values.detach()))
-
-    def loss(self) -> float:
-        """Their sum."""
-        return sum(float(loss) for loss in self.losses)
-
-    def broken_rows(self) -> tuple[int, ...]:
-        """Rows in which something is not finite."""
-        return tuple(int(row) for pack, values in self.values for row in pack.rows[_broken(pack, values)])
 
 
 class RankModel:
@@ -157,7 +93,7 @@ class RankModel:
         self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool
     ) -> StepShare | None:
         """One optimizer step; None on ranks that do not answer. A step that is not finite changes nothing."""
-        gathered = _Gathered()
+        gathered = Gathered()
 
         def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
             values = placed.spread(scores.values)
@@ -176,7 +112,8 @@ class RankModel:
 
         self._zero_gradients()
         mask = "loss_mask" if "loss_mask" in share.batch else None
-        wanted = Wanted(temperature=temperature, compared=self._compared(objective))
+        comparison = comparison_of(objective)
+        wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         self._run(share.packs(self._device), evaluate, wanted=wanted, mask=mask, with_gradients=True)
         loss = _total(gathered.loss() if self.place.answers else 0.0)
         learning_rate = learning_rate_at(self.step + 1, self.plan.options)
@@ -204,13 +141,6 @@ class RankModel:
                 rank=shard.tensor_rank,
                 num_ranks=shard.tensor_size,
             )
-
-    def _compared(self, objective: Objective) -> Compared | None:
-        """How the policy is compared with teachers, where the objective says so."""
-        comparison = comparison_of(objective)
-        if comparison is None:
-            return None
-        return Compared(options=comparison.options, is_alone=comparison.is_alone, heads=self._teacher_heads)
 
     def _zero_gradients(self) -> None:
         for chunk in self._chunks:
@@ -393,19 +323,6 @@ def _call_evaluate(
     non_loss_data: bool = False,  # noqa: ARG001 - megatron passes it
 ) -> Any:
     return evaluate(index, placed, scores)
-
-
-def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
-    """[S] True where a trajectory has something that is not finite."""
-    micro_batch = pack.micro_batch
-    is_broken = ~values.detach().isfinite()
-    for column in micro_batch.columns.values():
-        if column.is_floating_point():
-            is_broken |= ~column.isfinite().flatten(1).all(1) if column.ndim > 1 else ~column.isfinite()
-    if "loss_mask" in micro_batch.columns and bool((is_broken & micro_batch.columns["loss_mask"]).any()):
-        is_broken &= micro_batch.columns["loss_mask"]  # else it came in through a token that does not train
-    counts = np.add.reduceat(is_broken.cpu().numpy().astype(np.int64), pack.offsets[:-1])
-    return np.asarray(counts > 0)
 
 
 def _total(value: float) -> float:

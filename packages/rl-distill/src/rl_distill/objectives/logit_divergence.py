@@ -17,11 +17,11 @@ from rl_distill.objectives.divergences import (
 )
 from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.objectives.vocabulary_parts import (
-    OwnLogits,
     VocabularyPart,
     all_logprobs,
     likeliest,
     sum_of_parts,
+    take_top_k,
     top_k_logprobs,
 )
 
@@ -161,19 +161,21 @@ class LogitDivergence:
                 (grad,) = torch.autograd.grad((weights * comparison.losses).sum(), logits)
             return comparison.detached(), grad
         best = self._checked(logits, teacher)
-        own = OwnLogits(logits, part=self.part, temperature=self.options.temperature)
-        taken = own.take(self._compared_ids(teacher, best))
+        temperature = self.options.temperature
+        taken = take_top_k(logits, self._compared_ids(teacher, best), part=self.part, temperature=temperature)
         log_q, log_tail = taken.logprobs.detach().requires_grad_(), taken.log_tail.detach().requires_grad_()
         with torch.enable_grad():
             comparison = _measured_on_top_k(self._on_top_k(log_q, log_tail, teacher), log_q, teacher, best)
             of_logprobs, of_tail = torch.autograd.grad(
                 (weights * comparison.losses).sum(), (log_q, log_tail), allow_unused=True
             )
-        zeros = torch.zeros_like
-        grad = own.gradient(
-            zeros(log_q) if of_logprobs is None else of_logprobs, zeros(log_tail) if of_tail is None else of_tail
+        of_both = (
+            torch.zeros_like(values) if grad is None else grad / temperature
+            for values, grad in ((log_q, of_logprobs), (log_tail, of_tail))
         )
-        return comparison.detached(), grad
+        num_tokens = taken.gradient(*of_both, in_place=True).shape[-1]
+        logits[:, num_tokens:] = 0.0  # what pads the slice
+        return comparison.detached(), logits
 
     def _checked(self, logits: Tensor, teacher: TeacherTokens) -> Tensor:
         """[M, K] the student's likeliest tokens."""

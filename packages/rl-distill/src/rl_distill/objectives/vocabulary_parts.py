@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.errors import NotReadyError, ShapeError
+from rl_core.errors import ShapeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,35 +188,17 @@ def top_k_logprobs(
     return _TopKLogprobs.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class OwnLogits:
-    """Logits that nobody else has: their logprobs and their gradient are made in their own place.
+def take_top_k(logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> TopKLogprobs:
+    """As `top_k_logprobs`, in the place of logits that nobody else needs; `gradient` can leave theirs there too.
 
-    Call `take`, then `gradient`; the logits are gone after the first.
+    Args:
+        logits: [M, V / ranks] float32 or float64; gone after this.
+        ids: [M, K] int64 tokens.
+        part: Which slice.
+        temperature: Divides the logits.
     """
-
-    def __init__(self, logits: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> None:
-        """Take over [M, V / ranks] logits, float32 or float64."""
-        self._logits, self._part, self._temperature = logits, part, temperature
-        self._found: TopKLogprobs | None = None
-
-    def take(self, ids: Tensor) -> TopKLogprobs:
-        """Logprobs of [M, K] tokens, as `top_k_logprobs`."""
-        scaled = _shifted(self._logits, self._temperature, self._part, in_place=True)
-        first = self._part.first(self._logits.shape[-1])
-        self._found = TopKLogprobs.of(scaled, ids, first=first, part=self._part)
-        return self._found
-
-    def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor) -> Tensor:
-        """[M, V / ranks] to the logits.
-
-        Raises:
-            NotReadyError: Nothing was taken.
-        """
-        if self._found is None:
-            raise NotReadyError("take logprobs of the logits first.")
-        grad = self._found.gradient(grad_logprobs / self._temperature, grad_tail / self._temperature, in_place=True)
-        self._logits[:, grad.shape[-1] :] = 0.0
-        return self._logits
+    scaled = _shifted(logits, temperature, part, in_place=True)
+    return TopKLogprobs.of(scaled, ids, first=part.first(logits.shape[-1]), part=part)
 
 
 class _AllLogprobs(torch.autograd.Function):

@@ -1,0 +1,89 @@
+"""A data-parallel rank's part of a batch, and what a step gave on it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_core.batch import Batch
+from rl_distill.learner import MetricSums
+from rl_distill.packing import Pack, pack_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """A data-parallel rank's part of a batch.
+
+    Attributes:
+        batch: Its rows, in the order of the micro-batches.
+        sizes: Rows of each micro-batch.
+    """
+
+    batch: Batch
+    sizes: tuple[int, ...]
+
+    def packs(self, device: torch.device) -> list[Pack]:
+        """The micro-batches."""
+        stops = np.cumsum(self.sizes, dtype=np.int64)
+        rows = [np.arange(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
+        return [pack_rows(self.batch, of_pack, device=device) for of_pack in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShare:
+    """What an optimizer step gave on one data-parallel rank; loss and norm are those of the whole batch.
+
+    Attributes:
+        loss: Of the global batch.
+        grad_norm: Before clipping; NaN where the loss was not finite.
+        learning_rate: Of this step.
+        metrics: (weighted sum, weight) of each metric over the rank's rows.
+        broken_rows: Rows of the share in which something is not finite, where the step was not applied.
+        is_applied: False where loss or gradient norm is not finite; the weights are as before.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    metrics: Mapping[str, tuple[float, float]]
+    broken_rows: tuple[int, ...] = ()
+    is_applied: bool = True
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What the micro-batches of a step gave; tensors stay on the device until all are done."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[MetricSums] = field(default_factory=list)
+    values: list[tuple[Pack, Tensor]] = field(default_factory=list)
+
+    def add(self, pack: Pack, values: Tensor, loss: Tensor, sums: MetricSums) -> None:
+        """Keep what one micro-batch gave."""
+        self.losses.append(loss.detach())
+        self.metrics.append(sums)
+        self.values.append((pack, values.detach()))
+
+    def loss(self) -> float:
+        """Their sum."""
+        return sum(float(loss) for loss in self.losses)
+
+    def broken_rows(self) -> tuple[int, ...]:
+        """Rows in which something is not finite."""
+        return tuple(int(row) for pack, values in self.values for row in pack.rows[_broken(pack, values)])
+
+
+def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
+    """[S] True where a trajectory has something that is not finite."""
+    micro_batch = pack.micro_batch
+    is_broken = ~values.detach().isfinite()
+    for column in micro_batch.columns.values():
+        if column.is_floating_point():
+            is_broken |= ~column.isfinite().flatten(1).all(1) if column.ndim > 1 else ~column.isfinite()
+    if "loss_mask" in micro_batch.columns and bool((is_broken & micro_batch.columns["loss_mask"]).any()):
+        is_broken &= micro_batch.columns["loss_mask"]  # else it came in through a token that does not train
+    counts = np.add.reduceat(is_broken.cpu().numpy().astype(np.int64), pack.offsets[:-1])
+    return np.asarray(counts > 0)
