@@ -129,8 +129,9 @@ def test_prompts_issued_after_all_others_were_scored_are_scored_too() -> None:
             queue.issue([make_prompt(f"p{round_}")], num_sessions=1)
             await service.issued()
             put(queue, make_trajectory(f"p{round_}", 0))
-            while len(replica.scored) <= round_:
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(30):
+                while len(replica.scored) <= round_:
+                    await asyncio.sleep(0.001)
 
     serve({"default": [replica]}, work, queue=queue)
     assert [key.prompt_uid for key in replica.scored] == ["p0", "p1", "p2"]
@@ -348,8 +349,9 @@ def test_a_lease_that_comes_after_its_waiter_was_cancelled_is_given_back() -> No
 
     async def run() -> None:
         waiting = asyncio.create_task(lease_group(queue, "teacher", deadline_s=20, lease_s=60))
-        while not queue.stats()["waiting/lease"]:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(30):
+            while not queue.stats()["waiting/lease"]:
+                await asyncio.sleep(0.001)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
