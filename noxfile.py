@@ -28,14 +28,15 @@ from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
-PROJECTS = (*(f"packages/{name}" for name in PACKAGES), "apps/rl-sync-trainer")
+APPS = ("rl-trainer", "rl-sync-trainer", "rl-async-trainer")
+PROJECTS = (*(f"packages/{name}" for name in PACKAGES), *(f"apps/{name}" for name in APPS))
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "noxfile.py", "conftest.py")
 UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus,zarr]",),
     "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets,tools,mcp,http,json-schema,skip]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron,cache]"),
-    "rl-metrics": ("rl-core", "rl-metrics[plot]"),
+    "rl-metrics": ("rl-core", "rl-metrics[plot,tensorboard,wandb]"),
 }
 WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_process.py",
@@ -57,6 +58,9 @@ TEST_ENV = {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
 }
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Some hundred processes of a test run would each compile torch and vLLM anew; nothing is written into the checkout.
+    os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "pycache")
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
 
 nox.options.sessions = ["lint", "imports", "types", "unit", "wheels"]

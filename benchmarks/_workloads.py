@@ -7,9 +7,9 @@ from typing import Any
 
 from rl_core.records import Prompt
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.inputs import read_inputs
-from rl_sync_trainer.settings import Settings
-from rl_sync_trainer.sources import load_settings
+from rl_trainer.inputs import read_inputs
+from rl_trainer.settings import Settings
+from rl_trainer.sources import load_settings
 
 RULES = Path(__file__).parent / "_rules.py"
 

@@ -46,13 +46,14 @@ def test_roles_on_several_nodes_one_of_which_is_killed():
     command = [sys.executable, SUPPORT / "ray_role_nodes.py"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr
-    words = ("refused", "nodes", "afar", "process", "node", "moved", "gone")
+    words = ("refused", "nodes", "afar", "stacks", "process", "node", "moved", "gone")
     assert [line for line in found.stdout.splitlines() if line.split(" ")[0] in words] == [
         "refused SettingsError room for 3 3",
         "refused SettingsError room for 2 3",
         "refused SettingsError room for 6 3",
         "nodes 3 3",
         "afar True",
+        "stacks True True True",
         "process True True",
         "node True True 1",
         "moved ['hello you!', 'hello you!', 'hello you!'] [2]",

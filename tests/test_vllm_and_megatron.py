@@ -15,16 +15,18 @@ from rl_core.transports import TensorTransport
 from rl_core.weights import WeightUpdate
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, make_kl_control, make_objective, make_queue, open_rollout
-from rl_sync_trainer.checkpoints import TrainerState
-from rl_sync_trainer.engines import make_engine
-from rl_sync_trainer.inputs import read_inputs
-from rl_sync_trainer.learners import start_learners
+from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import publish, train_step
-from rl_sync_trainer.replay import Replay
-from rl_sync_trainer.run_folder import RunFolder
-from rl_sync_trainer.sources import load_settings
-from rl_sync_trainer.stopping import StopSignal
+from rl_trainer.checkpoints import TrainerState
+from rl_trainer.engines import make_engine
+from rl_trainer.flow import open_rollout
+from rl_trainer.inputs import read_inputs
+from rl_trainer.learners import start_learners
+from rl_trainer.objective import make_kl_control, make_objective
+from rl_trainer.replay import Replay
+from rl_trainer.run_folder import RunFolder
+from rl_trainer.sources import load_settings
+from rl_trainer.stopping import StopSignal
 
 pytest.importorskip("vllm")
 
@@ -56,8 +58,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             folder=RunFolder(settings.run_folder),
             learners=learners,
             engine=engine,
-            rollout=stack.enter_context(open_rollout(settings, inputs, engine)),
-            replay=Replay(settings, inputs, say=lambda event, **fields: None),
+            rollout=stack.enter_context(open_rollout(settings, inputs.tokenizer, engine)),
+            replay=Replay(settings, inputs.tokenizer, say=lambda event, **fields: None),
             source=PromptSource(inputs.train, seed=0),
             queue=queue,
             teachers=None,

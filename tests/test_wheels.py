@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-DISTRIBUTIONS = ["rl-core", "rl-rollout", "rl-distill", "rl-metrics", "rl-sync-trainer"]
+DISTRIBUTIONS = [
+    "rl-core",
+    "rl-rollout",
+    "rl-distill",
+    "rl-metrics",
+    "rl-trainer",
+    "rl-sync-trainer",
+    "rl-async-trainer",
+]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

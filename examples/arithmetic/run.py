@@ -1,9 +1,9 @@
 """Prepare the arithmetic example where needed, then train it: what `nox -s train` runs.
 
-    python examples/arithmetic/run.py [--seeds 0,1,2] [any option of `rl-sync-trainer train`]
+    python examples/arithmetic/run.py [--async] [--seeds 0,1,2] [any option of `train`]
 
-`--seeds` trains once for each seed, in runs/arithmetic/seed_N, and writes the means to
-runs/arithmetic/summary.json.
+`--async` trains with `rl-async-trainer` and async.toml in place of `rl-sync-trainer` and settings.toml.
+`--seeds` trains once for each seed, in runs/arithmetic/seed_N, and writes the means to runs/arithmetic/summary.json.
 """
 
 import json
@@ -12,17 +12,33 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import prepare
 
+from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
-from rl_sync_trainer.checks import check_values
-from rl_sync_trainer.sources import load_settings
+from rl_trainer.checks import check_values
+from rl_trainer.settings import Settings
+from rl_trainer.sources import load_settings
 
-SETTINGS = Path(__file__).parent / "settings.toml"
+FOLDER = Path(__file__).parent
 RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One of the two: its module, its settings file, and what that may have."""
+
+    module: str
+    file: Path
+    kind: type[Settings]
+
+
+SYNC = Trainer(module="rl_sync_trainer.main", file=FOLDER / "settings.toml", kind=Settings)
+ASYNC = Trainer(module="rl_async_trainer.main", file=FOLDER / "async.toml", kind=AsyncSettings)
 AVERAGED = (
     "steps",
     "wall_s",
@@ -37,9 +53,11 @@ AVERAGED = (
 def main(arguments: Sequence[str]) -> int:
     """Run the example, and give its exit status."""
     words = list(arguments)
+    trainer = ASYNC if "--async" in words else SYNC
+    words = [word for word in words if word != "--async"]
     seeds = take_seeds(words)
     if "--help" not in words and "-h" not in words and not prepare.is_prepared():
-        refuse_mistakes(words)
+        refuse_mistakes(trainer, words)
         try:
             prepare.prepare()
         except KeyboardInterrupt:
@@ -47,29 +65,30 @@ def main(arguments: Sequence[str]) -> int:
             return 130
     if seeds is None:
         sys.stdout.flush()
-        os.execv(sys.executable, command(words))
+        os.execv(sys.executable, command(trainer, words))
     for seed in seeds:
         print(f"arithmetic: seed {seed}", flush=True)
         place = [f"--run.directory={RUNS / 'arithmetic'}", f"--run.name=seed_{seed}", f"--run.seed={seed}"]
-        status = call(command([*place, *words]))
+        status = call(command(trainer, [*place, *words]))
         if status:
             return status
     report(seeds)
     return 0
 
 
-def refuse_mistakes(words: Sequence[str]) -> None:
+def refuse_mistakes(trainer: Trainer, words: Sequence[str]) -> None:
     """End with status 2 when a setting is wrong, before the minutes of preparation."""
     try:
-        check_values(load_settings(SETTINGS, [word for word in words if word not in ("--resume", "--dry-run")]))
+        of_settings = [word for word in words if word not in ("--resume", "--dry-run")]
+        check_values(load_settings(trainer.file, of_settings, kind=trainer.kind))
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
 
 
-def command(words: Sequence[str]) -> list[str]:
+def command(trainer: Trainer, words: Sequence[str]) -> list[str]:
     """The command line of one training run."""
-    return [sys.executable, "-m", "rl_sync_trainer.main", "train", str(SETTINGS), *words]
+    return [sys.executable, "-m", trainer.module, "train", str(trainer.file), *words]
 
 
 def call(words: Sequence[str]) -> int:

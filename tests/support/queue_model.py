@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rl_core import QueueOptions, TaskSpec
-from rl_core.errors import DeadlineError, NothingToLeaseError
+from rl_core.errors import DataError, DeadlineError, NothingToLeaseError
 from rl_core.testing import FakeClock
 
 NUM_SESSIONS = 2
+PARTITIONS = ("train", "eval")
 LEASE_S = 10
 
 
@@ -26,6 +27,7 @@ def tasks_of(max_staleness):
             max_staleness=max_staleness,
         ),
         "log": TaskSpec(name="log", needs=frozenset({"reward"})),
+        "eval": TaskSpec(name="eval", needs=frozenset({"reward"}), order="issue", partition="eval"),
     }
 
 
@@ -34,6 +36,7 @@ class Group:
     """What should be known of a prompt; `rows` has the versions of each session's rows, None for no version."""
 
     uid: str
+    partition: str = "train"
     attempt: int = 1
     rows: dict = field(default_factory=dict)
     failures: dict = field(default_factory=dict)
@@ -50,7 +53,8 @@ class Group:
     def state(self):
         if self.is_dropped:
             return "dropped"
-        return "issued" if self.missing else "done" if len(self.acked) == 3 else "settled"
+        is_done = self.acked == ({"eval"} if self.partition == "eval" else {"reference", "train", "log"})
+        return "issued" if self.missing else "done" if is_done else "settled"
 
     @property
     def is_open(self):
@@ -108,7 +112,7 @@ class QueueModel:
 
     def is_ready(self, group, task):
         is_given = task != "train" or "reference" in group.acked
-        is_there = group.state == "settled" and is_given
+        is_there = group.state == "settled" and is_given and group.partition == self.tasks[task].partition
         return is_there and task not in group.acked and group not in self.taken(task)
 
     def is_stale(self, group, task):
@@ -116,7 +120,8 @@ class QueueModel:
         return bound is not None and group.versions is not None and self.version - group.versions[0] > bound
 
     def possible(self, task):
-        return [group for group in self.open_groups() if task not in group.acked]
+        seen = [group for group in self.open_groups() if group.partition == self.tasks[task].partition]
+        return [group for group in seen if task not in group.acked]
 
     def queue_of(self, task):
         """Groups that may come next, in the task's order; one that is not ready holds up those after it."""
@@ -164,6 +169,21 @@ class QueueModel:
         group.failures = {}
         group.attempt += 1
         group.acked -= {"reference"}
+
+    def expected_named(self, task, uids):
+        """Groups that a lease of these prompts should give, or the error; stale ones are dropped on the way."""
+        known = {group.uid: group for group in self.groups}
+        if len(set(uids)) < len(uids) or any(uid not in known for uid in uids):
+            return DataError
+        named = [known[uid] for uid in uids]
+        if any(group not in self.possible(task) for group in named):
+            return DataError
+        stale = [group for group in named if self.is_ready(group, task) and self.is_stale(group, task)]
+        for group in stale:
+            self.take_out(group, "stale", reissue=self.options.reissue_stale)
+        if stale:
+            return DataError
+        return named if all(self.is_ready(group, task) for group in named) else DeadlineError
 
     def expected_lease(self, task, unit, amount, allow_fewer):
         """Groups that a lease should give, or the error; stale ones are dropped on the way."""

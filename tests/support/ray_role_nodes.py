@@ -11,7 +11,7 @@ from ray_nodes import DEADLINE_S, kill, ray, say, start_cluster  # first: it tel
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartPolicy, RoleSpec, open_cluster
 from rl_core.cluster.guard import is_running
-from rl_core.cluster.ray_incarnation import read_there
+from rl_core.cluster.ray_incarnation import dump_there, read_there
 from rl_core.errors import RLError
 from rl_core.testing import wait_until
 
@@ -50,6 +50,9 @@ async def main(nodes):
         await far.call("say", "last words from afar")
         said = await asyncio.to_thread(read_there, far._life._hello, DEADLINE_S)
         say("afar", "last words from afar" in said)
+        asked = await far.stacks(deadline_s=DEADLINE_S)
+        dumped = await asyncio.to_thread(dump_there, far._life._hello, far._life._mark, DEADLINE_S)
+        say("stacks", "its event loop turns" in asked, "What a signal had it write" in dumped, "Thread 0x" in dumped)
         os.kill(far.pid, signal.SIGKILL)
         error = await far.wait_death()
         say("process", f"learner[{far.rank}]" in str(error), "last words from afar" in str(error))

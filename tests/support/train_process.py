@@ -27,22 +27,30 @@ ENVIRONMENT = {
 
 
 class TrainProcess:
-    """`rl-sync-trainer` with a mark in its environment, so that whatever it leaves behind is found."""
+    """A trainer's command with a mark in its environment, so that whatever it leaves behind is found."""
 
-    def __init__(self, words: Sequence[str], *, output: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        output: Path,
+        environment: Mapping[str, str],
+        module: str = "rl_sync_trainer.main",
+    ) -> None:
         """Start it.
 
         Args:
             words: Arguments of the command.
             output: File for what it says.
             environment: Set beside this process's own.
+            module: The command, as `python -m` takes it.
         """
         self.output = output
         self._mark = f"TINY_RUN_MARK={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rl_sync_trainer.main", *words],
+                [sys.executable, "-m", module, *words],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -90,6 +98,15 @@ class TrainProcess:
         """Processes that it started and that run."""
         return [pid for pid in marked_processes(self._mark) if pid != self.pid]
 
+    def kill_all(self) -> None:
+        """Kill it and everything that it started, at once."""
+        while left := marked_processes(self._mark):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            signal.sigtimedwait([], TICK_S)
+        self._process.wait()
+
     def leftovers(self) -> list[int]:
         """Processes of its that outlive it; those that the kernel is killing get a moment."""
         end = monotonic() + 10.0
@@ -99,10 +116,7 @@ class TrainProcess:
 
     def end(self) -> None:
         """Kill what is left of it."""
-        for pid in marked_processes(self._mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+        self.kill_all()
 
 
 def marked_processes(mark: str) -> list[int]:

@@ -120,6 +120,45 @@ def test_a_blocking_group_does_all_that_a_group_does():
     assert public(BlockingGroup) == public(RoleGroup)
 
 
+def test_stacks_are_asked_for_while_another_thread_waits_for_a_call(group):
+    caller = threading.Thread(target=lambda: group.call_all("wait_until_open"))
+    caller.start()
+    try:
+        wait_until(lambda: all("wait_until_open" in text for text in group.stacks(deadline_s=START_S)), "the calls")
+        assert "under way: 'wait_until_open' for" in group[1].stacks(deadline_s=START_S)
+    finally:
+        group.call_all("open")
+        caller.join(START_S)
+    group.call_all("shut")
+
+
+class Blocker:
+    """A role whose plain method waits."""
+
+    began, may_end = threading.Event(), threading.Event()
+
+    def block(self):
+        Blocker.began.set()
+        Blocker.may_end.wait(START_S)
+
+
+def test_stacks_come_where_a_role_in_the_process_blocks_the_thread_of_all():
+    spec = RoleSpec(name="blocker", factory=f"{__name__}:Blocker")
+    group = BlockingGroup.start(ClusterOptions(kind="inline"), spec, size=1, deadline_s=START_S)
+    caller = threading.Thread(target=lambda: group.call(0, "block"))
+    caller.start()
+    assert Blocker.began.wait(START_S)
+    try:
+        (text,) = group.stacks(deadline_s=0.1)
+    finally:
+        Blocker.may_end.set()
+    caller.join(START_S)
+    assert "has not answered for" in text
+    assert "Blocker.may_end.wait(START_S)" in text
+    group.close()
+    assert group.stacks(deadline_s=START_S) == ["The group of roles is closed, or asks itself."]
+
+
 def test_a_thread_whose_event_loop_runs_can_wait_too(group):
     async def inside():
         return group.call_all("greet", "you")

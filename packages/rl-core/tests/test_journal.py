@@ -1,10 +1,12 @@
 """Queues on disk: reopened as they were, and directories that cannot be opened."""
 
+import json
 import os
 import random
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
@@ -12,7 +14,9 @@ from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, ope
 from rl_core import InProcessQueue, QueueOptions
 from rl_core.errors import DataError, JournalError, OutdatedLeaseError
 from rl_core.queue.core import QueueCore
+from rl_core.queue.inspect_journal import inspect_journal
 from rl_core.queue.journal import DATABASE, SEGMENTS, SqliteJournal
+from rl_core.queue.messages import Done, Finish, Refused, as_retry
 from rl_core.records import Prompt
 from rl_core.testing import FakeClock, make_prompt, make_prompts, ragged_like
 
@@ -138,12 +142,12 @@ def test_a_prompt_that_is_not_json_is_refused_and_the_queue_goes_on(tmp_path, op
 def test_a_forgotten_uid_may_be_issued_again_at_once(tmp_path):
     journal = SqliteJournal(tmp_path, [TRAIN], QueueOptions(), clock=FakeClock())
     core = QueueCore([TRAIN], QueueOptions())
-    core.issue([("p0", make_prompt("p0"))], num_sessions=1, now=0.0)
+    core.issue([("p0", make_prompt("p0"))], num_sessions=1, partition="train", now=0.0)
     journal.write(core)
     core.dirty.clear()
-    core.drop(core.open_group("p0"), "too easy", reissue=False, now=0.0)
+    core.drop(core.groups.find_open("p0"), "too easy", reissue=False, now=0.0)
     core.forget_finished()
-    core.issue([("p0", make_prompt("p0"))], num_sessions=2, now=0.0)
+    core.issue([("p0", make_prompt("p0"))], num_sessions=2, partition="train", now=0.0)
     journal.write(core)  # all of it between two writes, as a keeper may be asked to
     (group,) = journal.load({}).groups
     assert (group.uid, group.num_sessions, group.state) == ("p0", 2, "issued")
@@ -223,9 +227,9 @@ def test_a_queue_that_is_closed_twice_closes_no_file_of_others(tmp_path, opened)
 def test_another_format_is_refused(tmp_path, opened):
     opened(tmp_path).close()
     with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"2",))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"3",))
     connection.close()
-    with pytest.raises(JournalError, match="has format 2; expected 1"):
+    with pytest.raises(JournalError, match=r"has format 3; expected one of \(1, 2\)"):
         opened(tmp_path)
 
 
@@ -315,3 +319,93 @@ def test_a_torn_log_is_cut_and_reported(tmp_path, opened):
     again = opened(copy)
     assert entries(again) == whole
     assert again.recovery().torn_journal_bytes > 0
+
+
+# -- acks by name
+
+
+def test_what_was_finished_stays_so(tmp_path, opened):
+    queue = ready(opened(tmp_path / "q"), num_prompts=3, large=True)
+    queue.release(queue.lease("train", prompts=["p2", "p0"], deadline_s=0))
+    queue.finish("train", ["p2"])
+    before = entries(queue)
+    again = opened(crashed(tmp_path / "q"))
+    assert entries(again) == before
+    assert [entry["state"] for entry in before] == ["settled", "settled", "done"]
+    assert (again.recovery().num_acks, again.stats()["acks/train"]) == (1, 1)
+    with pytest.raises(DataError, match="acked by task 'train' before: 'p2'"):
+        again.finish("train", ["p0", "p2"])
+    assert uids_of(again.lease("train", prompts=["p0"], deadline_s=0)) == ["p0"]
+
+
+def test_a_finish_whose_answer_was_lost_counts_once(tmp_path, opened):
+    queue = ready(opened(tmp_path / "q"), num_prompts=3)
+    request = Finish("train", ["p0", "p1"], -5)
+    assert isinstance(queue._send(request, deadline_s=1.0), Done)
+    again = opened(crashed(tmp_path / "q"))
+    for asked in (queue, again):
+        assert isinstance(asked._send(as_retry(request), deadline_s=1.0), Done)
+        assert asked.stats()["acks/train"] == 2
+        assert [entry.state for entry in asked.ledger()] == ["done", "done", "settled"]
+        assert "acked by task 'train' before" in asked._send(request, deadline_s=1.0).text
+        assert isinstance(asked._send(as_retry(Finish("train", ["p1", "p2"], -6)), deadline_s=1.0), Refused)
+    queue.forget_finished()
+    assert isinstance(queue._send(as_retry(request), deadline_s=1.0), Done)
+
+
+def test_a_finish_that_was_lost_on_its_way_is_done_when_it_is_repeated(tmp_path, opened):
+    queue = ready(opened(tmp_path / "q"), num_prompts=1)
+    assert isinstance(queue._send(as_retry(Finish("train", ["p0"], -5)), deadline_s=1.0), Done)
+    assert queue.ledger()[0].state == "done"
+
+
+# -- partitions
+
+
+def test_groups_stay_in_their_partition(tmp_path, opened):
+    tasks = [TRAIN, replace(TRAIN, name="eval", partition="eval")]
+    queue = ready(opened(tmp_path / "q", *tasks), num_prompts=2)
+    queue.issue([make_prompt(uid) for uid in ("e0", "e1", "e2")], num_sessions=1, partition="eval")
+    for uid in ("e1", "e0"):
+        put(queue, uid)
+    queue.finish("eval", ["e1"])
+    before = entries(queue)
+    assert [entry["partition"] for entry in before] == ["train", "train", "eval", "eval", "eval"]
+    again = opened(crashed(tmp_path / "q"), *tasks)
+    assert entries(again) == before
+    assert uids_of(again.lease("train", groups=9, deadline_s=0, allow_fewer=True)) == ["p0", "p1"]
+    assert uids_of(again.lease("eval", groups=1, deadline_s=0)) == ["e0"]
+    assert [prompt.uid for prompt in again.claim(prompts=9, deadline_s=0, partition="eval").prompts] == ["e2"]
+    assert again.stats()["partition_groups/eval/done"] == 1
+
+
+def test_a_journal_without_partitions_is_gone_on_with(tmp_path, opened):
+    queue = ready(opened(tmp_path, REFERENCE, LATE), num_prompts=3, large=True)
+    lease = queue.lease("reference", groups=2, deadline_s=0)
+    queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])})
+    before = entries(queue)
+    queue.close()
+    with sqlite3.connect(tmp_path / DATABASE) as connection:  # as it was written by format 1
+        records = connection.execute("SELECT number, record FROM groups").fetchall()
+        for number, record in records:
+            old = {key: value for key, value in json.loads(record).items() if key != "partition"}
+            connection.execute("UPDATE groups SET record = ? WHERE number = ?", (json.dumps(old).encode(), number))
+        ((tasks,),) = connection.execute("SELECT value FROM meta WHERE key = 'tasks'").fetchall()
+        old_tasks = [{key: value for key, value in task.items() if key != "partition"} for task in json.loads(tasks)]
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'tasks'", (json.dumps(old_tasks).encode(),))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"1",))
+    connection.close()
+    assert len(records) == 3
+    report = inspect_journal(tmp_path)
+    assert (report.format_version, [prompt.partition for prompt in report.prompts]) == (1, ["train"] * 3)
+    assert report.partitions == {"train": {"settled": 3}}
+    queue = opened(tmp_path, REFERENCE, LATE)
+    assert entries(queue) == before
+    assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
+    assert inspect_journal(tmp_path).format_version == 2
+
+
+def test_tasks_of_other_partitions_are_refused(tmp_path, opened):
+    opened(tmp_path, TRAIN, replace(TRAIN, name="eval", partition="eval")).close()
+    with pytest.raises(JournalError, match=r"tasks \['eval \(partition eval\)', 'train'\]; found \['eval', 'train'\]"):
+        opened(tmp_path, TRAIN, replace(TRAIN, name="eval"))

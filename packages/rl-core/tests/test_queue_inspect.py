@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from rl_core.testing.rows import ragged_like
 NEEDS = frozenset({"input_ids", "reward"})
 SCORE = TaskSpec(name="score", needs=NEEDS, gives=frozenset({"values"}), order="issue", max_staleness=3)
 TRAIN = TaskSpec(name="train", needs=NEEDS | {"values"}, partial_after_s=60.0)
+TRAIN_ALONE = TaskSpec(name="train", needs=frozenset({"reward"}))
 GUIDE = Path(__file__).parents[3] / "docs/guides/transfer-queue.md"
 LONG = 20_000
 """Tokens of a trajectory whose segment is too large for the database, and lies in a slot."""
@@ -34,7 +35,7 @@ OTHER_PROCESS = """
 import os, signal, sys
 from pathlib import Path
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
-from rl_core.testing import make_prompts, make_trajectory
+from rl_core.testing import make_prompt, make_prompts, make_trajectory
 
 queue = InProcessQueue(
     [TaskSpec(name="train", needs=frozenset({"reward"}))], options=QueueOptions(directory=Path(sys.argv[1]))
@@ -138,6 +139,25 @@ def test_the_table_has_a_line_for_each_prompt(tmp_path, capsys):
     assert cells[0] == ["p0", "done", "1", "2/2", "0", "0", "0", "0", "-", "score,train", "-"]
     assert cells[2] == ["p2", "issued", "1", "1/2", "0", "1", "1", "5", "0", "-", "-"]
     assert cells[3][:6] == ["p3", "dropped", "1", "2/2", "2", "0"]
+
+
+def test_partitions_are_shown_where_there_are_several(tmp_path, capsys):
+    queue = make_queue(tmp_path / "queue", [TRAIN_ALONE, replace(TRAIN_ALONE, name="eval", partition="ev\x1bal")])
+    queue.issue(make_prompts(2), num_sessions=1)
+    queue.issue([make_prompt("e0")], num_sessions=1, partition="ev\x1bal")
+    queue.put("e0", 0, [make_trajectory("e0", 0)])
+    queue.close()
+    report = inspect_journal(tmp_path / "queue")
+    assert report.partitions == {"train": {"issued": 2}, "ev\x1bal": {"settled": 1}}
+    assert [prompt.partition for prompt in report.prompts] == ["train", "train", "ev\x1bal"]
+    assert main(["queue", "inspect", str(tmp_path / "queue")]) == 0
+    text = capsys.readouterr().out
+    assert "train: 2 issued\n" in text
+    assert r"ev\x1bal: 1 settled" in text
+    assert r"eval: needs reward; partition ev\x1bal; order arrival" in text
+    head, *rows = text.partition("\n\n")[2].splitlines()
+    assert head.split()[:3] == ["uid", "partition", "state"]
+    assert [row.split()[:3] for row in rows[1:]] == [["p1", "train", "issued"], ["e0", r"ev\x1bal", "settled"]]
 
 
 def test_the_json_is_the_report(tmp_path, capsys):
@@ -369,7 +389,7 @@ def groups_that_are_a_view(path):
         (a_pipe, "must be a file; found something else"),
         (another_database, "must be a queue's database; its tables are: meta, users"),
         (a_view_that_never_ends, "must be a queue's database; its tables are: meta"),
-        (another_format, "has format 99; this is rl-core for format 1"),
+        (another_format, "has format 99; this is rl-core for formats 1 and 2"),
         (a_torn_database, "is damaged"),
         (a_record_that_cannot_be_read, "is damaged: prompt 'p1' cannot be read"),
         (a_state_that_is_none, "is damaged: prompt 'p1' cannot be read"),

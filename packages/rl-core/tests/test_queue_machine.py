@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from queue_model import LEASE_S, NUM_SESSIONS, Group, Held, QueueModel, tasks_of
+from queue_model import LEASE_S, NUM_SESSIONS, PARTITIONS, Group, Held, QueueModel, tasks_of
 
 from rl_core import Batch, InProcessQueue, QueueOptions
 from rl_core.errors import (
@@ -37,10 +37,11 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     # -- producers
 
-    @rule(num_prompts=st.integers(1, 3))
-    def issue(self, num_prompts):
-        new = [Group(f"p{len(self.known) + i}") for i in range(num_prompts)]
-        self.queue.issue([make_prompt(group.uid) for group in new], num_sessions=NUM_SESSIONS)
+    @rule(num_prompts=st.integers(1, 3), partition=st.sampled_from(PARTITIONS))
+    def issue(self, num_prompts, partition):
+        new = [Group(f"p{len(self.known) + i}", partition) for i in range(num_prompts)]
+        prompts = [make_prompt(group.uid) for group in new]
+        self.queue.issue(prompts, num_sessions=NUM_SESSIONS, partition=partition)
         self.groups += new
         self.known += new
 
@@ -79,7 +80,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     @rule(num_prompts=st.integers(1, 3), behind=st.integers(-1, 2), is_reversed=st.booleans())
     def make_ready(self, num_prompts, behind, is_reversed):
         """Whole groups with the reference's column, so that there is something to train on."""
-        self.issue(num_prompts)
+        self.issue(num_prompts, "train")
         num_missing = sum(len(group.missing) for group in self.open_groups())
         self.settle_many([[behind]] * num_missing, is_reversed)
         ready = [group for group in self.groups if self.is_ready(group, "reference")]
@@ -114,16 +115,17 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         with pytest.raises(AlreadySettledError if group.is_open else DataError):
             self.queue.put(group.uid, session, [make_trajectory(group.uid, session)], deadline_s=0)
 
-    @rule(num_prompts=st.integers(1, 3))
-    def claim(self, num_prompts):
+    @rule(num_prompts=st.integers(1, 3), partition=st.sampled_from(PARTITIONS))
+    def claim(self, num_prompts, partition):
         self.expire()
         taken = self.taken("generate")
-        expected = [group for group in self.groups if group.state == "issued" and group not in taken][:num_prompts]
+        issued = [group for group in self.groups if group.state == "issued" and group.partition == partition]
+        expected = [group for group in issued if group not in taken][:num_prompts]
         if not expected:
             with pytest.raises(DeadlineError):
-                self.queue.claim(prompts=num_prompts, deadline_s=0)
+                self.queue.claim(prompts=num_prompts, deadline_s=0, partition=partition)
             return
-        claim = self.queue.claim(prompts=num_prompts, deadline_s=0, claim_s=LEASE_S)
+        claim = self.queue.claim(prompts=num_prompts, deadline_s=0, claim_s=LEASE_S, partition=partition)
         assert [prompt.uid for prompt in claim.prompts] == [group.uid for group in expected]
         assert claim.sessions == tuple(tuple(group.missing) for group in expected)
         self.held[claim.lease_id] = Held(claim, "generate", expected, claim.expires_at)
@@ -131,7 +133,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     # -- consumers
 
     @rule(
-        task=st.sampled_from(["reference", "train", "log"]),
+        task=st.sampled_from(["reference", "train", "log", "eval"]),
         unit=st.sampled_from(["groups", "rows"]),
         amount=st.integers(1, 4),
         allow_fewer=st.booleans(),
@@ -139,12 +141,31 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     def lease(self, task, unit, amount, allow_fewer):
         self.expire()
         expected = self.expected_lease(task, unit, amount, allow_fewer)
-        asked = {unit: amount}
+        self.take(task, expected, allow_fewer=allow_fewer, **{unit: amount})
+
+    @precondition(lambda self: self.known)
+    @rule(
+        task=st.sampled_from(["reference", "train", "train", "log", "eval"]),
+        picks=st.lists(INDEX, min_size=1, max_size=3),
+        are_ready=st.sampled_from([True, True, False]),
+    )
+    def lease_named(self, task, picks, are_ready):
+        self.expire()
+        uids = self.named(task, picks, are_ready)
+        self.take(task, self.expected_named(task, uids), prompts=uids)
+
+    def named(self, task, picks, are_ready):
+        """Prompts that are ready, so that leases are given; or any, forgotten ones too, and one twice."""
+        ready = [group for group in self.groups if self.is_ready(group, task)]
+        uids = [self.pick((ready if are_ready else None) or self.known, pick).uid for pick in picks]
+        return list(dict.fromkeys(uids)) if are_ready else uids
+
+    def take(self, task, expected, **asked):
         if not isinstance(expected, list):
             with pytest.raises(expected):
-                self.queue.lease(task, deadline_s=0, lease_s=LEASE_S, allow_fewer=allow_fewer, **asked)
+                self.queue.lease(task, deadline_s=0, lease_s=LEASE_S, **asked)
             return
-        lease = self.queue.lease(task, deadline_s=0, lease_s=LEASE_S, allow_fewer=allow_fewer, **asked)
+        lease = self.queue.lease(task, deadline_s=0, lease_s=LEASE_S, **asked)
         assert [prompt.uid for prompt in lease.prompts] == [group.uid for group in expected]
         assert list(lease.batch.keys) == [key for group in expected for key in group.keys]
         attempts = [float(group.attempt) for group in expected for _ in group.keys]
@@ -168,7 +189,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         return {"reference_logprobs": ragged_like(held.lease.batch, "reference_logprobs", values)}
 
     @rule(
-        task=st.sampled_from(["reference", "train", "train", "log"]),
+        task=st.sampled_from(["reference", "train", "train", "log", "eval"]),
         amount=st.integers(1, 3),
         more=st.sampled_from([0, 0, 1, 2]),
         seconds=st.sampled_from([0, 0, 0, LEASE_S]),
@@ -206,6 +227,25 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         self.end(held)
         for group in held.groups:
             group.acked.add(held.task)
+
+    @precondition(lambda self: self.known)
+    @rule(
+        task=st.sampled_from(["reference", "train", "train", "log", "eval"]),
+        picks=st.lists(INDEX, min_size=1, max_size=3),
+        are_ready=st.sampled_from([True, True, True, False]),
+    )
+    def finish(self, task, picks, are_ready):
+        """Groups that the task may have read; also such as it may not, and none of them counts then."""
+        self.expire()
+        uids = self.named(task, picks, are_ready)
+        ready = {group.uid: group for group in self.groups if self.is_ready(group, task)}
+        if task == "reference" or len(set(uids)) < len(uids) or not ready.keys() >= set(uids):
+            with pytest.raises(DataError):
+                self.queue.finish(task, uids)
+            return
+        self.queue.finish(task, uids)
+        for uid in uids:
+            ready[uid].acked.add(task)
 
     @precondition(lambda self: self.held)
     @rule(index=INDEX)
@@ -264,11 +304,11 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         self.clock.advance(seconds)
         self.expire()
 
-    @rule()
-    def forget(self):
-        finished = [group for group in self.groups if not group.is_open]
-        assert self.queue.forget_finished() == len(finished)
-        self.groups = [group for group in self.groups if group.is_open]
+    @rule(partition=st.sampled_from([None, *PARTITIONS]))
+    def forget(self, partition):
+        finished = [group for group in self.groups if not group.is_open and partition in (None, group.partition)]
+        assert self.queue.forget_finished(partition) == len(finished)
+        self.groups = [group for group in self.groups if group not in finished]
 
     def teardown(self):
         if hasattr(self, "queue"):
@@ -285,6 +325,8 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         assert (stats["leases"], stats["claims"]) == (len(self.held) - claims, claims)
         for state, count in Counter(group.state for group in self.groups).items():
             assert stats[f"groups/{state}"] == count
+        for (partition, state), count in Counter((group.partition, group.state) for group in self.groups).items():
+            assert stats[f"partition_groups/{partition}/{state}"] == count
         for reason, count in self.drops.items():
             assert stats[f"drops/{reason}"] == count
         assert stats["reissued"] == self.counts["reissued"]
@@ -295,7 +337,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         assert [entry.prompt_uid for entry in entries] == [group.uid for group in self.groups]
         for entry, group in zip(entries, self.groups, strict=True):
             assert (entry.state, entry.attempt, entry.reason) == (group.state, group.attempt, group.reason)
-            assert entry.acked_by == group.acked
+            assert (entry.acked_by, entry.partition) == (group.acked, group.partition)
             if group.is_open:
                 assert entry.num_rows == len(group.keys)
                 assert entry.policy_versions == group.versions
@@ -304,10 +346,11 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @invariant()
     def what_is_missing_is_listed(self):
-        found = [(u.prompt.uid, list(u.sessions), u.attempt, u.is_claimed) for u in self.queue.unsettled()]
+        found = [(u.prompt.uid, list(u.sessions), u.attempt, u.is_claimed, u.partition) for u in self.queue.unsettled()]
         claimed = self.taken("generate")
         issued = [group for group in self.groups if group.state == "issued"]
-        assert found == [(group.uid, group.missing, group.attempt, group in claimed) for group in issued]
+        expected = [(group.uid, group.missing, group.attempt, group in claimed, group.partition) for group in issued]
+        assert found == expected
 
 
 class CrashMachine(QueueMachine):

@@ -56,6 +56,17 @@ def test_what_cannot_be_imported_is_named_with_its_place(monkeypatch, place):
         parts_with(monkeypatch, broken=place).get("broken")
 
 
+def test_installed_packages_are_read_again_only_where_the_path_has_changed(monkeypatch, tmp_path):
+    parts, groups = Registry("part", {"path": "pathlib:Path"}, group=GROUP), []
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: groups.append(group) or [])
+    for _ in range(3):
+        parts.get("path")
+    assert groups == [GROUP]
+    monkeypatch.syspath_prepend(tmp_path)
+    parts.get("path")
+    assert groups == [GROUP, GROUP]
+
+
 def test_nearest_name():
     assert nearest_name("exakt", ["exact", "other"]) == " Did you mean 'exact'?"
     assert nearest_name("zzz", ["exact"]) == ""

@@ -100,6 +100,26 @@ def test_every_trajectory_of_every_session_gets_its_teachers_scores() -> None:
     assert service.report.teachers["code"].num_tokens == 17
 
 
+def test_reports_are_taken_while_it_serves_and_each_counts_anew() -> None:
+    queue = make_queue()
+
+    async def work(service: TeacherService) -> list[int]:
+        found = []
+        for uid in ("p0", "p1"):
+            queue.issue([make_prompt(uid, "math")], num_sessions=1)
+            await service.issued()
+            put(queue, make_trajectory(uid, 0))
+            lease = await asyncio.to_thread(queue.lease, "train", prompts=[uid], deadline_s=30)
+            queue.ack(lease)
+            found.append(service.take_report().teachers["math"].num_trajectories)
+        found.append(service.take_report().teachers["math"].num_trajectories)
+        assert service.scoring == ()
+        return found
+
+    found, _ = serve({"math": [FakeReplica()]}, work, queue=queue)
+    assert found == [1, 1, 0]
+
+
 def test_a_group_is_scored_while_others_still_generate() -> None:
     queue, scored = make_queue(), asyncio.Event()
 

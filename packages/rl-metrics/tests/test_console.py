@@ -5,6 +5,7 @@ import pytest
 import structlog
 from rich.console import Console
 
+from rl_metrics.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker, duration_text
 from rl_metrics.trackers.console_views import RunConsole
 
@@ -177,6 +178,47 @@ def test_a_terminal_is_given_back(live):
     assert live.text.rfind("\x1b[?25h") > live.text.rfind("\x1b[?25l") > -1
     assert "run finished" in live.text
     assert "\N{HORIZONTAL ELLIPSIS}" not in live.text.split("run finished")[1]
+
+
+def generation(**changed):
+    given = {"prompt_uid": "p1", "input": "1 + 1", "output": "2", "policy_version": (3, 3), "source": "rollouter"}
+    return GenerationSample(**(given | changed))
+
+
+def test_the_first_generations_are_a_few_lines_and_text_stays_text(plain):
+    samples = [
+        generation(score=0.5, ground_truth="2", output="[bold]2[/bold] :smile:\n\x1b[2Jgone"),
+        generation(prompt_uid="p2", policy_version=(2, 4), failure="timeout", output="x" * 1000),
+        *(generation(prompt_uid=f"more {index}") for index in range(17)),
+        generation(prompt_uid="p20", failure="no verdict", output="y" * 100),
+    ]
+    plain.tracker.log_generations(40, "val/generations", samples)
+    assert plain.lines[:10] == [
+        "val/generations at step 40: 20 samples",
+        "  p1  score 0.5  version 3  rollouter",
+        "    in        1 + 1",
+        r"    out       [bold]2[/bold] :smile:\n\x1b[2Jgone",
+        "    expected  2",
+        "  p2  score nan  versions 2 to 4  rollouter",
+        "    in        1 + 1",
+        "    out       " + "x" * 78 + " ... " + "x" * 77,
+        "    failure   timeout",
+        "  more 0  score nan  version 3  rollouter",
+    ]
+    rest = plain.lines[12:]
+    assert len(rest) == 17, "of the others, each has a line"
+    assert rest[0] == "  more 1  score nan  version 3  rollouter  1 + 1 -> 2"
+    assert rest[-1].startswith("  p20  score nan  version 3  rollouter  1 + 1 -> yyyy")
+    assert rest[-1].endswith("yyyy  failure: no verdict")
+    assert len(rest[-1]) < 120
+    assert "\x1b" not in plain.text
+
+
+def test_a_terminal_keeps_generations_above_the_bar(live):
+    live.tracker.begin("GRPO", total_steps=20)
+    live.tracker.log_generations(1, "val/generations", [generation(output="[red]\x1b[2J")])
+    assert r"    out       [red]\x1b[2J" in live.text
+    assert "\x1b[2J" not in live.text
 
 
 class BrokenFile(io.StringIO):

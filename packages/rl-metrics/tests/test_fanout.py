@@ -15,6 +15,11 @@ class ListTracker:
             raise OSError("disk full")
         self.rows.append((step, dict(metrics)))
 
+    def log_generations(self, step, name, samples):
+        if step == self.fails_at:
+            raise OSError("disk full")
+        self.rows.append((step, name, list(samples)))
+
     def close(self):
         self.num_closed += 1
         if self.close_fails:
@@ -44,6 +49,19 @@ def test_one_that_raises_is_warned_of_once_and_left_out():
     assert logs == [
         {"event": "tracker_failed", "log_level": "warning", "tracker": "bad", "error": "OSError: disk full"}
     ]
+
+
+def test_generations_go_to_all_that_still_work():
+    good, bad = ListTracker(), ListTracker(fails_at=2)
+    fanout = Fanout({"bad": bad, "good": good})
+    with structlog.testing.capture_logs() as logs:
+        for step in (1, 2, 3):
+            fanout.log_generations(step, "val/generations", ["sample"])
+    assert bad.rows == [(1, "val/generations", ["sample"])]
+    assert good.rows == [(step, "val/generations", ["sample"]) for step in (1, 2, 3)]
+    assert fanout.active == ("good",)
+    assert bad.num_closed == 1
+    assert [entry["event"] for entry in logs] == ["tracker_failed"]
 
 
 def test_the_active_ones_are_named():

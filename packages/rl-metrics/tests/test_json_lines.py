@@ -9,8 +9,9 @@ import pytest
 import structlog
 
 from rl_core.errors import NotReadyError
+from rl_metrics.generations import GenerationSample
 from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
-from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_metrics
+from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_generations, read_metrics
 
 ENDLESS = """
 import sys
@@ -123,8 +124,83 @@ def test_anything_can_be_written(tmp_path):
     assert row == {"path": str(path), "array": [0, 1], "nested": {"x": [1, None, True]}, "text": "é\n?"}
 
 
+def generation(name, **changed):
+    given = {"prompt_uid": name, "input": "1+1", "output": "2", "score": 1.0, "policy_version": (3, 4), "source": "r"}
+    return GenerationSample(**(given | changed))
+
+
+def test_generations_are_whole_lines_with_step_and_name(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=lambda: 1.5)
+    assert not (tmp_path / "generations.jsonl").exists()
+    long = "é\n\x1b" * 5000
+    tracker.log_generations(7, "val/generations", [generation("p1", output=long, components={"acc": float("nan")})])
+    line = (tmp_path / "generations.jsonl").read_text()
+    assert json.loads(line) == {
+        "step": 7,
+        "time": 1.5,
+        "name": "val/generations",
+        "index": 0,
+        "prompt_uid": "p1",
+        "input": "1+1",
+        "output": long,
+        "score": 1.0,
+        "ground_truth": None,
+        "policy_version": [3, 4],
+        "source": "r",
+        "failure": None,
+        "components": {"acc": None},
+    }
+    assert line.count("\n") == 1
+    tracker.close()
+    with pytest.raises(NotReadyError, match=r"generations\.jsonl is closed"):
+        tracker.log_generations(8, "val/generations", [])
+
+
+def test_generations_are_read_back_as_the_run_stands(tmp_path):
+    path = tmp_path / "samples" / "of_validation.jsonl"
+    for attempt, steps in enumerate(((0, 5, 10), (5,))):
+        tracker = JsonlTracker(tmp_path / "metrics.jsonl", generations=path, clock=lambda attempt=attempt: attempt)
+        for step in steps:
+            tracker.log_generations(step, "val", [generation(f"{attempt}-{name}") for name in "ab"])
+            tracker.log_generations(step, "train", [generation("x")])
+        tracker.close()
+    tables = read_generations(path)
+    assert [(table.step, table.name, [one.prompt_uid for one in table.samples]) for table in tables] == [
+        (0, "val", ["0-a", "0-b"]),
+        (0, "train", ["x"]),
+        (5, "val", ["1-a", "1-b"]),
+        (5, "train", ["x"]),
+    ]
+    assert tables[0].samples[0] == generation("0-a")
+    assert [table.step for table in read_generations(path, with_replaced=True)] == [0, 0, 5, 5, 10, 10, 5, 5]
+    assert list(tmp_path.glob("generations*")) == []
+
+
+def test_lines_that_are_no_sample_are_left_out(tmp_path):
+    path = tmp_path / "generations.jsonl"
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=lambda: 1.0)
+    tracker.log_generations(1, "val", [generation("a")])
+    good = path.read_text()
+    for broken in ('{"step":1}', good.replace('"r"', "3"), good.replace('"index":0', '"index":null'), good[:-9]):
+        path.write_text(f"{good}{broken}\n")
+        assert [len(table.samples) for table in read_generations(path)] == [1]
+
+
 def test_after_close_it_says_so(tmp_path):
     writer = JsonLinesWriter(tmp_path / "lines.jsonl")
     writer.close()
     with pytest.raises(NotReadyError, match="is closed"):
         writer.append({})
+
+
+def test_late_metrics_join_their_step_and_replace_nothing(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        tracker.log(step, {"actor/loss": float(step)})
+    tracker.log_late(2, {"val-core/all/reward/mean@1": 0.5})
+    tracker.log_late(9, {"val-core/all/reward/mean@1": 0.9})  # of a step that was undone
+    tracker.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.step for row in rows] == [1, 2, 3]
+    assert rows[1].metrics == {"actor/loss": 2.0, "val-core/all/reward/mean@1": 0.5}
+    assert rows[2].metrics == {"actor/loss": 3.0}

@@ -3,16 +3,19 @@ import sys
 
 import rl_metrics
 
-HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "pandas", "matplotlib")
+HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "pandas", "matplotlib", "tensorboard")
 
 
 def test_the_public_names():
     assert rl_metrics.__all__ == [
         "DEFINITIONS",
+        "BackgroundTracker",
         "Band",
         "ConsoleTracker",
         "EventLog",
         "Fanout",
+        "GenerationSample",
+        "GenerationTable",
         "JsonlTracker",
         "Metric",
         "MetricRow",
@@ -21,15 +24,19 @@ def test_the_public_names():
         "Recorder",
         "Tracker",
         "ValidationResponses",
+        "draw_generations",
         "headline",
         "memory_metrics",
         "read_events",
+        "read_generations",
         "read_metrics",
         "summarize_batch",
         "summarize_components",
         "summarize_mismatch",
+        "summarize_processing_times",
         "summarize_rewards",
         "summarize_speed",
+        "summarize_staleness",
         "summarize_timings",
         "summarize_validation",
     ]

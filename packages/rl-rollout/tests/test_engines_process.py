@@ -63,6 +63,14 @@ def test_tensors_of_this_process_are_refused(transformers_process: ProcessEngine
         run(transformers_process.update_weights(WeightUpdate(version=1, digests={}, tensors={})))
 
 
+def test_a_process_says_what_it_does(transformers_process: ProcessEngine, tied_model_dir: Path) -> None:
+    text = run(transformers_process.stacks(deadline_s=60.0))
+    assert f"transformers engine[0] is serving in pid {transformers_process.pid}" in text
+    assert "its event loop turns" in text
+    unstarted = hosted("transformers", tied_model_dir, None)
+    assert run(unstarted.stacks(deadline_s=60.0)) == "transformers engine[0] has no process."
+
+
 def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:
     engine = hosted("transformers", tied_model_dir, TransformersOptions(max_model_len=250))
     run(engine.start())

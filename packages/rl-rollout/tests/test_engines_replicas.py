@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.cluster import ClusterOptions
+from rl_core.cluster.guard import is_running
 from rl_core.errors import EngineDiedError, EngineError, WeightProofError
 from rl_core.publish import ProofTolerances
 from rl_core.transports import SharedFileTransport, TensorTransport
@@ -25,7 +26,7 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingPar
 from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 from rl_rollout.testing import PROMPT, EngineConformance, generate
-from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, reference_logprobs, token_logprobs
+from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed
 
 SEQUENCE = np.arange(2, 12, dtype=np.int32)
 EXACT = ProofTolerances()
@@ -194,12 +195,6 @@ class TestReplicatedEngine(EngineConformance):
         return two_processes
 
 
-def canary_of(model_dir: Path, tensors: Any) -> Canary:
-    rows = reference_logprobs(model_dir, SEQUENCE, tensors=tensors)
-    logprobs = np.concatenate([[0.0], token_logprobs(rows, SEQUENCE)]).astype(np.float32)
-    return Canary(sequences=[SEQUENCE], logprobs=[logprobs])
-
-
 def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_present_weights(
     tied_model_dir: Path,
 ) -> None:
@@ -214,7 +209,7 @@ def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_pr
         try:
             await engine.start()
             update = transport.pack(tensors, version=9, tied=TIED_HEAD)
-            await engine.publish(update, canary=canary_of(tied_model_dir, tensors), tolerances=EXACT)
+            await engine.publish(update, canary=canary_of(tied_model_dir, tensors, SEQUENCE), tolerances=EXACT)
             alone = [await engine.generate(one) for one in long[:2]]
             running = [asyncio.ensure_future(engine.generate(one)) for one in long]
             await asyncio.sleep(0)
@@ -224,6 +219,9 @@ def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_pr
             async with asyncio.timeout(120):
                 while engine.num_serving < 2:
                     await asyncio.sleep(0.05)
+            assert [load.num_restarts for load in engine.loads()] == [1, 0]
+            said = await engine.stacks(deadline_s=60)
+            assert [f" in pid {one.pid};" in said[index] for index, one in enumerate(replicas)] == [True, True]
             again = await replicas[0].generate(long[0])
             return answers, [*alone, again], first_pid, replicas[0].pid
         finally:
@@ -237,6 +235,42 @@ def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_pr
     *alone, again = checked
     assert again[0].policy_versions.tolist() == [9] * len(again[0].token_ids)
     assert again[0].token_ids.tolist() == alone[0][0].token_ids.tolist() == answers[0][0].token_ids.tolist()
+
+
+def test_a_process_takes_the_place_of_another_under_load(tied_model_dir: Path) -> None:
+    """The first is removed at once: what it had begun is drawn again by the second, the same tokens."""
+    tensors = perturbed(load_file(tied_model_dir / "model.safetensors"), scale=0.05)
+    long = [request(num_samples=2, seed=seed, max_tokens=100) for seed in range(8)]
+
+    async def go() -> tuple[list[list[Generation]], list[Generation], int, list[int]]:
+        first = hosted(tied_model_dir, index=0)
+        engine = ReplicatedEngine([first])
+        transport = SharedFileTransport()
+        try:
+            await engine.start()
+            update = transport.pack(tensors, version=9, tied=TIED_HEAD)
+            await engine.publish(update, canary=canary_of(tied_model_dir, tensors, SEQUENCE), tolerances=EXACT)
+            alone, pid = await engine.generate(long[0]), first.pid
+            index = await engine.add(hosted(tied_model_dir, index=1))
+            await engine.pause()
+            running = [asyncio.ensure_future(engine.generate(one)) for one in long]
+            await asyncio.sleep(0)
+            loads = engine.loads()
+            await engine.remove(0, deadline_s=0.0)
+            await engine.resume()
+            answers = list(await asyncio.gather(*running))
+            return answers, alone, pid, [index, *(load.num_running for load in loads)]
+        finally:
+            await engine.close()
+            transport.close()
+
+    answers, alone, pid, (index, *num_running) = asyncio.run(go())
+    assert index == 1
+    assert min(num_running) > 0
+    assert sum(num_running) == 16
+    assert [one.token_ids.tolist() for one in answers[0]] == [one.token_ids.tolist() for one in alone]
+    assert {version for samples in answers for one in samples for version in one.policy_versions.tolist()} == {9}
+    assert not is_running(pid)
 
 
 def test_an_engine_that_is_killed_while_nobody_asks_it_is_told_about(tied_model_dir: Path) -> None:
@@ -276,7 +310,7 @@ def test_the_only_engine_comes_back_for_weights_that_replaced_the_ones_it_had(ti
             return update
 
         async def publish(update: WeightUpdate) -> int:
-            canary = canary_of(tied_model_dir, versions[update.version])
+            canary = canary_of(tied_model_dir, versions[update.version], SEQUENCE)
             return (await engine.publish(update, canary=canary, tolerances=EXACT)).version
 
         try:

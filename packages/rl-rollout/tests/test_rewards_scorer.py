@@ -196,6 +196,21 @@ def test_concurrency_is_bounded(is_async):
     assert most == 3
 
 
+def test_responses_that_wait_for_their_reward_are_counted():
+    def function(given):
+        found.append(scorer.num_scoring)
+        if given.response_text == "c":
+            raise ValueError("no verdict")
+        return 1.0
+
+    found = []
+    scorer = RewardScorer(function)
+    assert scorer.num_scoring == 0
+    asyncio.run(scorer.score(responses("a", "b", "c")))
+    assert found == [3, 3, 3]
+    assert scorer.num_scoring == 0
+
+
 def test_rehearsal_finds_a_broken_function():
     prompt = Prompt(uid="p0", input_ids=np.array([1], dtype=np.int32), ground_truth="3", columns={"answer": "3"})
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from rl_core import Batch
 from rl_metrics.reduction import Recorder
 from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, VALUES, Parts
-from rl_sync_trainer.checkpoints import TrainerState
 from rl_sync_trainer.evaluation import evaluate
-from rl_sync_trainer.preparation import adapted_kl, prepare_batch
 from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine
-from rl_sync_trainer.updates import update
+from rl_trainer.checkpoints import TrainerState
+from rl_trainer.preparation import adapted_kl, prepare_batch
+from rl_trainer.updates import update
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
@@ -110,7 +110,7 @@ def train_on_groups(
     lease = parts.lease(TRAIN, num_groups)
     with recorder.timer("adv"):
         batch = prepare_batch(parts, lease.batch, recorder, kl_coefficient=kl_coefficient)
-    update(parts, state, batch, recorder, kl_coefficient=kl_coefficient)
+    update(parts, batch, recorder, step=state.step, kl_coefficient=kl_coefficient)
     parts.queue.ack(lease)
     return batch.with_columns({"loss_mask": lease.batch["loss_mask"]})
 

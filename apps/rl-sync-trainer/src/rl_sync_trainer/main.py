@@ -1,18 +1,23 @@
 """The command line: train, validate, export."""
 
 import asyncio
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import structlog
-
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
+from rl_trainer.command_line import MISTAKE, complain, configure_logs, say, take_file, take_flag, take_option
 
-MISTAKE = 2
+USAGE = """usage: rl-sync-trainer COMMAND ...
+
+  train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
+      Train. --resume goes on with the run in the folder; --dry-run prints the plan and ends.
+  validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
+      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
+  export CHECKPOINT FOLDER
+      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
+
 FAILED = 1
 
 
@@ -25,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Callable[[list[str]], int]] = {"train": train, "validate": validate, "export": export}
     if not words or "--help" in words or "-h" in words:
-        from rl_sync_trainer.help_text import help_text
+        from rl_trainer.help_text import help_text
 
-        say(help_text())
+        say(help_text(USAGE))
         return 0 if words else MISTAKE
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -50,16 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(words: list[str]) -> int:
     """`train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]`."""
     resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
-    file = take_file(words, "train")
-    from rl_sync_trainer.sources import load_settings
+    file = take_file(words, "rl-sync-trainer train")
+    from rl_trainer.sources import load_settings
 
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_sync_trainer.checks import check_settings, check_trainable
-    from rl_sync_trainer.distillation_checks import check_teachers
-    from rl_sync_trainer.inputs import read_inputs
-    from rl_sync_trainer.plan import describe_plan
-    from rl_sync_trainer.run_folder import RunFolder, open_run, require_resumable
+    from rl_trainer.checks import check_settings, check_trainable
+    from rl_trainer.distillation_checks import check_teachers
+    from rl_trainer.inputs import read_inputs
+    from rl_trainer.plan import describe_plan
+    from rl_trainer.run_folder import RunFolder, open_run, require_resumable
 
     check_settings(settings)
     check_trainable(settings)
@@ -71,8 +76,8 @@ def train(words: list[str]) -> int:
         say(describe_plan(settings, inputs.counts))
         return 0
     with open_run(settings, resume=resume, say=say) as folder:
-        from rl_sync_trainer.console import make_console
         from rl_sync_trainer.session import Session
+        from rl_trainer.console import make_console
 
         session = Session(settings, inputs, folder, make_console(settings))
         return asyncio.run(session.run()).exit_status
@@ -81,17 +86,17 @@ def train(words: list[str]) -> int:
 def validate(words: list[str]) -> int:
     """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
     policy = take_option(words, "--policy")
-    file = take_file(words, "validate")
-    from rl_sync_trainer.policies import find_policy
-    from rl_sync_trainer.sources import load_settings
+    file = take_file(words, "rl-sync-trainer validate")
+    from rl_trainer.policies import find_policy
+    from rl_trainer.sources import load_settings
 
     if policy is not None:
         words.append(f"--policy.path={find_policy(Path(policy))}")
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: evaluating {settings.policy.path}")
-    from rl_sync_trainer.checks import check_settings
-    from rl_sync_trainer.inputs import read_inputs
-    from rl_sync_trainer.validating import validate_policy
+    from rl_trainer.checks import check_settings
+    from rl_trainer.inputs import read_inputs
+    from rl_trainer.validating import validate_policy
 
     check_settings(settings)
     for name, value in asyncio.run(validate_policy(settings, read_inputs(settings))).items():
@@ -103,65 +108,12 @@ def export(words: list[str]) -> int:
     """`export CHECKPOINT FOLDER`."""
     if len(words) != 2:
         raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
-    from rl_sync_trainer.policies import export_policy
+    from rl_trainer.policies import export_policy
 
     target = Path(words[1])
     source = export_policy(Path(words[0]), target)
     say(f"exported {source} to {target}")
     return 0
-
-
-def configure_logs() -> None:
-    """Warnings and errors of the packages go to the standard error, so that they never cut a progress bar in two."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the one of now, which a caller may redirect
-    )
-    warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns of every optional package that is not there
-
-
-def take_flag(words: list[str], flag: str) -> bool:
-    """Remove a flag, and say whether it was there."""
-    was_there = flag in words
-    words[:] = [word for word in words if word != flag]
-    return was_there
-
-
-def take_option(words: list[str], option: str) -> str | None:
-    """Remove `--option VALUE` or `--option=VALUE`, and give its value."""
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == option:
-            if equals:
-                del words[index]
-                return value
-            if index + 1 >= len(words):
-                raise SettingsError(f"{option} needs a value.")
-            value = words[index + 1]
-            del words[index : index + 2]
-            return value
-    return None
-
-
-def take_file(words: list[str], command: str) -> Path | None:
-    """Remove the settings file, which comes first."""
-    if words and not words[0].startswith("-"):
-        return Path(words.pop(0))
-    if not words:
-        raise SettingsError(f"{command} needs a settings file: rl-sync-trainer {command} SETTINGS.toml")
-    return None
-
-
-def complain(*lines: str, status: int = MISTAKE) -> int:
-    """Write what is wrong to the standard error."""
-    sys.stderr.write("".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines)))
-    return status
-
-
-def say(line: str) -> None:
-    """Write a line at once, also into a pipe."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -13,30 +13,23 @@ from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher.service import TeacherService
 from rl_metrics.events import EventLog
 from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.fanout import Fanout
-from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import (
-    Parts,
-    make_kl_control,
-    make_objective,
-    make_queue,
-    make_selection,
-    make_transport,
-    open_rollout,
-)
-from rl_sync_trainer.checkpoints import TrainerState, read_trainer_state
-from rl_sync_trainer.distilling import learns_from_rewards
-from rl_sync_trainer.engines import make_engine
-from rl_sync_trainer.inputs import Inputs
-from rl_sync_trainer.learners import Learners, start_learners
+from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_sync_trainer.replay import Replay
-from rl_sync_trainer.run_folder import RunFolder
-from rl_sync_trainer.settings import Settings
-from rl_sync_trainer.stopping import StopRequestedError, StopSignal
-from rl_sync_trainer.teachers import make_teachers
+from rl_trainer.checkpoints import TrainerState, read_trainer_state
+from rl_trainer.distilling import learns_from_rewards
+from rl_trainer.engines import make_engine
+from rl_trainer.flow import make_transport, open_rollout
+from rl_trainer.inputs import Inputs
+from rl_trainer.learners import Learners, start_learners
+from rl_trainer.objective import make_kl_control, make_objective, make_selection
+from rl_trainer.replay import Replay
+from rl_trainer.run_folder import RunFolder
+from rl_trainer.settings import Settings
+from rl_trainer.stopping import StopRequestedError, StopSignal
+from rl_trainer.teachers import make_teachers
+from rl_trainer.trackers import make_trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +55,7 @@ class Session:
         self._folder = folder
         self._console = console
         self._events = EventLog(folder.path / "events.jsonl")
-        self._trackers = Fanout({"jsonl": JsonlTracker(folder.path / "metrics.jsonl"), "console": console})
+        self._trackers = make_trackers(settings, folder.path, console)
         self._store = CheckpointStore(
             folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=self._say_saved
         )
@@ -176,8 +169,8 @@ class Session:
             folder=self._folder,
             learners=learners,
             engine=engine,
-            rollout=stack.enter_context(open_rollout(settings, self._inputs, engine)),
-            replay=Replay(settings, self._inputs, say=self._events.write),
+            rollout=stack.enter_context(open_rollout(settings, self._inputs.tokenizer, engine)),
+            replay=Replay(settings, self._inputs.tokenizer, say=self._events.write),
             source=source,
             queue=queue,
             teachers=teachers,

@@ -7,10 +7,9 @@ from dataclasses import asdict
 
 import numpy as np
 
-from rl_core import Batch, Prompt, Trajectory
-from rl_core.errors import DataError, DeadlineError, WeightProofError
+from rl_core import Batch, Prompt
+from rl_core.errors import DeadlineError, WeightProofError
 from rl_core.publish import PublishReport
-from rl_distill.objectives.batch_columns import with_reward_components
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import (
@@ -26,10 +25,12 @@ from rl_rollout.filters import resolve_filter
 from rl_rollout.refill import refill
 from rl_rollout.rollout import GroupResult, require_some_success
 from rl_rollout.skip import EntryKey
-from rl_sync_trainer.assemble import Parts, gdpo_components
-from rl_sync_trainer.distilling import record_teachers
-from rl_sync_trainer.off_policy import groups_of_texts, text_options
-from rl_sync_trainer.replay import record_replay
+from rl_sync_trainer.assemble import Parts
+from rl_trainer.distilling import record_teachers
+from rl_trainer.flow import sampling_params, settle
+from rl_trainer.learning import canary_sequences, proof_tolerances, record_all
+from rl_trainer.off_policy import groups_of_texts, text_options
+from rl_trainer.replay import record_replay
 
 
 class StepFeed:
@@ -59,7 +60,7 @@ class StepFeed:
             prompts,
             lambda: run_groups(parts, prompts, on_group=None if on_groups is None else lambda one: on_groups([one])),
             rollout=parts.rollout,
-            sampling=parts.sampling,
+            sampling=sampling_params(parts.settings),
             num_sessions=group_size,
         )
         if parts.settings.skip.enabled:
@@ -129,7 +130,9 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
     if not parts.settings.refill.filter:
-        groups = await feed.run(parts.source.next(num_prompts), on_groups=lambda settled: settle(parts, settled))
+        groups = await feed.run(
+            parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, parts.settings, settled)
+        )
         record_rollouts(parts, groups, recorder, replayed=feed.replayed)
         return sum(bool(group.trajectories) for group in groups)
     found = await refill(
@@ -139,7 +142,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
         keep=resolve_filter(parts.settings.refill.filter),
         max_rounds=parts.settings.refill.max_rounds,
     )
-    settle(parts, [*found.groups, *found.failed])
+    settle(parts.queue, parts.settings, [*found.groups, *found.failed])
     for group, reason in found.refused:
         for index in range(len(group.sessions)):
             parts.queue.fail(group.prompt.uid, index, reason=f"refused by {parts.settings.refill.filter}: {reason}")
@@ -167,21 +170,10 @@ async def run_groups(
     return await parts.rollout.run(
         prompts,
         num_sessions=group_size,
-        sampling=parts.sampling,
+        sampling=sampling_params(parts.settings),
         seed=parts.settings.run.seed,
         on_group=on_group,
     )
-
-
-def settle(parts: Parts, groups: Sequence[GroupResult]) -> None:
-    """Put the sessions of groups into the queue at once, those that failed with their reasons."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if trajectories:
-        put_trajectories(parts, trajectories)
-    for group in groups:
-        for index, session in enumerate(group.sessions):
-            if session.failure is not None:
-                parts.queue.fail(group.prompt.uid, index, reason=session.failure)
 
 
 def record_rollouts(
@@ -208,8 +200,8 @@ def record_rollouts(
         if trajectory.prompt_uid not in replayed:
             recorder.record("timing_s/reward", trajectory.timings.reward_s)
     batch = Batch.from_trajectories(trajectories)
-    parts.record(recorder, summarize_timings(batch, timings))
-    parts.record(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
+    record_all(recorder, summarize_timings(batch, timings))
+    record_all(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
     slowest = trajectories[slowest_trajectory(timings)]
     parts.say(
         "slowest_session",
@@ -220,31 +212,6 @@ def record_rollouts(
         response_tokens=slowest.num_response_tokens,
         **asdict(slowest.timings),
     )
-
-
-def put_trajectories(parts: Parts, trajectories: Sequence[Trajectory]) -> None:
-    """Settle whole sessions in the queue, with the components of their rewards where the advantage compares them.
-
-    Raises:
-        DataError: A trajectory lacks such a component.
-    """
-    names = gdpo_components(parts.settings)
-    batch = Batch.from_trajectories(trajectories)
-    if parts.settings.distillation.texts is not None:  # nobody rewards them
-        batch = batch.only(batch.names - {"reward"})
-    if not names:
-        parts.queue.put_batch(batch)
-        return
-    for trajectory in trajectories:
-        lacking = sorted(set(names) - trajectory.reward_components.keys())
-        if lacking:
-            raise DataError(
-                f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function gave "
-                f"{sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. Let it return "
-                "every component for every response."
-            )
-    components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
-    parts.queue.put_batch(with_reward_components(batch, components))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
@@ -274,12 +241,12 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
 
 async def _publish_once(parts: Parts, version: int) -> PublishReport:
     """From the learner's tensors on: export, pack, update, proof; the learner makes room for an engine that wakes."""
-    policy, canary = parts.learners.policy, parts.canary()
+    policy, canary = parts.learners.policy, parts.canary(canary_sequences(parts.settings, parts.inputs.train))
     update = parts.transport.pack(policy.export_weights(), version=version, tied=policy.tied)
     if parts.settings.trainer.offload:
         parts.learners.offload()
     await parts.engine.wake()
-    return await publish_to(parts.engine, update, canary=canary, tolerances=parts.tolerances)
+    return await publish_to(parts.engine, update, canary=canary, tolerances=proof_tolerances(parts.settings))
 
 
 async def rest_engine(parts: Parts) -> None:

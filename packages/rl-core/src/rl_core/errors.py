@@ -122,6 +122,10 @@ class RolloutError(RLError, RuntimeError):
     """Rollouts gave nothing to go on with."""
 
 
+class HangError(RLError, TimeoutError):
+    """Nothing has happened for too long; the message says who waits for whom."""
+
+
 class CheckpointError(RLError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another model."""
 

@@ -42,6 +42,9 @@ class PublishReport:
         canary_max_diff: Largest canary difference in nats.
         update_s: Seconds until the last engine had taken the weights.
         proof_s: Seconds of the comparison.
+        drain_s: Seconds until the last engine had ended what it had before; 0 where requests went on.
+        stall_s: Longest time in which an engine drew no token because of the update, drain_s apart. What it computes
+            again of requests that go on comes on top.
     """
 
     version: int
@@ -51,6 +54,8 @@ class PublishReport:
     canary_max_diff: float
     update_s: float
     proof_s: float
+    drain_s: float = 0.0
+    stall_s: float = 0.0
 
 
 async def publish_weights(
@@ -86,6 +91,7 @@ async def publish_weights(
         canary_max_diff=canary_diff,
         update_s=updated - started,
         proof_s=time.perf_counter() - updated,
+        stall_s=updated - started,
     )
 
 

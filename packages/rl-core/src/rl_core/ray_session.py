@@ -8,15 +8,21 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import MissingExtraError, RoleError, SettingsError
 
 LOOPBACK = "127.0.0.1"
+NUM_STARTS = 2
+TOO_SLOW = "timed out during startup"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -59,7 +65,7 @@ def start_ray(options: RayOptions | None = None) -> Any:
     Raises:
         MissingExtraError: Ray is not installed.
         SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
-        RoleError: The cluster does not answer, or refuses the token.
+        RoleError: The cluster does not answer, or refuses the token; or Ray did not start in time, twice.
     """
     options = options or RayOptions()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
@@ -78,21 +84,45 @@ def start_ray(options: RayOptions | None = None) -> Any:
     try:
         if options.address is not None:
             ray.init(address=options.address, **arguments)
-        else:
-            folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")
-            _folders.append(folder)
-            ray.init(
-                num_cpus=options.num_cpus,
-                object_store_memory=options.object_store_bytes,
-                include_dashboard=False,
-                _node_ip_address=options.bind_address,
-                _temp_dir=folder,
-                **arguments,
-            )
+            return ray
+        if any(_is_started(ray, options, arguments) for _ in range(NUM_STARTS)):
+            return ray
     except (ConnectionError, RuntimeError) as error:
         where = f"the Ray cluster at {options.address}" if options.address else "Ray on this machine"
         raise RoleError(f"{where} could not be reached or started; is its token the same? {error}") from error
-    return ray
+    raise RoleError(
+        f"Ray on this machine did not start within its own limit of 30 s, {NUM_STARTS} times: the machine is too busy, "
+        "or out of memory. Run less beside it, or start a cluster yourself (ray start --head) and give its address."
+    )
+
+
+def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> bool:
+    """Start Ray on this machine; False where it took too long, which Ray cannot be told to allow."""
+    folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")
+    _folders.append(folder)
+    try:
+        ray.init(
+            num_cpus=options.num_cpus,
+            object_store_memory=options.object_store_bytes,
+            include_dashboard=False,
+            _node_ip_address=options.bind_address,
+            _temp_dir=folder,
+            **arguments,
+        )
+    except Exception as error:  # Ray has no type for it
+        if type(error) is not Exception or TOO_SLOW not in str(error):
+            raise
+        _end_processes_of(folder)
+        return False
+    return True
+
+
+def _end_processes_of(folder: str) -> None:
+    """End what a start that failed has left running: all that has this start's folder on its command line."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            if folder.encode() in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def import_ray(options: RayOptions) -> Any:

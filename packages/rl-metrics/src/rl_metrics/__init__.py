@@ -1,7 +1,9 @@
 """What a run says: definitions, reductions, validation, trackers."""
 
+from rl_metrics.async_metrics import summarize_processing_times, summarize_staleness
 from rl_metrics.definitions import Band, Metric, MetricTable
 from rl_metrics.events import EventLog, read_events
+from rl_metrics.generations import GenerationSample, draw_generations
 from rl_metrics.memory import memory_metrics
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
@@ -13,18 +15,22 @@ from rl_metrics.rollout_metrics import (
     summarize_timings,
 )
 from rl_metrics.table import DEFINITIONS
+from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleTracker, Reading
 from rl_metrics.trackers.fanout import Fanout
-from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_metrics
+from rl_metrics.trackers.jsonl import GenerationTable, JsonlTracker, MetricRow, read_generations, read_metrics
 from rl_metrics.trackers.protocol import Tracker
 from rl_metrics.validation import ValidationResponses, headline, summarize_validation
 
 __all__ = [
     "DEFINITIONS",
+    "BackgroundTracker",
     "Band",
     "ConsoleTracker",
     "EventLog",
     "Fanout",
+    "GenerationSample",
+    "GenerationTable",
     "JsonlTracker",
     "Metric",
     "MetricRow",
@@ -33,15 +39,19 @@ __all__ = [
     "Recorder",
     "Tracker",
     "ValidationResponses",
+    "draw_generations",
     "headline",
     "memory_metrics",
     "read_events",
+    "read_generations",
     "read_metrics",
     "summarize_batch",
     "summarize_components",
     "summarize_mismatch",
+    "summarize_processing_times",
     "summarize_rewards",
     "summarize_speed",
+    "summarize_staleness",
     "summarize_timings",
     "summarize_validation",
 ]

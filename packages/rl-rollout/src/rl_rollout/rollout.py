@@ -130,6 +130,11 @@ class Rollout:
         self._is_started = True
 
     @property
+    def scorer(self) -> RewardScorer:
+        """What gives rewards."""
+        return self._scorer
+
+    @property
     def tool_schemas(self) -> list[dict[str, Json]]:
         """The tools of the loop as the chat template shows them; none where it has none, or is not started."""
         return list(getattr(self._loop, "tool_schemas", ()))

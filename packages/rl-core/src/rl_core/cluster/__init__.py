@@ -4,7 +4,7 @@ From the user inwards: `options` and `roles` are what is chosen; `cluster`, `gro
 held; `pools` and `shares` count CPUs and GPUs. `incarnation` is what every placement gives: `inline`, `process` (its
 other end is `child`) or `ray_incarnation` (its other end is `ray_actor`), started by the launchers in `local` and
 `ray_roles`. Between the ends are `calls`, `packing`, `frames` and `messages`; `served` is the object's side of all of
-them, `output` what it prints, and `guard` ends what it leaves behind.
+them, `output` what it prints, `stacks` and `stack_dump` what it does right now, and `guard` ends what it leaves behind.
 """
 
 from rl_core.cluster.blocking import BlockingGroup
@@ -14,6 +14,7 @@ from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
 from rl_core.cluster.role import RestartedRole, Role
 from rl_core.cluster.roles import RoleContext, RoleSpec
+from rl_core.cluster.stacks import process_stacks
 
 __all__ = [
     "BlockingGroup",
@@ -28,4 +29,5 @@ __all__ = [
     "RoleGroup",
     "RoleSpec",
     "open_cluster",
+    "process_stacks",
 ]

@@ -105,6 +105,11 @@ class BlockingGroup:
             if not self._thread.is_ended:
                 self._thread.wait(results.aclose())
 
+    def stacks(self, *, deadline_s: float) -> list[str]:
+        """What each does right now; for any thread, also while another one waits for a call. See `RoleGroup.stacks`."""
+        found = self._thread.stacks(self._group.stacks(deadline_s=deadline_s), deadline_s=deadline_s)
+        return [found] * self.size if isinstance(found, str) else found
+
     def on_death(self, callback: DeathCallback) -> None:
         """Have this called, in the roles' thread, each time a role dies, though it may be restarted."""
 

@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 
 from rl_core.cluster.role import Role, State
 from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.stacks import process_stacks
 from rl_core.errors import DeadlineError, NotReadyError, RLError
 
+SPARE_S = 1.0
+"""What the roles' thread may take beside the time that a role is given."""
 Result = TypeVar("Result")
 
 
@@ -51,6 +54,27 @@ class RoleThread:
                 self._loop.call_soon_threadsafe(lambda: task[0].cancel())
                 done.exception()
             raise
+
+    def stacks(self, asked: Coroutine[Any, Any, Result], *, deadline_s: float) -> Result | str:
+        """Ask for stacks in the roles' thread; where that thread is blocked, what this process does; never raises."""
+        closed = "The group of roles is closed, or asks itself."
+        if threading.current_thread() is self._thread:
+            asked.close()
+            return closed
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        except RuntimeError:  # it is closed
+            asked.close()
+            return closed
+        longest_s = deadline_s + SPARE_S
+        try:
+            return answer.result(longest_s)
+        except TimeoutError:
+            answer.cancel()
+            return (
+                f"The thread that calls the roles has not answered for {longest_s:.1f} s. This process does this:\n"
+                f"{process_stacks()}"
+            )
 
     def wait_death(self, of: str, death: Coroutine[Any, Any, RLError], deadline_s: float | None) -> RLError:
         """Wait for a death.
@@ -119,6 +143,10 @@ class BlockingRole:
     def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
         return self._thread.wait(self._role.call(method, *args, deadline_s=deadline_s, **kwargs))
+
+    def stacks(self, *, deadline_s: float) -> str:
+        """See `Role.stacks`; for any thread, also while another one waits for a call."""
+        return self._thread.stacks(self._role.stacks(deadline_s=deadline_s), deadline_s=deadline_s)
 
     def wait_death(self, *, deadline_s: float | None = None) -> RLError:
         """Wait until it dies; see `Role.wait_death`.

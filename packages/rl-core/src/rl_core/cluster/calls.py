@@ -12,6 +12,10 @@ from rl_core.cluster.packing import Packed, pack, unpack
 from rl_core.cluster.roles import RoleSpec
 from rl_core.errors import RoleError
 
+STACKS = "(stacks)"
+"""What a process is asked beside its calls; no method has such a name."""
+MAX_NAMED = 5
+
 
 class Call(NamedTuple):
     """A call before it is sent.
@@ -48,10 +52,11 @@ class Call(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A call that waits for its answer."""
+    """A call that waits for its answer, and since when on the monotonic clock."""
 
     method: str
     future: Future[Any]
+    began_at: float
 
 
 class Calls:
@@ -74,7 +79,7 @@ class Calls:
             number = next(self._numbers)
             failure = self._failure
             if failure is None:
-                self._waiting[number] = _Waiting(method, future)
+                self._waiting[number] = _Waiting(method, future, time.monotonic())
         if failure is not None:
             future.set_exception(failure(method))
         return number, future
@@ -90,7 +95,8 @@ class Calls:
             waiting = self._waiting.pop(number, None)
         if waiting is None:
             return
-        self._heard = f"the answer of {describe_call(waiting.method)}", time.monotonic()
+        if waiting.method != STACKS:
+            self._heard = f"the answer of {describe_call(waiting.method)}", time.monotonic()
         try:
             is_result, value = unpack(packed)
         except Exception as error:  # of a class that this process cannot load
@@ -128,6 +134,21 @@ class Calls:
             return "nothing"
         what, when = self._heard
         return f"{what}, {time.monotonic() - when:.1f} s ago"
+
+    @property
+    def under_way(self) -> str:
+        """Such as "'step' for 12.0 s"; the longest first."""
+        with self._lock:
+            waiting = [call for call in self._waiting.values() if call.method != STACKS]
+        return describe_under_way([(call.method, call.began_at) for call in waiting])
+
+
+def describe_under_way(calls: Sequence[tuple[str, float]]) -> str:
+    """Calls with the times at which they began, in words; "no call" where there is none."""
+    now, longest = time.monotonic(), sorted(calls, key=lambda call: call[1])
+    words = [f"{describe_call(method)} for {now - began_at:.1f} s" for method, began_at in longest[:MAX_NAMED]]
+    more = f" and {len(longest) - MAX_NAMED} more calls" if len(longest) > MAX_NAMED else ""
+    return ", ".join(words) + more if words else "no call"
 
 
 def describe_call(method: str) -> str:

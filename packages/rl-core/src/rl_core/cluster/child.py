@@ -5,6 +5,7 @@ all of its own children.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -15,8 +16,12 @@ import traceback
 
 from rl_core.cluster.frames import Numbered, receive_frame, send_frame
 from rl_core.cluster.guard import Family, start_guard
+from rl_core.cluster.messages import RemoteError
 from rl_core.cluster.output import log_header
+from rl_core.cluster.packing import Packed, pack
 from rl_core.cluster.served import ServedRole
+from rl_core.cluster.stack_dump import register_dump
+from rl_core.cluster.stacks import process_stacks
 
 
 class RoleServer:
@@ -49,7 +54,12 @@ class RoleServer:
             if messages is None:
                 loop.call_soon_threadsafe(self._has_ended.set)
                 return
-            loop.call_soon_threadsafe(self._begin, messages)
+            calls = [message for message in messages if message.packed.body]
+            if calls:
+                loop.call_soon_threadsafe(self._begin, calls)
+            for message in messages:
+                if not message.packed.body:  # a question: it is answered here, as the loop may be blocked
+                    self._say_stacks(message.number, loop)
 
     def _begin(self, messages: list[Numbered]) -> None:
         """Begin calls in one turn of the event loop."""
@@ -62,14 +72,26 @@ class RoleServer:
         answer = await self._role.answer(message.packed)
         if self._has_ended.is_set():
             return  # the parent tells its callers that the role was closed
+        self._send(message.number, answer)
+
+    def _say_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            answer = pack((True, process_stacks(loop)))
+        except Exception as error:  # such as of a file with source code that cannot be read; the reader goes on
+            answer = pack((False, RemoteError.of(error)))
+        with contextlib.suppress(OSError):  # the parent is gone, which the next read tells
+            self._send(number, answer)
+
+    def _send(self, number: int, answer: Packed) -> None:
         with self._send_lock:
-            send_frame(self._connection, [Numbered(message.number, answer)])
+            send_frame(self._connection, [Numbered(number, answer)])
 
 
 def main() -> None:
     """Run until the parent closes the connection."""
     fd, parent_pid, mark, role, incarnation = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    register_dump(mark)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if stat.S_ISREG(os.fstat(1).st_mode):

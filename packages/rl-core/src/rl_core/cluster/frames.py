@@ -19,6 +19,10 @@ class Numbered(NamedTuple):
     packed: Packed
 
 
+QUESTION = Packed(b"", ())
+"""What the other side does right now: its reader answers, whatever becomes of calls. No pickle is empty."""
+
+
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two ends with large buffers, as far as the system allows."""
     ends = socket.socketpair()

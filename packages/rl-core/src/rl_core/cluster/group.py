@@ -140,6 +140,10 @@ class RoleGroup:
         finally:
             await _drop(ranks)
 
+    async def stacks(self, *, deadline_s: float) -> list[str]:
+        """What each does right now, in the order of ranks, of dead ones too; see `Role.stacks`."""
+        return await asyncio.gather(*(role.stacks(deadline_s=deadline_s) for role in self._roles))
+
     def on_death(self, callback: DeathCallback) -> None:
         """Have this called, on the group's event loop, each time a role dies, though it may be restarted."""
         for role in self._roles:

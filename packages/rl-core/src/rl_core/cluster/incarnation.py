@@ -45,6 +45,15 @@ class Incarnation(Protocol):
         """The last thing that it said, and when."""
         ...
 
+    @property
+    def under_way(self) -> str:
+        """The calls that it has not answered, and for how long."""
+        ...
+
+    async def stacks(self, deadline_s: float) -> str:
+        """What its process does, whether its event loop turns or not; why that is not known, where it is not."""
+        ...
+
     async def call(self, method: str, parcel: Any) -> Any:
         """Call a method with what its launcher's `pack` made of the arguments."""
         ...

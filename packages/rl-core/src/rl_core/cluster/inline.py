@@ -2,15 +2,18 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rl_core.cluster.calls import describe_under_way
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.roles import RoleSpec
 from rl_core.cluster.served import ServedRole
+from rl_core.cluster.stacks import process_stacks
 from rl_core.errors import DeadlineError, NotReadyError, RLError
 from rl_core.ray_session import LOOPBACK
 
@@ -24,7 +27,7 @@ class InlineIncarnation:
         self._close_deadline_s = options.close_deadline_s
         self._role = ServedRole()
         self._because: str | None = None
-        self._calls: set[asyncio.Future[Any]] = set()
+        self._calls: dict[asyncio.Future[Any], tuple[str, float]] = {}
 
     @classmethod
     async def start(cls, birth: Birth, options: ClusterOptions) -> "InlineIncarnation":
@@ -60,13 +63,22 @@ class InlineIncarnation:
         """See `Incarnation.last_heard`."""
         return "nothing, as it is in this process"
 
+    @property
+    def under_way(self) -> str:
+        """See `Incarnation.under_way`."""
+        return describe_under_way(list(self._calls.values()))
+
+    async def stacks(self, deadline_s: float) -> str:  # noqa: ARG002 - this process answers at once
+        """See `Incarnation.stacks`; they are those of all that is in this process."""
+        return process_stacks(asyncio.get_running_loop())
+
     async def call(self, method: str, parcel: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """See `Incarnation.call`; a call that is given up goes on, as it would elsewhere."""
         if self._because is not None:
             raise NotReadyError(f"{self._spec} {self._because}.")
         call = asyncio.ensure_future(self._role.run(method, *parcel))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls[call] = method, time.monotonic()
+        call.add_done_callback(self._calls.pop)
         try:
             await asyncio.wait([call])
         except asyncio.CancelledError:

@@ -20,14 +20,15 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from rl_core.cluster.calls import Call, Calls, describe_call
-from rl_core.cluster.frames import Numbered, receive_frame, send_frame, socket_pair
+from rl_core.cluster.calls import STACKS, Call, Calls, describe_call
+from rl_core.cluster.frames import QUESTION, Numbered, receive_frame, send_frame, socket_pair
 from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.output import FileOutput, PrefixedOutput, RoleOutput, quote
 from rl_core.cluster.packing import Packed
+from rl_core.cluster.stack_dump import ask_then_dump, dump_of
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 from rl_core.ray_session import LOOPBACK
 
@@ -101,6 +102,22 @@ class ProcessIncarnation:
     def last_heard(self) -> str:
         """See `Incarnation.last_heard`."""
         return self._calls.last_heard
+
+    @property
+    def under_way(self) -> str:
+        """See `Incarnation.under_way`."""
+        return self._calls.under_way
+
+    async def stacks(self, deadline_s: float) -> str:
+        """See `Incarnation.stacks`: a thread of the process answers, else its handler of a signal."""
+
+        async def ask() -> str:
+            return str(await self.call(STACKS, QUESTION))
+
+        async def dump(left_s: float) -> str:
+            return await asyncio.to_thread(dump_of, self.pid, self._mark, deadline_s=left_s)
+
+        return await ask_then_dump(ask, dump, deadline_s)
 
     async def call(self, method: str, parcel: Packed) -> Any:
         """See `Incarnation.call`."""

@@ -18,6 +18,8 @@ from rl_core.cluster.guard import Family, end_family, start_guard
 from rl_core.cluster.output import log_header, read_tail
 from rl_core.cluster.packing import Packed, pack
 from rl_core.cluster.served import ServedRole
+from rl_core.cluster.stack_dump import register_dump
+from rl_core.cluster.stacks import process_stacks
 
 Wire = tuple[bytes, list[NDArray[np.uint8]]]
 """A packed value as Ray sends it: its arrays are read from shared memory where they lie."""
@@ -69,6 +71,10 @@ class Door(NamedTuple):
     log: str | None
 
 
+QUESTIONS = "questions"
+"""The concurrency group of what is asked beside calls: a thread and an event loop of its own."""
+
+
 class RoleActor:
     """Holds one role's object. Calls made together begin together, and all begin in their order."""
 
@@ -80,6 +86,8 @@ class RoleActor:
         self._num_answered: Counter[int] = Counter()
         self._num_begun = 0
         self._moved = asyncio.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        register_dump(door.mark)
         if door.log is not None:
             print_into(Path(door.log))
         self._printed = printed_files()
@@ -94,6 +102,7 @@ class RoleActor:
 
     async def hello(self) -> Wire:
         """Say where it is, as an answer."""
+        self._loop = asyncio.get_running_loop()
         node = ray.get_runtime_context().get_node_id()
         util: Any = ray.util
         hello = Hello(os.getpid(), node, util.get_node_ip_address(), self._printed)
@@ -125,6 +134,11 @@ class RoleActor:
             await self._moved.wait_for(lambda: self._num_begun >= frame)
             if self._num_begun == frame:
                 self._begin(frame, ())
+
+    @ray.method(concurrency_group=QUESTIONS)
+    async def stacks(self) -> Wire:
+        """What this process does right now, as an answer; also where the event loop of its calls is blocked."""
+        return to_wire(pack((True, process_stacks(self._loop))))
 
     async def lives(self) -> None:
         """Never answered: that it fails is how the caller learns of a death."""

@@ -16,15 +16,16 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.calls import Call, Calls, describe_call
+from rl_core.cluster.calls import STACKS, Call, Calls, describe_call
 from rl_core.cluster.guard import MARK_VARIABLE, Family, end_family, is_running
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.output import log_path, quote
 from rl_core.cluster.packing import Packed
-from rl_core.cluster.ray_actor import Door, Hello, RoleActor, is_seen_here, read_printed, to_wire
-from rl_core.cluster.ray_pools import ray_nodes, say_free
+from rl_core.cluster.ray_actor import QUESTIONS, Door, Hello, RoleActor, is_seen_here, read_printed, to_wire
+from rl_core.cluster.ray_pools import free_pools_of, ray_nodes, say_free
+from rl_core.cluster.stack_dump import ask_then_dump, dump_of
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError, RoleError
 
 MAX_WAITING = 100_000
@@ -68,7 +69,7 @@ class RayIncarnation:
         limit = asyncio.timeout(self._birth.deadline_s)
         try:
             async with limit:
-                self._hello = await self._ask(self._actor.hello.remote())
+                self._hello = await self._ask("", self._actor.hello.remote())
                 self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
                 context = replace(self._birth.context, address=self._hello.address)
                 await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
@@ -98,6 +99,19 @@ class RayIncarnation:
     def last_heard(self) -> str:
         """See `Incarnation.last_heard`."""
         return self._calls.last_heard
+
+    @property
+    def under_way(self) -> str:
+        """See `Incarnation.under_way`."""
+        return self._calls.under_way
+
+    async def stacks(self, deadline_s: float) -> str:
+        """See `Incarnation.stacks`: a thread of the actor answers, else its handler of a signal."""
+
+        async def ask() -> str:
+            return str(await self._ask(STACKS, self._actor.stacks.remote()))
+
+        return await ask_then_dump(ask, self._dump, deadline_s)
 
     async def call(self, method: str, parcel: Any) -> Any:
         """See `Incarnation.call`."""
@@ -142,9 +156,9 @@ class RayIncarnation:
 
     # -- inside
 
-    async def _ask(self, answer: Any) -> Any:
+    async def _ask(self, method: str, answer: Any) -> Any:
         """Wait for what the actor says of itself, as for a call."""
-        number, future = self._calls.begin("")
+        number, future = self._calls.begin(method)
         answer.future().add_done_callback(self._settler(number, None))
         try:
             return await asyncio.wrap_future(future)
@@ -187,6 +201,14 @@ class RayIncarnation:
             timer.daemon = True
             timer.start()
 
+    async def _dump(self, deadline_s: float) -> str:
+        hello = self._hello
+        if hello is None:
+            return "It has not said yet where it is."
+        if self._is_here:
+            return await asyncio.to_thread(dump_of, hello.pid, self._mark, deadline_s=deadline_s)
+        return await asyncio.to_thread(dump_there, hello, self._mark, deadline_s)
+
     async def _end(self) -> None:
         with contextlib.suppress(Exception):  # Ray is gone
             ray.kill(self._actor)
@@ -213,6 +235,8 @@ class RayIncarnation:
             self._is_reported = True
         with contextlib.suppress(Exception):
             ray.kill(self._actor)  # where Ray cannot reach it, and nobody can call it any more
+        with contextlib.suppress(Exception):
+            free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
         with self._lock:
             self._end_text = f"{output} Ray says: {_shorten(error)}"
@@ -276,7 +300,8 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         wanted["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             slot.request.group, placement_group_bundle_index=slot.index
         )
-    actor: Any = ray.remote(RoleActor)
+    remote: Any = ray.remote
+    actor = remote(concurrency_groups={QUESTIONS: 1})(RoleActor)
     return actor.options(
         max_concurrency=MAX_WAITING,
         max_restarts=0,
@@ -300,6 +325,17 @@ def read_there(hello: Hello, deadline_s: float) -> str:
     there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
     reading = ray.remote(read_printed).options(num_cpus=0, scheduling_strategy=there).remote(hello.printed)
     return str(ray.get(reading, timeout=deadline_s))
+
+
+def dump_there(hello: Hello, mark: str, deadline_s: float) -> str:
+    """An actor's stacks, by a signal that a process of its node sends; or that there are none, and why."""
+    there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
+    remote: Any = ray.remote
+    try:
+        asking = remote(dump_of).options(num_cpus=0, scheduling_strategy=there)
+        return str(ray.get(asking.remote(hello.pid, mark, deadline_s=deadline_s / 2), timeout=deadline_s))
+    except ray.exceptions.RayError as error:
+        return f"Nor does its node, {hello.address}, answer: {_shorten(error)}"
 
 
 def _shorten(error: BaseException) -> str:

@@ -1,11 +1,20 @@
 """Resource pools as placement groups of Ray."""
 
+import os
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
+from rl_core.cluster.guard import MARK_VARIABLE
 from rl_core.cluster.options import ResourcePool
 from rl_core.cluster.shares import Shares, count_room, describe, empty_slot
 from rl_core.errors import SettingsError
@@ -27,7 +36,8 @@ class RayReserver:
         check_room(pool)
         bundle = {"CPU": pool.cpus, "GPU": pool.gpus, "memory": 1}  # a byte: an empty bundle is refused
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        group = placement_group([bundle] * pool.size, strategy=pool.strategy.upper())
+        name = f"{os.environ.get(MARK_VARIABLE, '')} {pool.name} {uuid.uuid4().hex}"  # see free_pools_of
+        group = placement_group([bundle] * pool.size, strategy=pool.strategy.upper(), name=name)
         return RayRequest(pool, group)
 
     def try_reserve(self, request: RayRequest) -> list[Shares] | None:
@@ -44,6 +54,19 @@ class RayReserver:
     def describe_free(self) -> str:
         """See `Reserver.describe_free`."""
         return say_free()
+
+
+def free_pools_of(mark: str) -> None:
+    """Give back what a role that is gone had reserved, and its descendants: Ray keeps it while their driver lives.
+
+    Args:
+        mark: Of its descendants; see `rl_core.cluster.guard`.
+    """
+    if not ray.is_initialized():
+        return
+    for found in placement_group_table().values():
+        if mark in found["name"] and found["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(found["name"]))
 
 
 def check_room(pool: ResourcePool) -> None:

@@ -145,6 +145,28 @@ class Role:
                 raise
             raise self._late(method, life, began_at, deadline_s or 0.0) from None
 
+    async def stacks(self, *, deadline_s: float) -> str:
+        """What it does right now: its calls, the Python stacks of its threads, and where tasks of its event loop wait.
+
+        Its process answers though its event loop or main thread is blocked. Where code in C holds the interpreter, a
+        signal has the stacks written, without the tasks. Nothing is raised: where nothing is known, the text says so.
+
+        Args:
+            deadline_s: Longest wait.
+        """
+        life = self._life
+        if self._state in ("dead", "closed") or life is None:
+            because = self._death() if self._state == "dead" else f"{self._spec} is {self._state}. {self._fate}"
+            return f"{because}".rstrip()
+        heading = (
+            f"{self._spec} is {self._state} in pid {life.pid}; under way: {life.under_way}; the last thing heard from "
+            f"it was {life.last_heard}."
+        )
+        try:
+            return f"{heading}\n{await life.stacks(deadline_s)}"
+        except Exception as error:  # it died on the way; whoever looks for the reason of a hang shall not fail at it
+            return f"{heading}\nIts stacks are not known: {type(error).__name__}: {error}"
+
     def on_death(self, callback: DeathCallback) -> None:
         """Have this called, on its event loop, each time it dies, though it may be restarted."""
         self._callbacks.append(callback)

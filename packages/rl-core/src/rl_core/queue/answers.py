@@ -21,7 +21,14 @@ def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
             return msgspec.to_builtins([group.entry() for group in core.groups])
         case "unsettled":
             return [
-                (group.prompt, group.missing_sessions, now - group.issued_at, group.attempt, GENERATE in group.leased)
+                (
+                    group.prompt,
+                    group.missing_sessions,
+                    now - group.issued_at,
+                    group.attempt,
+                    GENERATE in group.leased,
+                    group.partition,
+                )
                 for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
             ]
         case "tasks":
@@ -71,6 +78,7 @@ def _visible(core: QueueCore, lease: RunningLease) -> frozenset[str]:
 
     Groups may differ in the late columns that other tasks have given so far, which this task did not ask for.
     """
-    late = frozenset().union(*(task.gives for task in core.specs.values())) - ROLLOUT_COLUMNS
+    giving = (task.spec.gives for task in core.groups.tasks_in(lease.task.partition))
+    late = frozenset().union(*giving) - ROLLOUT_COLUMNS
     common = frozenset.intersection(*(group.columns for group in lease.groups))
     return frozenset(name for name in common if name in lease.task.needs or name not in late)

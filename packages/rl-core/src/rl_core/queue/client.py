@@ -21,6 +21,7 @@ from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LEASE_S,
+    DEFAULT_PARTITION,
     AnyLease,
     Claim,
     Lease,
@@ -37,6 +38,7 @@ from rl_core.queue.messages import (
     Drop,
     Extend,
     Fail,
+    Finish,
     Issue,
     Leased,
     LeaseRequest,
@@ -81,14 +83,22 @@ class QueueClient(ABC):
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         """Carry a request to the queue's keeper and its answer back, waiting that long and a little longer."""
 
-    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
+    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int, partition: str = DEFAULT_PARTITION) -> None:
         """See `TransferQueue.issue`."""
         number = whole(num_sessions, "num_sessions")
-        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number))
+        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number, partition=partition))
 
-    def claim(self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S) -> Claim:
+    def claim(
+        self,
+        *,
+        prompts: int,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        claim_s: float = DEFAULT_LEASE_S,
+        partition: str = DEFAULT_PARTITION,
+    ) -> Claim:
         """See `TransferQueue.claim`."""
-        request = LeaseRequest(GENERATE, "groups", whole(prompts, "prompts"), claim_s, deadline_s, True)
+        number = whole(prompts, "prompts")
+        request = LeaseRequest(GENERATE, "groups", number, claim_s, deadline_s, True, partition=partition)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
         try:
             unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
@@ -152,23 +162,22 @@ class QueueClient(ABC):
         groups: int | None = None,
         rows: int | None = None,
         tokens: int | None = None,
+        prompts: Sequence[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
         """See `TransferQueue.lease`."""
-        asked = {unit: n for unit, n in (("groups", groups), ("rows", rows), ("tokens", tokens)) if n is not None}
-        if len(asked) != 1 or task == GENERATE:
-            raise DataError(f"a lease asks for groups, rows or tokens of a task; found {asked or 'none'} of {task!r}.")
-        ((unit, found),) = asked.items()
-        amount = whole(found, unit)
+        unit, amount, named = _asked(task, groups=groups, rows=rows, tokens=tokens, prompts=prompts)
+        if named and allow_fewer:
+            raise DataError("a lease of named prompts takes exactly these; leave allow_fewer out, or name fewer.")
         ends_at = time.monotonic() + deadline_s
         while True:
             remaining_s = max(ends_at - time.monotonic(), 0.0)
-            request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer)
+            request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer, named)
             reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
             try:
-                prompts = tuple(self._unpack(group.prompt) for group in reply.groups)
+                unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
                 batch = self._fetch(reply)
             except BaseException:
                 with contextlib.suppress(errors.RLError):
@@ -176,7 +185,7 @@ class QueueClient(ABC):
                 raise
             if batch is not None:
                 return Lease(
-                    lease_id=reply.lease_id, task=task, prompts=prompts, batch=batch, expires_at=reply.expires_at
+                    lease_id=reply.lease_id, task=task, prompts=unpacked, batch=batch, expires_at=reply.expires_at
                 )
 
     def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
@@ -202,6 +211,11 @@ class QueueClient(ABC):
                 self._ack(lease, late)
                 return
 
+    def finish(self, task: str, prompt_uids: Sequence[str]) -> None:
+        """See `TransferQueue.finish`."""
+        number = -1 - (uuid.uuid4().int >> 66)  # of 62 bits, and no lease's
+        self._call(Finish(task, names_of(prompt_uids), number))
+
     def release(self, lease: Lease | Claim) -> None:
         """See `TransferQueue.release`."""
         with contextlib.suppress(errors.NotReadyError):  # closed: nobody holds anything
@@ -215,18 +229,23 @@ class QueueClient(ABC):
         """See `TransferQueue.unsettled`."""
         return [
             Unsettled(
-                prompt=self._unpack(prompt), sessions=tuple(sessions), age_s=age_s, attempt=attempt, is_claimed=claimed
+                prompt=self._unpack(prompt),
+                sessions=tuple(sessions),
+                age_s=age_s,
+                attempt=attempt,
+                is_claimed=claimed,
+                partition=partition,
             )
-            for prompt, sessions, age_s, attempt, claimed in self._ask("unsettled")
+            for prompt, sessions, age_s, attempt, claimed, partition in self._ask("unsettled")
         ]
 
     def ledger(self) -> list[LedgerEntry]:
         """See `TransferQueue.ledger`."""
         return msgspec.convert(self._ask("ledger"), list[LedgerEntry])
 
-    def forget_finished(self) -> int:
+    def forget_finished(self, partition: str | None = None) -> int:
         """See `TransferQueue.forget_finished`."""
-        return int(self._ask("forget_finished"))
+        return int(self._ask("forget_finished", partition))
 
     def stats(self) -> dict[str, float]:
         """See `TransferQueue.stats`."""
@@ -246,8 +265,8 @@ class QueueClient(ABC):
     def _unpack(self, prompt: Any) -> Prompt:
         return prompt if isinstance(prompt, Prompt) else decode_prompt(prompt)
 
-    def _ask(self, what: str) -> Any:
-        return self._expect(self._call(Ask(what)), Done).value
+    def _ask(self, what: str, partition: str | None = None) -> Any:
+        return self._expect(self._call(Ask(what, partition)), Done).value
 
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
         reserve = Reserve(put.sessions, len(batch), batch.size_bytes, 0, put.put_id, deadline_s)
@@ -310,6 +329,34 @@ class QueueClient(ABC):
         if not isinstance(reply, kind):
             raise errors.RoleError(f"the queue's keeper answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
+
+
+def _asked(task: str, *, prompts: Sequence[str] | None, **amounts: int | None) -> tuple[str, int, list[str]]:
+    """What a lease asks for: the unit, how much of it, and the prompts that it names.
+
+    Raises:
+        DataError: It asks for nothing, or in several units, or is a producer's.
+    """
+    asked: dict[str, Any] = {unit: amount for unit, amount in amounts.items() if amount is not None}
+    if prompts is not None:
+        asked["prompts"] = names_of(prompts)
+    if len(asked) != 1 or task == GENERATE:
+        raise DataError(
+            f"a lease asks for groups, rows, tokens or prompts of a task; found {asked or 'none'} of {task!r}."
+        )
+    ((unit, found),) = asked.items()
+    return (unit, len(found), found) if unit == "prompts" else (unit, whole(found, unit), [])
+
+
+def names_of(prompts: Sequence[str]) -> list[str]:
+    """Uids of prompts.
+
+    Raises:
+        DataError: They are something else, such as one text or the prompts themselves.
+    """
+    if isinstance(prompts, str) or not all(isinstance(uid, str) for uid in prompts):
+        raise DataError(f"prompts are named by a list of their uids; found {prompts!r}.")
+    return [str(uid) for uid in prompts]
 
 
 def whole(value: Any, name: str) -> int:

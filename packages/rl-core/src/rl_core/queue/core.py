@@ -11,10 +11,9 @@ from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, S
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.index import SPARE_ENTRIES, GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.messages import GENERATE, Ack, LeaseRequest, Put, part_numbers
+from rl_core.queue.messages import GENERATE, Ack, Finish, LeaseRequest, Put, part_numbers
+from rl_core.queue.picking import Blocked, finished_groups, pick_named, pick_next
 from rl_core.queue.segment_table import SegmentTable
-
-CLAIMS = TaskSpec(name=GENERATE, needs=frozenset(), order="issue")
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +38,11 @@ class QueueCore:
         """Start empty."""
         self.options = options
         self.specs = {task.name: task for task in tasks}
-        self.groups = GroupIndex([*tasks, CLAIMS])
+        self.groups = GroupIndex(tasks)
+        self._acking = {
+            partition: frozenset(task.name for task in self.groups.tasks_in(partition))
+            for partition in self.groups.partitions
+        }
         self.leases: dict[int, RunningLease] = {}
         self.segments = SegmentTable()
         self.policy_version = 0
@@ -55,8 +58,9 @@ class QueueCore:
 
     # -- prompts and sessions
 
-    def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, now: float) -> None:
+    def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, partition: str, now: float) -> None:
         """Enter prompts, all or none."""
+        self.groups.check_partition(partition)
         if num_sessions < 1:
             raise DataError(f"num_sessions must be at least 1; found {num_sessions}.")
         counts = Counter(uid for uid, _ in prompts)
@@ -64,8 +68,14 @@ class QueueCore:
         if doubled:
             raise DataError(f"prompt uids must be unique; {doubled[0]!r} was issued before.")
         for uid, prompt in prompts:
-            order = self.groups.next_order()
-            group = QueuedGroup(uid=uid, order=order, num_sessions=num_sessions, prompt=prompt, issued_at=now)
+            group = QueuedGroup(
+                uid=uid,
+                order=self.groups.next_order(),
+                num_sessions=num_sessions,
+                prompt=prompt,
+                issued_at=now,
+                partition=partition,
+            )
             self.groups.add(group)
             self.dirty[uid] = group
 
@@ -74,7 +84,7 @@ class QueueCore:
         if len({uid for uid, _ in sessions}) != len(sessions):
             raise DataError("a put names each prompt once; one is named twice.")
         for uid, indices in sessions:
-            group = self.open_group(uid)
+            group = self.groups.find_open(uid)
             if len(set(indices)) != len(indices) or not indices:
                 raise DataError(f"a put settles each session of prompt {uid!r} once; found {indices}.")
             for index in indices:
@@ -101,7 +111,7 @@ class QueueCore:
         self._check_parts(put)
         segment = self.segments.add(put.place) if put.parts else 0
         columns = frozenset(put.columns)
-        groups = {uid: self.open_group(uid) for uid, _ in put.sessions}
+        groups = {uid: self.groups.find_open(uid) for uid, _ in put.sessions}
         for uid, indices in put.sessions:
             groups[uid].settled |= dict.fromkeys(indices, put.put_id)
         for part in put.parts:
@@ -113,7 +123,7 @@ class QueueCore:
     def fail(self, uid: str, index: int, reason: str) -> None:
         """Settle a session without rows."""
         self.check_sessions([(uid, [index])])
-        group = self.open_group(uid)
+        group = self.groups.find_open(uid)
         group.failures[index] = reason
         self._settle(group)
 
@@ -141,25 +151,18 @@ class QueueCore:
         after_s = task.partial_after_s
         if after_s is None:
             return
-        for group in [group for group in self.groups.partly.values() if group.issued_at + after_s <= now]:
+        partly = [group for group in self.groups.partly.values() if group.partition == task.partition]
+        for group in [group for group in partly if group.issued_at + after_s <= now]:
             missing = group.missing_sessions
             self.counts["sessions_left_out"] += len(missing)
             group.failures |= dict.fromkeys(missing, f"not there {after_s:g} s after its prompt was issued")
             self._settle(group)
 
-    def open_group(self, uid: str) -> QueuedGroup:
-        """A group that is not finished."""
-        group = self.groups.get(uid)
-        if group is None:
-            raise DataError(f"prompt {uid!r} was never issued, or is forgotten; issue it first.")
-        if not group.is_open:
-            why = f" ({group.reason})" if group.reason else ""
-            raise DataError(f"prompt {uid!r} is {group.state}{why}; nothing more can be done with it.")
-        return group
-
-    def forget_finished(self) -> int:
-        """Take done and dropped prompts out."""
-        finished = self.groups.remove_finished()
+    def forget_finished(self, partition: str | None = None) -> int:
+        """Take done and dropped prompts out, of one partition or of all."""
+        if partition is not None:
+            self.groups.check_partition(partition)
+        finished = self.groups.remove_finished(partition)
         for group in finished:
             self.dirty.pop(group.uid, None)
         self.forgotten += [group.order for group in finished]
@@ -167,33 +170,40 @@ class QueueCore:
 
     # -- leases
 
-    def try_lease(self, request: LeaseRequest, *, now: float, client: str) -> RunningLease | None:
-        """Lease what is asked for, or nothing while it is not there."""
-        task = self.groups.tasks[request.task]
+    def try_lease(self, request: LeaseRequest, *, now: float, client: str, blocked: Blocked) -> RunningLease | None:
+        """Lease what is asked for, or nothing while it is not there.
+
+        Args:
+            request: What is asked for.
+            now: Seconds on the queue's clock.
+            client: Who asks.
+            blocked: What this request was seen to wait for when it was tried before.
+
+        Raises:
+            DataError: It names a prompt that will never be there.
+        """
+        task = self.groups.task_of(request)
         self.settle_overdue(task.spec, now=now)
-        picked: list[QueuedGroup] = []
-        total = 0
-        if self._may_suffice(request):
-            while not self._is_full(request, total):
-                group = task.peek()
-                if group is None or not task.is_ready(group):
-                    break
-                if self._is_stale(group, task.spec):
-                    self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
-                    continue
-                picked.append(task.take())
-                total += _size(group, request.unit)
-        is_all = request.task == GENERATE or (request.allow_fewer and len(picked) == task.num_possible)
-        if not (picked and (is_all or self._is_full(request, total))):
-            for group in picked:
-                task.put_back(group)
+        if blocked.is_still(task, policy_version=self.policy_version):
+            return None
+
+        def drop_stale(group: QueuedGroup) -> bool:
+            if not self._is_stale(group, task.spec):
+                return False
+            self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
+            return True
+
+        pick = pick_named if request.prompts else pick_next
+        picked = pick(self.groups, request, drop_stale=drop_stale)
+        if picked is None:
+            if request.prompts:
+                blocked.note(self.groups, request, policy_version=self.policy_version)
             return None
         lease = RunningLease(next(self.lease_ids), task.spec, picked, now, now + request.lease_s, client)
         self.leases[lease.lease_id] = lease
         self._note_expiry(lease)
         for group in picked:
             group.leased[request.task] = lease.lease_id
-            task.let_go(group)
             self.groups.refresh(group)
         return lease
 
@@ -240,16 +250,24 @@ class QueueCore:
                 self.segments.need(segment)
             first += rows
             group.leased.pop(ack.task, None)
-            group.acked[ack.task] = lease.lease_id
-            if group.acked.keys() >= self.specs.keys():
-                group.state = "done"
-                self._free_rows(group)
-            self._changed(group)
+            self._count_ack(group, ack.task, lease.lease_id)
         if ack.columns:
             self.segments.release(segment)
 
+    def finish(self, finish: Finish) -> None:
+        """Ack groups that nobody holds, all or none.
+
+        Raises:
+            DataError: The task gives columns, or one of the groups cannot be acked now.
+        """
+        groups = finished_groups(self.groups, finish)
+        self._note_end(finish.number, "was acked")
+        self.counts[f"acks/{finish.task}"] += len(groups)
+        for group in groups:
+            self._count_ack(group, finish.task, finish.number)
+
     def was_acked(self, lease_id: int) -> bool:
-        """True when the ack of this lease counts already: its answer was lost on the way."""
+        """True when the ack of this lease, or this finish, counts already: its answer was lost on the way."""
         return self.ended.get(lease_id) == "was acked" or any(lease_id in g.acked.values() for g in self.groups)
 
     def end_lease(self, lease_id: int, how: str) -> None:
@@ -333,6 +351,13 @@ class QueueCore:
                 self.drops["no rows"] += 1
         self._changed(group)
 
+    def _count_ack(self, group: QueuedGroup, task: str, number: int) -> None:
+        group.acked[task] = number
+        if group.acked.keys() >= self._acking[group.partition]:
+            group.state = "done"
+            self._free_rows(group)
+        self._changed(group)
+
     def _leave_claim(self, group: QueuedGroup, lease_id: int) -> None:
         claim = self.leases[lease_id]
         claim.groups.remove(group)
@@ -366,24 +391,6 @@ class QueueCore:
             and self.policy_version - group.oldest > task.max_staleness
         )
 
-    def _may_suffice(self, request: LeaseRequest) -> bool:
-        """False when counts alone say that there is not enough."""
-        task = self.groups.tasks[request.task]
-        ready = {"groups": task.num_ready, "rows": task.ready_rows, "tokens": task.ready_tokens}[request.unit]
-        if request.task == GENERATE:
-            return task.num_ready > 0
-        return ready >= request.amount or (request.allow_fewer and 0 < task.num_ready == task.num_possible)
-
-    def _is_full(self, request: LeaseRequest, total: int) -> bool:
-        """True when what is picked is enough: the amount is there, or the next group does not fit into it."""
-        if total >= request.amount:
-            return True
-        task = self.groups.tasks[request.task]
-        following = task.peek() if total else None
-        if following is None or not task.is_ready(following):
-            return False
-        return total + _size(following, request.unit) > request.amount
-
     def _lose_late(self, group: QueuedGroup, segment_id: int) -> None:
         for part in [part for part in group.late if part.segment == segment_id]:
             group.remove_late(part)
@@ -411,8 +418,3 @@ class QueueCore:
         self.num_changes += 1
         self.dirty[group.uid] = group
         self.groups.refresh(group)
-
-
-def _size(group: QueuedGroup, unit: str) -> int:
-    """What a group counts for a lease in groups, rows or tokens."""
-    return 1 if unit == "groups" else group.num_rows if unit == "rows" else group.num_tokens

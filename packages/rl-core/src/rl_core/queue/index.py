@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from rl_core.errors import DataError
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import PromptState, TaskSpec
-from rl_core.queue.messages import GENERATE
+from rl_core.queue.messages import GENERATE, LeaseRequest
 
 SPARE_ENTRIES = 1_000
 """Outdated entries that a heap may hold before it is swept."""
@@ -29,6 +30,9 @@ class Counted(NamedTuple):
     possible: int
 
 
+StateKey = tuple[str, PromptState]
+"""A partition and a state."""
+
 NOT_COUNTED = Counted("issued", 0, 0, 0, 0, 0)
 
 
@@ -44,7 +48,7 @@ class TaskGroups:
         self.spec = spec
         self.name, self.needs, self.is_of_claims = spec.name, spec.needs, spec.name == GENERATE
         self.bit = bit
-        self.num_ready = self.ready_rows = self.ready_tokens = self.num_possible = 0
+        self.num_ready = self.ready_rows = self.ready_tokens = self.num_possible = self.num_left = 0
         self._heap: list[tuple[int, int, QueuedGroup]] = []
 
     def bits(self, group: QueuedGroup) -> tuple[int, int]:
@@ -115,24 +119,32 @@ class TaskGroups:
 
 
 class GroupIndex:
-    """Groups by uid, by state, and by readiness for each task."""
+    """Groups by uid, by state, and by readiness for each task; a task sees the groups of its partition alone."""
 
     def __init__(self, tasks: Sequence[TaskSpec]) -> None:
-        """Start empty, for these tasks."""
-        self.tasks = {task.name: TaskGroups(task, 1 << i) for i, task in enumerate(tasks)}
+        """Start empty, for these tasks and, in each of their partitions, for claims."""
+        partitions = dict.fromkeys(task.partition for task in tasks)
+        claims = [
+            TaskSpec(name=GENERATE, needs=frozenset(), order="issue", partition=partition) for partition in partitions
+        ]
+        every = [TaskGroups(spec, 1 << i) for i, spec in enumerate((*tasks, *claims))]
+        self.tasks = {task.name: task for task in every if not task.is_of_claims}
+        self._claims = {task.spec.partition: task for task in every if task.is_of_claims}
+        self._seeing = {
+            partition: tuple(task for task in every if task.spec.partition == partition) for partition in partitions
+        }
         self._orders = itertools.count()
         self._groups: dict[str, QueuedGroup] = {}
-        self._groups_in: Counter[str] = Counter()
-        self._rows_in: Counter[str] = Counter()
-        self._bytes_in: Counter[str] = Counter()
+        self._groups_in: Counter[StateKey] = Counter()
+        self._rows_in: Counter[StateKey] = Counter()
+        self._bytes_in: Counter[StateKey] = Counter()
         self._finished: dict[int, QueuedGroup] = {}
         self.issued: dict[int, QueuedGroup] = {}
         self.partly: dict[int, QueuedGroup] = {}
         self.num_rows = 0
         self.size_bytes = 0
-        self._all = tuple(self.tasks.values())
         self._arrivals = itertools.count()
-        self._arrival_bits = sum(task.bit for task in self._all if task.spec.order == "arrival")
+        self._arrival_bits = sum(task.bit for task in every if task.spec.order == "arrival")
 
     def __iter__(self) -> Iterator[QueuedGroup]:
         """Groups in issue order."""
@@ -144,6 +156,59 @@ class GroupIndex:
     def get(self, prompt_uid: str) -> QueuedGroup | None:
         """The group of a prompt."""
         return self._groups.get(prompt_uid)
+
+    def find_open(self, prompt_uid: str) -> QueuedGroup:
+        """A group that is not finished.
+
+        Raises:
+            DataError: There is none of this prompt, or it is done or dropped.
+        """
+        group = self._groups.get(prompt_uid)
+        if group is None:
+            raise DataError(f"prompt {prompt_uid!r} was never issued, or is forgotten; issue it first.")
+        if not group.is_open:
+            why = f" ({group.reason})" if group.reason else ""
+            raise DataError(f"prompt {prompt_uid!r} is {group.state}{why}; nothing more can be done with it.")
+        return group
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        """Those that tasks have."""
+        return tuple(self._seeing)
+
+    def tasks_in(self, partition: str) -> list[TaskGroups]:
+        """Tasks that see a partition, without claims."""
+        return [task for task in self._seeing[partition] if not task.is_of_claims]
+
+    def task_of(self, request: LeaseRequest) -> TaskGroups:
+        """What a lease is of, or a claim.
+
+        Raises:
+            DataError: There is no such task, or partition.
+        """
+        if request.task == GENERATE:
+            self.check_partition(request.partition)
+            return self._claims[request.partition]
+        return self.find_task(request.task)
+
+    def find_task(self, name: str) -> TaskGroups:
+        """A task that was declared.
+
+        Raises:
+            DataError: It was not.
+        """
+        if name not in self.tasks:
+            raise DataError(f"unknown task {name!r}; declared tasks: {sorted(self.tasks)}.")
+        return self.tasks[name]
+
+    def check_partition(self, partition: str) -> None:
+        """Refuse one of which there is no task.
+
+        Raises:
+            DataError: There is none.
+        """
+        if partition not in self._seeing:
+            raise DataError(f"no task is of partition {partition!r}; tasks have partitions {sorted(self._seeing)}.")
 
     def next_order(self) -> int:
         """Number of the next prompt."""
@@ -166,19 +231,20 @@ class GroupIndex:
     def refresh(self, group: QueuedGroup) -> None:
         """Count a group again; call it after every change of one."""
         ready = possible = 0
-        for task in self._all:
+        seeing = self._seeing[group.partition]
+        for task in seeing:
             is_ready, is_possible = task.bits(group)
             ready |= is_ready
             possible |= is_possible
         old = group.counted
         new = Counted(group.state, group.num_rows, group.num_tokens, group.size_bytes, ready, possible)
         if old is None:
-            self._groups_in[new.state] += 1
+            self._groups_in[group.partition, new.state] += 1
         if new != old:
-            self._count(old or NOT_COUNTED, new, is_new=old is None)
+            self._count(group.partition, old or NOT_COUNTED, new, is_new=old is None)
             group.counted = new
             self._place(group)
-        for task in self._all:
+        for task in seeing:
             task.offer(group)
 
     def _place(self, group: QueuedGroup) -> None:
@@ -195,60 +261,74 @@ class GroupIndex:
             if not group.is_open:
                 self._finished[group.order] = group
 
-    def remove_finished(self) -> list[QueuedGroup]:
-        """Take done and dropped groups out."""
-        finished = list(self._finished.values())
+    def remove_finished(self, partition: str | None) -> list[QueuedGroup]:
+        """Take done and dropped groups out, of one partition or of all."""
+        finished = [group for group in self._finished.values() if partition in (None, group.partition)]
         for group in finished:
-            self._groups_in[group.state] -= 1
+            self._groups_in[group.partition, group.state] -= 1
             del self._groups[group.uid]
-        self._finished.clear()
+            del self._finished[group.order]
         return finished
 
-    def num_in(self, state: PromptState) -> int:
-        """How many groups are in a state."""
-        return self._groups_in[state]
+    def num_in(self, partition: str, state: PromptState) -> int:
+        """How many groups of a partition are in a state."""
+        return self._groups_in[partition, state]
 
     def counts(self) -> dict[str, float]:
-        """Groups, rows and bytes in each state that has any."""
-        named = {"groups": self._groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}
-        return {f"{name}/{state}": n for name, counter in named.items() for state, n in sorted(counter.items()) if n}
+        """Groups, rows and bytes in each state that has any; for each partition as well, where there are several."""
+        found: Counter[str] = Counter()
+        for name, counter in {"groups": self._groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}.items():
+            for (partition, state), count in sorted(counter.items()):
+                found[f"{name}/{state}"] += count
+                if len(self._seeing) > 1:
+                    found[f"partition_{name}/{partition}/{state}"] += count
+        return {key: count for key, count in found.items() if count}
 
-    def describe_states(self) -> str:
-        """Such as "3 issued, 1 settled"."""
-        return ", ".join(f"{n} {state}" for state, n in sorted(self._groups_in.items()) if n) or "nothing issued"
+    def describe_states(self, partition: str | None = None) -> str:
+        """Such as "3 issued, 1 settled", in one partition or in all."""
+        found: Counter[str] = Counter()
+        for (of_partition, state), count in self._groups_in.items():
+            found[state] += count if partition in (None, of_partition) else 0
+        return ", ".join(f"{n} {state}" for state, n in sorted(found.items()) if n) or "nothing issued"
 
-    def describe_wait(self, name: str, *, now: float) -> str:
-        """Why a task does not get more groups."""
-        task = self.tasks[name]
-        parts = [f"{task.num_ready} ready", self.describe_states()]
-        first = next(iter(self.issued.values()), None)
+    def describe_wait(self, task: TaskGroups, *, now: float) -> str:
+        """Why a task, or a producer, does not get more groups."""
+        name, partition = task.name, task.spec.partition
+        parts = [f"{task.num_ready} ready", self.describe_states(partition)]
+        if len(self._seeing) > 1:
+            parts[1] += f" in partition {partition!r}"
+        first = next((group for group in self.issued.values() if group.partition == partition), None)
         if first is not None:
             lacking_s = now - first.issued_at
             parts.append(f"prompt {first.uid!r} lacks sessions {first.missing_sessions} since {lacking_s:.1f} s")
-        lacking = [task.spec.needs - group.columns for group in self if group.state == "settled"]
+        settled = [group for group in self if group.state == "settled" and group.partition == partition]
+        lacking = [task.spec.needs - group.columns for group in settled]
         columns = sorted(frozenset().union(*lacking))
         if columns:
             parts.append(f"{sum(map(bool, lacking))} groups lack columns {columns}")
-        num_leased = sum(name in group.leased for group in self)
+        num_leased = sum(name in group.leased for group in self if group.partition == partition)
         if num_leased:
             parts.append(f"{num_leased} leased by another consumer of this task")
         return ", ".join(parts)
 
-    def _count(self, old: Counted, new: Counted, *, is_new: bool) -> None:
-        if old.state != new.state and not is_new:
-            self._groups_in[old.state] -= 1
-            self._groups_in[new.state] += 1
+    def _count(self, partition: str, old: Counted, new: Counted, *, is_new: bool) -> None:
+        was_in, is_in = (partition, old.state), (partition, new.state)
+        if was_in != is_in and not is_new:
+            self._groups_in[was_in] -= 1
+            self._groups_in[is_in] += 1
         if old[:4] != new[:4]:
-            self._rows_in[old.state] -= old.num_rows
-            self._rows_in[new.state] += new.num_rows
-            self._bytes_in[old.state] -= old.size_bytes
-            self._bytes_in[new.state] += new.size_bytes
+            self._rows_in[was_in] -= old.num_rows
+            self._rows_in[is_in] += new.num_rows
+            self._bytes_in[was_in] -= old.size_bytes
+            self._bytes_in[is_in] += new.size_bytes
             self.num_rows += new.num_rows - old.num_rows
             self.size_bytes += new.size_bytes - old.size_bytes
-        for task in self._all:
+        for task in self._seeing[partition]:
             was, is_now = bool(old.ready & task.bit), bool(new.ready & task.bit)
             if was or is_now:
                 task.num_ready += is_now - was
                 task.ready_rows += is_now * new.num_rows - was * old.num_rows
                 task.ready_tokens += is_now * new.num_tokens - was * old.num_tokens
-            task.num_possible += bool(new.possible & task.bit) - bool(old.possible & task.bit)
+            could, can = bool(old.possible & task.bit), bool(new.possible & task.bit)
+            task.num_possible += can - could
+            task.num_left += could and not can

@@ -19,7 +19,7 @@ from rl_core.queue.group import LatePart, Part
 from rl_core.queue.interface import PromptState, TaskSpec
 from rl_core.queue.journal import (
     DATABASE,
-    FORMAT_VERSION,
+    READABLE_VERSIONS,
     SEGMENTS,
     TABLES,
     Counts,
@@ -63,11 +63,12 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
         raise JournalError(f"the queue in {directory} cannot be read: {error.strerror or error}.") from error
     return JournalReport(
         directory=str(directory),
-        format_version=FORMAT_VERSION,
+        format_version=found.format_version,
         keeper_pid=keeper_pid(directory),
         tasks=found.tasks,
         policy_version=found.counts.policy_version,
         states=found.states,
+        partitions=found.partitions,
         num_rows=found.num_rows,
         num_tokens=found.num_tokens,
         size_bytes=found.size_bytes,
@@ -103,11 +104,14 @@ def keeper_pid(directory: Path) -> int | None:
 class _Found:
     """What one pass through the database gives."""
 
-    def __init__(self, tasks: tuple[TaskSpec, ...], counts: Counts, recovery: Recovery | None) -> None:
-        self.tasks, self.counts, self.recovery = tasks, counts, recovery
+    def __init__(
+        self, format_version: int, tasks: tuple[TaskSpec, ...], counts: Counts, recovery: Recovery | None
+    ) -> None:
+        self.format_version, self.tasks, self.counts, self.recovery = format_version, tasks, counts, recovery
         self.places: dict[int, Any] = {}
         self.uids: dict[int, list[str]] = {}
         self.states: Counter[str] = Counter()
+        self.partitions: dict[str, Counter[str]] = {task.partition: Counter() for task in tasks}
         self.acks: Counter[str] = Counter({task.name: 0 for task in tasks})
         self.num_rows = self.num_tokens = self.size_bytes = 0
         self.prompts: list[InspectedPrompt] = []
@@ -115,6 +119,7 @@ class _Found:
     def add(self, prompt: InspectedPrompt, segments: set[int], limit: int | None) -> None:
         """Count a prompt, and keep it as long as there is room."""
         self.states[prompt.state] += 1
+        self.partitions.setdefault(prompt.partition, Counter())[prompt.state] += 1
         self.acks.update(prompt.acked_by)
         self.num_rows += prompt.num_rows
         self.num_tokens += prompt.num_tokens
@@ -203,10 +208,10 @@ def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
         named = ", ".join(sorted(found)) or "none"
         raise JournalError(f"{directory / DATABASE} must be a queue's database; its tables are: {named}. {ADVICE}")
     version = read_meta(connection).get("format", b"none")
-    if version != str(FORMAT_VERSION).encode():
+    if version not in [str(readable).encode() for readable in READABLE_VERSIONS]:
         raise JournalError(
-            f"{directory} has format {bytes(version).decode(errors='backslashreplace')}; this is rl-core for format "
-            f"{FORMAT_VERSION}. Inspect it with the version that wrote it."
+            f"{directory} has format {bytes(version).decode(errors='backslashreplace')}; this is rl-core for formats "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}. Inspect it with the version that wrote it."
         )
     differing = sorted(name for name in expected if found.get(name) != expected[name])
     if differing:
@@ -224,7 +229,7 @@ def _read(connection: sqlite3.Connection, directory: Path, limit: int | None) ->
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
     recovery = msgspec.json.decode(meta["recovery"], type=Recovery) if "recovery" in meta else None
-    found = _Found(tasks, counts, recovery)
+    found = _Found(int(meta["format"]), tasks, counts, recovery)
     found.places = _read_places(connection)
     for uid, state, record in connection.execute("SELECT uid, state, record FROM groups ORDER BY number"):
         try:
@@ -269,6 +274,7 @@ def _prompt_of(uid: str, state: str, record: bytes) -> tuple[InspectedPrompt, se
         acked_by=tuple(sorted(found.acked)),
         reason=found.reason,
         issued_at=found.issued_at,
+        partition=found.partition,
     )
     return prompt, {part.segment for part in parts} | {part.segment for part in late}
 

@@ -10,6 +10,7 @@ from rl_core.records import Prompt, Trajectory
 
 DEFAULT_DEADLINE_S = 1800.0
 DEFAULT_LEASE_S = 3600.0
+DEFAULT_PARTITION = "train"
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 SessionKey = tuple[str, int]
@@ -30,6 +31,8 @@ class TaskSpec:
             dropped when they would be leased, and an ack that comes later than that is refused.
         partial_after_s: Take a group without the sessions that are missing so long after its prompt was issued;
             they can no longer be put then. Whole groups only, when None.
+        partition: The prompts that the task sees, those that were issued to it; a group is done when every task of
+            its partition has acked.
     """
 
     name: str
@@ -38,6 +41,7 @@ class TaskSpec:
     order: Literal["arrival", "issue"] = "arrival"
     max_staleness: int | None = None
     partial_after_s: float | None = None
+    partition: str = DEFAULT_PARTITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,7 @@ class Unsettled:
         age_s: Seconds since it was issued, the last time.
         attempt: 1, and one more each time that it was issued again.
         is_claimed: A producer holds it.
+        partition: The one that it was issued to.
     """
 
     prompt: Prompt
@@ -115,6 +120,7 @@ class Unsettled:
     age_s: float
     attempt: int
     is_claimed: bool
+    partition: str = DEFAULT_PARTITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +129,8 @@ class LedgerEntry:
 
     Attributes:
         prompt_uid: Which prompt.
-        state: "issued" while sessions are missing, "settled" when all are there, "done" when every task
-            has acked, or "dropped".
+        state: "issued" while sessions are missing, "settled" when all are there, "done" when every task of
+            its partition has acked, or "dropped".
         sessions_settled: Sessions that gave rows or failed.
         sessions_failed: Reason of each failed session, by its index.
         acked_by: Tasks that have acked.
@@ -133,6 +139,7 @@ class LedgerEntry:
         num_rows: Rows held.
         num_tokens: Tokens of these rows.
         policy_versions: Oldest and newest policy version of its sampled tokens; None without any.
+        partition: The one that it was issued to.
     """
 
     prompt_uid: str
@@ -145,6 +152,7 @@ class LedgerEntry:
     num_rows: int = 0
     num_tokens: int = 0
     policy_versions: tuple[int, int] | None = None
+    partition: str = DEFAULT_PARTITION
 
 
 class TransferQueue(Protocol):
@@ -154,16 +162,23 @@ class TransferQueue(Protocol):
     threads.
     """
 
-    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
-        """Enter prompts, each to be settled by `num_sessions` sessions.
+    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int, partition: str = DEFAULT_PARTITION) -> None:
+        """Enter prompts, each to be settled by `num_sessions` sessions, for the tasks of one partition.
 
         Raises:
-            DataError: A prompt uid was issued before.
+            DataError: A prompt uid was issued before, whatever its partition, or no task is of this partition.
         """
         ...
 
-    def claim(self, *, prompts: int, deadline_s: float = DEFAULT_DEADLINE_S, claim_s: float = DEFAULT_LEASE_S) -> Claim:
-        """Take up to so many prompts to generate for, in the order of issue; waits for the first.
+    def claim(
+        self,
+        *,
+        prompts: int,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        claim_s: float = DEFAULT_LEASE_S,
+        partition: str = DEFAULT_PARTITION,
+    ) -> Claim:
+        """Take up to so many prompts of a partition to generate for, in the order of issue; waits for the first.
 
         A producer that dies loses its claim by time (or at once, where the backend notices), and what it had not yet
         put is handed out again. `put` needs no claim.
@@ -224,17 +239,20 @@ class TransferQueue(Protocol):
         groups: int | None = None,
         rows: int | None = None,
         tokens: int | None = None,
+        prompts: Sequence[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
-        """Take groups that are ready for a task: so many, or as many as fit into so many rows or tokens.
+        """Take groups that are ready for a task: so many, as many as fit into so many rows or tokens, or these.
 
         Args:
             task: Name of a declared task.
             groups: How many groups to wait for.
             rows: Wait until this many rows are ready, and take the groups that fit, at least one.
             tokens: The same in tokens, the prompt's included.
+            prompts: Uids of the groups to take, exactly these and in this order, whatever the task's order is; waits
+                until all of them are ready, and for those that another consumer has.
             deadline_s: Longest wait.
             lease_s: How long the groups stay taken.
             allow_fewer: Take what is ready once nothing more can become ready.
@@ -242,6 +260,8 @@ class TransferQueue(Protocol):
         Raises:
             DeadlineError: Not enough became ready.
             NothingToLeaseError: Nothing is ready, and nothing that was issued can become so.
+            DataError: A prompt that is named was never issued, is done or dropped, was acked by this task, or is too
+                stale, now or while this waits. Nothing is taken then.
         """
         ...
 
@@ -256,6 +276,17 @@ class TransferQueue(Protocol):
             OutdatedLeaseError: The lease ran out, was released or was acked.
             StaleLeaseError: Rows became too stale meanwhile: their prompts are dropped, the others delivered again.
             DataError: A column that the task does not give, one that is missing, or a NaN logprob.
+        """
+        ...
+
+    def finish(self, task: str, prompt_uids: Sequence[str]) -> None:
+        """Ack groups by name, all or none, that were leased and released before: work that counts later than it reads.
+
+        What became stale meanwhile counts too: it was fresh when it was leased.
+
+        Raises:
+            DataError: The task gives columns, or a prompt was acked by it before, is done or dropped, is leased by a
+                consumer of the task, or lacks sessions or columns. Nothing is acked then.
         """
         ...
 
@@ -275,12 +306,12 @@ class TransferQueue(Protocol):
         """Where every prompt stands, in issue order."""
         ...
 
-    def forget_finished(self) -> int:
-        """Take done and dropped prompts out of the ledger, and say how many."""
+    def forget_finished(self, partition: str | None = None) -> int:
+        """Take done and dropped prompts, of one partition or of all, out of the ledger, and say how many."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Rows, bytes and groups by state, leases and their ages, waits, drops by reason."""
+        """Rows, bytes and groups by state (and by partition, if tasks have several), leases, waits, drops by reason."""
         ...
 
     def close(self) -> None:

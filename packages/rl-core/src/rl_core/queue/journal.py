@@ -21,14 +21,17 @@ import msgspec
 from rl_core.errors import JournalError, RLError, SegmentError
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import LatePart, Part, QueuedGroup
-from rl_core.queue.interface import PromptState, QueueOptions, TaskSpec
+from rl_core.queue.interface import DEFAULT_PARTITION, PromptState, QueueOptions, TaskSpec
 from rl_core.queue.prompts import encode_prompt
 from rl_core.queue.wal import read_wal
 from rl_core.records import Prompt
 
 DATABASE = "queue.sqlite3"
 SEGMENTS = "segments"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The second has partitions."""
+
+READABLE_VERSIONS = (1, FORMAT_VERSION)
 EPOCH_LEASES = 1 << 40
 """Numbers of leases, and of segments, of one life of a queue; those of the next follow."""
 
@@ -67,6 +70,7 @@ class GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
     parts: list[tuple[int, int, int, int, int, int, int, list[str]]]
     late: list[tuple[int, int, int, int, str, list[str]]]
     acked: dict[str, int]
+    partition: str = DEFAULT_PARTITION
 
 
 class Counts(msgspec.Struct, forbid_unknown_fields=True):
@@ -220,6 +224,7 @@ class SqliteJournal:
             parts=[(*part[:7], sorted(part.columns)) for part in group.parts],
             late=[(*part[:5], sorted(part.columns)) for part in group.late],
             acked=group.acked,
+            partition=group.partition,
         )
         return group.order, group.uid, group.state, prompt, msgspec.json.encode(record)
 
@@ -231,8 +236,8 @@ class SqliteJournal:
             names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
         except UNREADABLE as error:
             raise JournalError(f"{self._directory} has a record that cannot be read: {error}.") from error
-        if version != FORMAT_VERSION:
-            raise JournalError(f"{self._directory} has format {version}; expected {FORMAT_VERSION}.")
+        if version not in READABLE_VERSIONS:
+            raise JournalError(f"{self._directory} has format {version}; expected one of {READABLE_VERSIONS}.")
         if names != expected:
             raise JournalError(
                 f"{self._directory} is the queue of tasks {names}; found {expected}. "
@@ -334,6 +339,7 @@ def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -
         settled=found.settled,
         failures=found.failures,
         acked=found.acked,
+        partition=found.partition,
     )
     for part in found.parts:
         group.add_part(Part(*part[:7], frozenset(part[7])))
@@ -344,9 +350,15 @@ def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -
 
 def _task_names(encoded: bytes) -> list[str]:
     return sorted(
-        task["name"] + (f" (gives {', '.join(sorted(task['gives']))})" if task["gives"] else "")
+        task["name"] + _in_brackets(task["gives"], task.get("partition", DEFAULT_PARTITION))
         for task in msgspec.json.decode(encoded)
     )
+
+
+def _in_brackets(gives: Sequence[str], partition: str) -> str:
+    said = [f"gives {', '.join(sorted(gives))}"] if gives else []
+    said += [f"partition {partition}"] if partition != DEFAULT_PARTITION else []
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from rl_core.queue.interface import DEFAULT_PARTITION
+
 GENERATE = "generate"
 """Task name of claims."""
 
@@ -46,6 +48,7 @@ class Issue(Message):
     prompts: list[tuple[str, Any]]
     num_sessions: int
     is_retry: bool = False
+    partition: str = DEFAULT_PARTITION
 
 
 class Reserve(Message):
@@ -93,7 +96,10 @@ class Drop(Message):
 
 
 class LeaseRequest(Message):
-    """Groups for a task; `unit` says what `amount` counts: groups, rows or tokens."""
+    """Groups for a task; `unit` says what `amount` counts: groups, rows, tokens, or the prompts that are named.
+
+    `partition` is that of a claim; a task has one.
+    """
 
     task: str
     unit: str
@@ -101,6 +107,8 @@ class LeaseRequest(Message):
     lease_s: float
     deadline_s: float
     allow_fewer: bool
+    prompts: list[str] = msgspec.field(default_factory=list)
+    partition: str = DEFAULT_PARTITION
 
 
 class Extend(Message):
@@ -123,6 +131,15 @@ class Ack(Message):
     size_bytes: int
     place: Any
     reservation: int = 0
+    is_retry: bool = False
+
+
+class Finish(Message):
+    """Prompts that a task is done with and holds no longer; `number` is the request's own, below 0: no lease has it."""
+
+    task: str
+    prompts: list[str]
+    number: int
     is_retry: bool = False
 
 
@@ -152,13 +169,27 @@ class SetPolicyVersion(Message):
 
 
 class Ask(Message):
-    """For "stats", "ledger", "unsettled", "forget_finished", "tasks"."""
+    """For "stats", "ledger", "unsettled", "forget_finished", "tasks"; of one partition, where that can be asked."""
 
     what: str
+    partition: str | None = None
 
 
 Request = (
-    Issue | Reserve | Put | Fail | Drop | LeaseRequest | Extend | Ack | Release | Lost | Unpin | SetPolicyVersion | Ask
+    Issue
+    | Reserve
+    | Put
+    | Fail
+    | Drop
+    | LeaseRequest
+    | Extend
+    | Ack
+    | Finish
+    | Release
+    | Lost
+    | Unpin
+    | SetPolicyVersion
+    | Ask
 )
 
 
@@ -219,7 +250,7 @@ class Hello(Message):
 
 def as_retry(request: Request) -> Request:
     """The same request, said a second time because its first answer may be lost."""
-    if isinstance(request, Issue | Fail | Drop | Ack):
+    if isinstance(request, Issue | Fail | Drop | Ack | Finish):
         return msgspec.structs.replace(request, is_retry=True)
     return request
 

@@ -3,7 +3,7 @@
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 
-from rl_core.queue.interface import TaskSpec
+from rl_core.queue.interface import DEFAULT_PARTITION, TaskSpec
 from rl_core.queue.journal import Recovery
 from rl_core.queue.journal_report import InspectedPrompt, JournalReport
 
@@ -11,6 +11,7 @@ MAX_WIDTH = 48
 MAX_DAMAGED = 10
 COLUMNS = (
     "uid",
+    "partition",
     "state",
     "attempt",
     "settled",
@@ -56,6 +57,9 @@ def _head(report: JournalReport) -> Iterator[str]:
 def _facts(report: JournalReport) -> Iterator[tuple[str, str]]:
     yield "policy version", str(report.policy_version)
     yield "prompts", f"{sum(report.states.values())}: {_states(report.states)}"
+    if len(report.partitions) > 1:
+        for partition, states in report.partitions.items():
+            yield "", f"{printable(partition)}: {_states(states)}"
     yield "held", f"{report.num_rows} rows, {report.num_tokens} tokens, {_bytes(report.size_bytes)} of columns"
     yield "acks", _counts(report.acks)
     yield "drops", _counts(report.drops)
@@ -69,6 +73,8 @@ def _task(task: TaskSpec) -> str:
     said = [f"{printable(task.name)}: needs {_names(task.needs)}"]
     if task.gives:
         said.append(f"gives {_names(task.gives)}")
+    if task.partition != DEFAULT_PARTITION:
+        said.append(f"partition {printable(task.partition)}")
     said.append(f"order {task.order}")
     limits = {"max_staleness": task.max_staleness, "partial_after_s": task.partial_after_s}
     said += [f"{name} {value:g}" for name, value in limits.items() if value is not None]
@@ -118,12 +124,12 @@ def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
 
 def _table(report: JournalReport) -> Iterator[str]:
     if report.prompts:
-        rows = [COLUMNS, *(_row(prompt) for prompt in report.prompts)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
+        shown = [name for name in COLUMNS if name != "partition" or len(report.partitions) > 1]
+        lines = [dict(zip(COLUMNS, row, strict=True)) for row in [COLUMNS, *map(_row, report.prompts)]]
+        widths = {name: max(len(line[name]) for line in lines) for name in shown}
+        for line in lines:
             cells = [
-                cell.rjust(width) if name in RIGHT else cell.ljust(width)
-                for name, cell, width in zip(COLUMNS, row, widths, strict=True)
+                line[name].rjust(widths[name]) if name in RIGHT else line[name].ljust(widths[name]) for name in shown
             ]
             yield "  ".join(cells).rstrip()
     if report.num_prompts_left_out:
@@ -136,6 +142,7 @@ def _row(prompt: InspectedPrompt) -> tuple[str, ...]:
     versions = prompt.policy_versions
     return (
         printable(prompt.uid),
+        printable(prompt.partition),
         prompt.state,
         str(prompt.attempt),
         f"{prompt.sessions_settled}/{prompt.num_sessions}",

@@ -1,7 +1,7 @@
 """Room in a queue: what is held, what is reserved for rows that are being written, and who may come in."""
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any, NamedTuple, Protocol
 
 from rl_core.errors import NotReadyError
@@ -66,27 +66,30 @@ class Room:
         """Who writes."""
         return sorted({held.client for held in self._reservations.values()})
 
-    def fits(self, core: QueueCore, num_rows: int, size_bytes: int, *, waiting_tasks: Set[str]) -> bool:
+    def fits(
+        self, core: QueueCore, num_rows: int, size_bytes: int, *, prompt_uids: Iterable[str], waiting_tasks: Set[str]
+    ) -> bool:
         """True when rows fit, or when waiting for room could last for ever.
 
         That is so while nothing is settled, and while no consumer is at work and each task for which something is
-        ready has one that waits for more than there is.
+        ready has one that waits for more than there is. Each partition is judged by itself: the consumers of another
+        one may wait for what comes of this one.
 
         Args:
             core: What is held, and the bounds.
             num_rows: Rows that want in.
             size_bytes: Their bytes.
+            prompt_uids: Prompts that they are of.
             waiting_tasks: Tasks of which a consumer waits.
         """
         groups, options = core.groups, core.options
         rows, size = groups.num_rows + self.num_rows + num_rows, groups.size_bytes + self.size_bytes + size_bytes
         fits_rows = options.capacity_rows is None or rows <= options.capacity_rows
         fits_bytes = options.capacity_bytes is None or size <= options.capacity_bytes
-        if (fits_rows and fits_bytes) or num_rows == 0 or groups.num_in("settled") == 0:
+        if (fits_rows and fits_bytes) or num_rows == 0:
             return True
-        with_ready = {name for name, task in groups.tasks.items() if task.num_ready and name != GENERATE}
-        is_worked_on = any(lease.task.name != GENERATE for lease in core.leases.values())
-        return bool(waiting_tasks) and with_ready <= waiting_tasks and not is_worked_on
+        partitions = {groups.find_open(uid).partition for uid in prompt_uids}
+        return any(_may_wait_for_ever(core, partition, waiting_tasks) for partition in partitions)
 
     def reserve(self, request: Reserve, client: str) -> tuple[int, Any]:
         """Hold room; gives its number and place.
@@ -137,3 +140,15 @@ class Room:
         """Free the room of a client that is gone."""
         for number in [number for number, held in self._reservations.items() if held.client == client]:
             self.give_up(number)
+
+
+def _may_wait_for_ever(core: QueueCore, partition: str, waiting_tasks: Set[str]) -> bool:
+    if core.groups.num_in(partition, "settled") == 0:
+        return True
+    tasks = core.groups.tasks_in(partition)
+    waiting = waiting_tasks & {task.name for task in tasks}
+    with_ready = {task.name for task in tasks if task.num_ready}
+    is_worked_on = any(
+        lease.task.name != GENERATE and lease.task.partition == partition for lease in core.leases.values()
+    )
+    return bool(waiting) and with_ready <= waiting and not is_worked_on

@@ -11,13 +11,13 @@ from rl_core.errors import DataError, DeadlineError, JournalError, NothingToLeas
 from rl_core.queue.answers import answer_of, leased_of, stats_of
 from rl_core.queue.core import QueueCore, RunningLease
 from rl_core.queue.messages import (
-    GENERATE,
     Ack,
     Ask,
     Done,
     Drop,
     Extend,
     Fail,
+    Finish,
     Issue,
     Leased,
     LeaseRequest,
@@ -32,6 +32,7 @@ from rl_core.queue.messages import (
     SetPolicyVersion,
     Unpin,
 )
+from rl_core.queue.picking import Blocked, check_once, describe_named
 from rl_core.queue.room import OwnPlaces, Room, SegmentStore
 
 SHORTEST_PAUSE_S = 0.001
@@ -70,6 +71,7 @@ class _Waiting(NamedTuple):
     since: float
     ends_at: float
     turn: int
+    blocked: Blocked
 
 
 class QueueService:
@@ -125,9 +127,10 @@ class QueueService:
             self._expire()
             if isinstance(request, LeaseRequest | Reserve | Put) and not self._is_settled_put(request):
                 self._check(request)
-                now = self._attempt(request, client)
+                blocked = Blocked()
+                now = self._attempt(request, client, blocked)
                 if now is None:
-                    self._wait(request, client, answer)
+                    self._wait(request, client, answer, blocked)
                     return
                 reply = now
             else:
@@ -211,7 +214,7 @@ class QueueService:
         match request:
             case Issue():
                 if not (request.is_retry and all(uid in core.groups for uid, _ in request.prompts)):
-                    core.issue(request.prompts, num_sessions=request.num_sessions, now=now)
+                    core.issue(request.prompts, num_sessions=request.num_sessions, partition=request.partition, now=now)
                 self._note(f"issue of {len(request.prompts)} prompts")
             case Put():
                 pass  # it is there already: its first answer was lost
@@ -220,7 +223,9 @@ class QueueService:
             case Drop():
                 group = core.groups.get(request.prompt_uid)
                 if not (request.is_retry and group is not None and group.reason == request.reason):
-                    core.drop(core.open_group(request.prompt_uid), request.reason, reissue=request.reissue, now=now)
+                    core.drop(
+                        core.groups.find_open(request.prompt_uid), request.reason, reissue=request.reissue, now=now
+                    )
                 self._note(f"drop of prompt {request.prompt_uid!r}")
             case Extend():
                 _check_lease_s(request.lease_s)
@@ -229,6 +234,10 @@ class QueueService:
                 self._note(f"lease {request.lease_id} extended")
             case Ack():
                 self._ack(request)
+            case Finish():
+                if not (request.is_retry and core.was_acked(request.number)):
+                    core.finish(request)
+                self._note(f"finish of {len(request.prompts)} prompts by task {request.task!r}")
             case Release():
                 if request.lease_id in core.leases:
                     core.end_lease(request.lease_id, "was released")
@@ -243,7 +252,7 @@ class QueueService:
                 core.policy_version = max(core.policy_version, request.version)
                 self._note(f"policy version {request.version}")
             case Ask():
-                value = self._answer(request.what)
+                value = self._answer(request)
         return Done(value)
 
     def _fail(self, request: Fail) -> None:
@@ -265,13 +274,13 @@ class QueueService:
             self._room.end(request.reservation)
         self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
 
-    def _answer(self, what: str) -> Any:
-        if what == "stats":
+    def _answer(self, request: Ask) -> Any:
+        if request.what == "stats":
             return self._stats()
-        if what == "forget_finished":
+        if request.what == "forget_finished":
             self._is_changed = True
-            return self.core.forget_finished()
-        return answer_of(self.core, what, now=self._clock())
+            return self.core.forget_finished(request.partition)
+        return answer_of(self.core, request.what, now=self._clock())
 
     def _stats(self) -> dict[str, float]:
         stats = stats_of(self.core, now=self._clock())
@@ -287,17 +296,19 @@ class QueueService:
         if not request.deadline_s >= 0:  # not a number, too
             raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
-            if request.task not in core.groups.tasks:
-                raise DataError(f"unknown task {request.task!r}; declared tasks: {sorted(core.specs)}.")
-            if request.amount < 1 or request.unit not in ("groups", "rows", "tokens"):
+            core.groups.task_of(request)
+            if request.amount < 1 or request.unit not in ("groups", "rows", "tokens", "prompts"):
                 raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
+            if (request.unit == "prompts") != bool(request.prompts):
+                raise DataError(f"a lease of {request.unit} names {len(request.prompts)} prompts.")
+            check_once(request.prompts)
             _check_lease_s(request.lease_s)
         elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
             raise DataError(f"a segment has at most {LARGEST_SEGMENT} bytes; found {request.segment_bytes}.")
 
-    def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer) -> None:
+    def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer, blocked: Blocked) -> None:
         now = time.monotonic()
-        waiting = _Waiting(request, client, answer, now, now + request.deadline_s, self._turn)
+        waiting = _Waiting(request, client, answer, now, now + request.deadline_s, self._turn, blocked)
         (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
 
     def _retry_leases(self) -> bool:
@@ -311,7 +322,7 @@ class QueueService:
         done, num_changes = [], self.core.num_changes
         for waiting in queue:
             try:
-                reply = self._attempt(waiting.request, waiting.client)
+                reply = self._attempt(waiting.request, waiting.client, waiting.blocked)
             except RLError as error:
                 self._give_up_room(waiting.request)
                 reply = refusal(error)
@@ -322,19 +333,22 @@ class QueueService:
         queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
         return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale, and takes what is late
 
-    def _attempt(self, request: LeaseRequest | Reserve | Put, client: str) -> Reply | None:
+    def _attempt(self, request: LeaseRequest | Reserve | Put, client: str, blocked: Blocked) -> Reply | None:
         """The answer of a request that may wait, or None while it cannot go on."""
-        return self._try_lease(request, client) if isinstance(request, LeaseRequest) else self._try_put(request, client)
+        if isinstance(request, LeaseRequest):
+            return self._try_lease(request, client, blocked)
+        return self._try_put(request, client)
 
-    def _try_lease(self, request: LeaseRequest, client: str) -> Reply | None:
-        lease = self.core.try_lease(request, now=self._clock(), client=client)
+    def _try_lease(self, request: LeaseRequest, client: str, blocked: Blocked) -> Reply | None:
+        lease = self.core.try_lease(request, now=self._clock(), client=client, blocked=blocked)
         if lease is not None:
             self._note(f"lease {lease.lease_id} of {len(lease.groups)} groups for task {request.task!r}")
             return self._leased(lease, client)
-        if self.core.groups.tasks[request.task].num_possible == 0 and request.task != GENERATE:
+        task = self.core.groups.task_of(request)
+        if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
             raise NothingToLeaseError(
                 f"task {request.task!r} asked for {request.amount} {request.unit}, but nothing that was issued can "
-                f"become ready for it: {self.core.groups.describe_states()}."
+                f"become ready for it: {self.core.groups.describe_states(task.spec.partition)}."
             )
         return None
 
@@ -355,11 +369,11 @@ class QueueService:
             return self._has_put(request)
         if isinstance(request, Put):
             size_bytes = sum(part.size_bytes for part in request.parts)
-            if not self._has_room(sum(part.num_rows for part in request.parts), size_bytes):
+            if not self._has_room(request, sum(part.num_rows for part in request.parts), size_bytes):
                 return None
             self.core.put(request)
             return self._has_put(request)
-        if not self._has_room(request.num_rows, request.size_bytes):
+        if not self._has_room(request, request.num_rows, request.size_bytes):
             return None
         return Reserved(*self._room.reserve(request, client))
 
@@ -372,9 +386,10 @@ class QueueService:
     def _is_settled_put(self, request: Any) -> bool:
         return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
 
-    def _has_room(self, num_rows: int, size_bytes: int) -> bool:
+    def _has_room(self, request: Reserve | Put, num_rows: int, size_bytes: int) -> bool:
         waiting = {waiting.request.task for waiting in self._leases}  # type: ignore[union-attr]
-        return self._room.fits(self.core, num_rows, size_bytes, waiting_tasks=waiting - {GENERATE})
+        uids = [uid for uid, _ in request.sessions]
+        return self._room.fits(self.core, num_rows, size_bytes, prompt_uids=uids, waiting_tasks=waiting)
 
     def _give_up_room(self, request: Any) -> None:
         """Free the room of what is refused; its client reserves again."""
@@ -390,7 +405,7 @@ class QueueService:
                 queue.remove(waiting)
                 self._waited("lease" if queue is self._leases else "put", waiting)
                 text = (
-                    f"{self._describe(waiting.request)}, for {waiting.request.deadline_s:g} s; "
+                    f"{self._describe(waiting.request)}, for {round(waiting.request.deadline_s, 3):g} s; "
                     f"the queue's last event: {self.last_event}."
                 )
                 self._answers.append((waiting.answer, refusal(DeadlineError(text))))
@@ -403,7 +418,10 @@ class QueueService:
     def _describe(self, request: LeaseRequest | Reserve | Put) -> str:
         groups, options = self.core.groups, self.core.options
         if isinstance(request, LeaseRequest):
-            found = groups.describe_wait(request.task, now=self._clock())
+            if request.prompts:
+                found = describe_named(groups, request)
+            else:
+                found = groups.describe_wait(groups.task_of(request), now=self._clock())
             return f"lease of {request.amount} {request.unit} for task {request.task!r} waited: {found}"
         rows = request.num_rows if isinstance(request, Reserve) else sum(part.num_rows for part in request.parts)
         held = f"{groups.num_rows} of {options.capacity_rows} held"
@@ -429,12 +447,16 @@ class QueueService:
             self._note(f"lease {lease_id} ran out")
 
     def _next_overdue_s(self) -> float:
-        specs = [self.core.groups.tasks[waiting.request.task].spec for waiting in self._leases]  # type: ignore[union-attr]
-        waits = [spec.partial_after_s for spec in specs if spec.partial_after_s is not None]
-        if not waits or not self.core.groups.partly:
-            return LONGEST_PAUSE_S * 60
-        first = min(group.issued_at for group in self.core.groups.partly.values())
-        return max(first + min(waits) - self._clock(), self._pause_s)
+        groups = self.core.groups
+        specs = {waiting.request.task: groups.task_of(waiting.request).spec for waiting in self._leases}  # type: ignore[arg-type, union-attr]
+        overdue = [
+            group.issued_at + spec.partial_after_s
+            for spec in specs.values()
+            if spec.partial_after_s is not None
+            for group in groups.partly.values()
+            if group.partition == spec.partition
+        ]
+        return max(min(overdue) - self._clock(), self._pause_s) if overdue else LONGEST_PAUSE_S * 60
 
     # -- the journal
 

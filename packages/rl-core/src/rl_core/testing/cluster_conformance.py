@@ -4,13 +4,16 @@ from rl_core.testing.cluster_calls import CallChecks
 from rl_core.testing.cluster_deaths import DeathChecks, RestartChecks
 from rl_core.testing.cluster_life import CloseChecks, PoolChecks, StartChecks
 from rl_core.testing.cluster_remote import BorderChecks, EndChecks
+from rl_core.testing.cluster_stacks import BlockedStackChecks, StackChecks
 
 
-class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks):
+class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks, StackChecks):
     """What holds of every placement, also of roles in this process; for others, see `RemoteClusterConformance`."""
 
 
-class RemoteClusterConformance(ClusterConformance, BorderChecks, EndChecks, DeathChecks, RestartChecks):
+class RemoteClusterConformance(
+    ClusterConformance, BorderChecks, EndChecks, DeathChecks, RestartChecks, BlockedStackChecks
+):
     """The same, and what needs processes that can die, print, be restarted or be interrupted alone.
 
     pytest runs it for each subclass that says which cluster is meant:

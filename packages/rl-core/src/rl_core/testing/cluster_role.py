@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import ctypes
 import os
 import signal
 import subprocess
@@ -165,6 +166,15 @@ class EchoRole:
         started.touch()
         while True:
             time.sleep(3600)
+
+    def hold_interpreter(self, started: Path) -> None:
+        """Never answer, and let no other thread run: C code that waits for a lock that it holds itself."""
+        libc = ctypes.PyDLL(None)
+        mutex = ctypes.create_string_buffer(256)
+        libc.pthread_mutex_init(mutex, None)
+        libc.pthread_mutex_lock(mutex)
+        started.touch()
+        libc.pthread_mutex_lock(mutex)
 
     def raise_error(self, kind: str, *args: Any, **attributes: Any) -> None:
         """Raise an error of this class, with a note."""

@@ -4,10 +4,13 @@ from rl_core.testing.queue_batches import BatchChecks
 from rl_core.testing.queue_claims import ClaimChecks
 from rl_core.testing.queue_columns import ColumnChecks
 from rl_core.testing.queue_drops import DropChecks
+from rl_core.testing.queue_finish import FinishChecks
 from rl_core.testing.queue_leases import LeaseChecks
 from rl_core.testing.queue_ledger import LedgerChecks
+from rl_core.testing.queue_named import NamedLeaseChecks
 from rl_core.testing.queue_own_columns import OwnColumnChecks
 from rl_core.testing.queue_partial import PartialChecks
+from rl_core.testing.queue_partitions import PartitionChecks
 from rl_core.testing.queue_room import RoomChecks
 from rl_core.testing.queue_rows import RowChecks
 from rl_core.testing.queue_staleness import StalenessChecks
@@ -20,12 +23,15 @@ class QueueConformance(
     ColumnChecks,
     OwnColumnChecks,
     LeaseChecks,
+    NamedLeaseChecks,
+    FinishChecks,
     StalenessChecks,
     ClaimChecks,
     PartialChecks,
     DropChecks,
     RoomChecks,
     WaitChecks,
+    PartitionChecks,
     LedgerChecks,
 ):
     """The conformance suite; pytest runs it for each subclass that says how a queue is made.

@@ -54,7 +54,7 @@ class LeaseChecks(QueueChecks):
             queue.lease("train", tokens=11, deadline_s=0, allow_fewer=True)
         none: dict[str, Any] = {}
         for wrong in (none, {"rows": 1, "groups": 1}):
-            with refuses(DataError, "groups, rows or tokens"):
+            with refuses(DataError, "groups, rows, tokens or prompts"):
                 queue.lease("train", deadline_s=0, **wrong)
 
     def test_a_leased_group_is_not_delivered_twice(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec
+from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec, process_stacks
 from rl_core.errors import NotReadyError, SettingsError
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.parallel import Place
@@ -115,6 +115,18 @@ class LearnerRanks:
             return [self._host.finish_save(directory)]
         deadline_s = self._call_deadline_s
         return self._together(lambda ranks: ranks.call_all("wait_for_save", directory, deadline_s=deadline_s))
+
+    def stacks(self, *, deadline_s: float) -> list[str]:
+        """What each rank does right now; for any thread, also while another one waits for a call.
+
+        Nothing is raised: of a rank that is dead or does not answer, the text says so.
+        """
+        group = self._group
+        if self._host is not None:
+            return [f"The learner's one rank is in this process.\n{process_stacks()}"]
+        if group is None:
+            return [f"The ranks of the learner were ended{self._ended_by}."]
+        return group.stacks(deadline_s=deadline_s)
 
     def close(self) -> None:
         """End every rank. Can be called twice."""

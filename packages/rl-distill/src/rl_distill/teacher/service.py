@@ -51,9 +51,15 @@ class ServiceOptions:
     deadline_s: float = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A lease that is being scored."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """A lease that is being scored.
+
+    Attributes:
+        teachers: That score it.
+        prompt_uid: Its first prompt.
+        since: When that began, in seconds since the epoch.
+    """
 
     teachers: tuple[str, ...]
     prompt_uid: str
@@ -128,13 +134,25 @@ class TeacherService:
         self._say = say or _say_nothing
         self._news = asyncio.Condition()
         self._step = _Step()
-        self._work: dict[int, _Work] = {}
+        self._work: dict[int, Scoring] = {}
         self._report: ServiceReport | None = None
 
     @property
     def report(self) -> ServiceReport:
         """What the last `serve_while` cost; empty before the first."""
         return self._report or ServiceReport(waited_s=0.0, teachers={})
+
+    @property
+    def scoring(self) -> tuple[Scoring, ...]:
+        """What is being scored now, in the order in which that began."""
+        return tuple(self._work.values())
+
+    def take_report(self) -> ServiceReport:
+        """What was scored since the last call, or since `serve_while` began, while it goes on; nobody waited."""
+        tallies = self._step.tallies
+        return ServiceReport(
+            waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in tallies.items()}
+        )
 
     async def start(self) -> None:
         """Start every teacher at once; where one cannot start, none is left.
@@ -279,7 +297,7 @@ class TeacherService:
         rows, logprobs = _rows(lease.batch), _logprobs(lease.batch)
         of_rows = [names[row.key.prompt_uid] for row in rows]
         teachers = tuple(dict.fromkeys(of_rows))
-        self._work[lease.lease_id] = _Work(teachers, lease.prompts[0].uid, time.time())
+        self._work[lease.lease_id] = Scoring(teachers=teachers, prompt_uid=lease.prompts[0].uid, since=time.time())
         found: dict[int, TeacherScores] = {}
         for name in teachers:
             served, own = self._served[name], [at for at, other in enumerate(of_rows) if other == name]

@@ -69,6 +69,13 @@ class Tally:
         self.num_tokens += sum(len(row.input_ids) for row in rows)
         self.num_stored += num_stored
 
+    def take(self, teacher: Teacher) -> TeacherReport:
+        """What came of it since the last time; it counts on from zero."""
+        report, fresh = self.end(teacher), Tally.begin(teacher)
+        self.began, self.busy_s, self.num_restarts = fresh.began, fresh.busy_s, fresh.num_restarts
+        self.num_trajectories = self.num_tokens = self.num_stored = 0
+        return report
+
     def end(self, teacher: Teacher) -> TeacherReport:
         """What came of it."""
         busy_s = teacher.busy_s - self.busy_s

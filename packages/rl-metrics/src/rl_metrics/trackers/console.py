@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import structlog
 from rich.console import Console
 
+from rl_metrics.generations import GenerationSample
 from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
+from rl_metrics.trackers.text import plain_text
 from rl_metrics.validation import headline
 
 log = structlog.get_logger(__name__)
@@ -39,6 +41,13 @@ READINGS = (
     Reading(label="speed", names=("perf/throughput", "sft/throughput"), format=",.0f", unit=" tok/s"),
 )
 """What the console shows unless told otherwise, beside the newest validation."""
+
+
+MAX_SAMPLES = 3
+"""Generations of a table that the console shows with their texts on lines of their own; the others have one line."""
+
+MAX_TEXT, MAX_SHORT_TEXT = 160, 40
+"""Characters of a text that the console shows."""
 
 
 class ConsoleTracker:
@@ -130,6 +139,22 @@ class ConsoleTracker:
         )
         self._draw(lambda view: view.stepped(report))
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a validation that is over; other late metrics are not shown."""
+        found = headline(metrics)
+        if found is not None:
+            self._validation = found
+            self._draw(lambda view: view.say(f"validation of step {step}: {found:.3f}"))
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Show a table in lines that stay, a few for each of the first samples, long texts cut in their middle."""
+        self.say(f"{name} at step {step}: {len(samples)} samples")
+        for sample in samples[:MAX_SAMPLES]:
+            for line in _sample_lines(sample):
+                self.say(line)
+        for sample in samples[MAX_SAMPLES:]:
+            self.say(_sample_line(sample))
+
     def end(self) -> None:
         """End the bar of steps. Can be called twice."""
         self._has_begun = False
@@ -182,6 +207,27 @@ class ConsoleTracker:
             with suppress(Exception):
                 view.close()
             log.warning("console_failed", error=f"{type(error).__name__}: {error}")
+
+
+def _sample_head(sample: GenerationSample) -> str:
+    oldest, newest = sample.policy_version
+    versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+    name, source = (plain_text(text, limit=MAX_TEXT) for text in (sample.prompt_uid, sample.source))
+    return f"  {name}  score {sample.score:.3g}  {versions}  {source}"
+
+
+def _sample_line(sample: GenerationSample) -> str:
+    given, output = (plain_text(text, limit=MAX_SHORT_TEXT) for text in (sample.input, sample.output))
+    failure = "" if sample.failure is None else f"  failure: {plain_text(sample.failure, limit=MAX_TEXT)}"
+    return f"{_sample_head(sample)}  {given} -> {output}{failure}"
+
+
+def _sample_lines(sample: GenerationSample) -> Iterator[str]:
+    yield _sample_head(sample)
+    texts = {"in": sample.input, "out": sample.output, "expected": sample.ground_truth, "failure": sample.failure}
+    for label, text in texts.items():
+        if text is not None:
+            yield f"    {label.ljust(8)}  {plain_text(text, limit=MAX_TEXT)}"
 
 
 def duration_text(seconds: float) -> str:

@@ -1,16 +1,18 @@
 """Several trackers as one; none of them can stop a run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 
+from rl_metrics.generations import GenerationSample
 from rl_metrics.trackers.protocol import Tracker
 
 log = structlog.get_logger(__name__)
 
 
 class Fanout:
-    """Passes metrics to trackers; one that raises is warned of once, closed and left out from then on."""
+    """Passes everything to trackers; one that raises is warned of once, closed and left out from then on."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         """Hold the trackers.
@@ -27,16 +29,27 @@ class Fanout:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of one step to every tracker that still works."""
-        for name, tracker in list(self._trackers.items()):
-            if not self._survives(name, lambda tracker=tracker: tracker.log(step, metrics)):  # type: ignore[misc]
-                del self._trackers[name]
-                self._survives(name, tracker.close, is_silent=True)
+        self._pass(lambda tracker: tracker.log(step, metrics))
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass metrics that come after those of later steps to every tracker that still works."""
+        self._pass(lambda tracker: tracker.log_late(step, metrics))
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Pass a table of samples to every tracker that still works."""
+        self._pass(lambda tracker: tracker.log_generations(step, name, samples))
 
     def close(self) -> None:
         """Close all trackers. Can be called twice."""
         while self._trackers:
             name, tracker = self._trackers.popitem()
             self._survives(name, tracker.close)
+
+    def _pass(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            if not self._survives(name, partial(call, tracker)):
+                del self._trackers[name]
+                self._survives(name, tracker.close, is_silent=True)
 
     def _survives(self, name: str, call: Callable[[], None], *, is_silent: bool = False) -> bool:
         try:

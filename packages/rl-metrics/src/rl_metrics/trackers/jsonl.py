@@ -1,12 +1,14 @@
-"""metrics.jsonl: one line a step, appended, never truncated."""
+"""metrics.jsonl: one line a step, and generations.jsonl: one line a sample; appended, never truncated."""
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import DataError, NotReadyError
+from rl_metrics.generations import GenerationSample
 from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
 
 
@@ -25,34 +27,87 @@ class MetricRow:
     metrics: dict[str, float]
 
 
-class JsonlTracker:
-    """Writes `{"step": 1, "time": ..., "actor/entropy": ...}` lines; non-finite values are null."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationTable:
+    """The samples of one validation, as read back.
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    Attributes:
+        step: Optimizer steps done.
+        name: Of the table.
+        time: Seconds since the epoch when it was written.
+        samples: In their order; fewer than were logged when a kill tore the table.
+    """
+
+    step: int
+    name: str
+    time: float
+    samples: tuple[GenerationSample, ...]
+
+
+LATE = "late"
+"""Marks a line whose metrics came after those of later steps."""
+
+
+class JsonlTracker:
+    """Writes `{"step": 1, "time": ..., "actor/entropy": ...}` lines; non-finite values are null.
+
+    Generations are in a file of their own: `{"step": 1, "name": ..., "index": 0, "prompt_uid": ...}`, a line a sample,
+    with whole texts.
+    """
+
+    def __init__(self, path: Path, *, generations: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; a resumed run goes on behind what is there.
 
         Args:
             path: Such as `run/metrics.jsonl`.
+            generations: File of the samples, made with the first; None is `generations.jsonl` beside the other.
             clock: Seconds since the epoch.
         """
         self._writer = JsonLinesWriter(path)
+        self._generations_path = path.with_name("generations.jsonl") if generations is None else generations
+        self._generations: JsonLinesWriter | None = None
         self._clock = clock
+        self._is_closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         values = {name: float(value) for name, value in metrics.items()}
         self._writer.append({"step": step, "time": round(self._clock(), 3), **values})
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line that adds to the step's own, and replaces none."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self._writer.append({"step": step, "time": round(self._clock(), 3), LATE: True, **values})
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Append one line for each sample.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        if self._is_closed:
+            raise NotReadyError(f"{self._generations_path} is closed; make a new JsonlTracker to append more.")
+        if self._generations is None:
+            self._generations = JsonLinesWriter(self._generations_path)
+        written = round(self._clock(), 3)
+        for index, sample in enumerate(samples):
+            place = {"step": step, "time": written, "name": name, "index": index}
+            self._generations.append({**place, **sample.to_json()})
+
     def close(self) -> None:
-        """Close the file. Can be called twice."""
+        """Close the files. Can be called twice."""
+        self._is_closed = True
         self._writer.close()
+        if self._generations is not None:
+            self._generations.close()
 
 
 def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
     """The metrics of a run, also one that is still writing.
 
     A run that was killed and resumed from an older checkpoint repeats steps: a line replaces the earlier lines of
-    its own and later steps, so the result is the history of the run as it stands, with rising steps.
+    its own and later steps, so the result is the history of the run as it stands, with rising steps. What came late of
+    a step is among its metrics.
 
     Args:
         path: A file of JsonlTracker.
@@ -60,13 +115,56 @@ def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
     """
     rows: list[MetricRow] = []
     for line in read_json_lines(path):
+        is_late = line.pop(LATE, False) is True
         row = _metric_row(line)
         if row is None:
+            continue
+        if is_late:
+            for index, known in enumerate(rows):
+                if known.step == row.step:
+                    rows[index] = replace(known, metrics={**known.metrics, **row.metrics})
             continue
         while not with_replaced and rows and rows[-1].step >= row.step:
             rows.pop()
         rows.append(row)
     return rows
+
+
+def read_generations(path: Path, *, with_replaced: bool = False) -> list[GenerationTable]:
+    """The tables of samples of a run, also one that is still writing.
+
+    As in `read_metrics`, a table replaces the earlier ones of its name and its own and later steps. Lines that hold no
+    sample are left out.
+
+    Args:
+        path: A file of JsonlTracker.
+        with_replaced: True keeps the replaced tables, in the order of the file.
+    """
+    tables: list[GenerationTable] = []
+    for line in read_json_lines(path):
+        read = _generation_row(line)
+        if read is None:
+            continue
+        index, row = read
+        last = tables[-1] if tables else None
+        if index > 0 and last is not None and (last.step, last.name, last.time) == (row.step, row.name, row.time):
+            tables[-1] = replace(last, samples=last.samples + row.samples)
+            continue
+        if not with_replaced:
+            tables = [table for table in tables if table.name != row.name or table.step < row.step]
+        tables.append(row)
+    return tables
+
+
+def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable] | None:
+    step, index, name = line.get("step"), line.get("index"), line.get("name")
+    if type(step) is not int or type(index) is not int or not isinstance(name, str):
+        return None
+    try:
+        sample = GenerationSample.from_json(line)
+    except DataError:
+        return None
+    return index, GenerationTable(step=step, name=name, time=_number(line.get("time")), samples=(sample,))
 
 
 def _metric_row(line: dict[str, Any]) -> MetricRow | None:

@@ -13,6 +13,7 @@ from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, Restart
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RLError, RoleDiedError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
 from rl_rollout.engines.registry import engine_class
 
@@ -132,6 +133,7 @@ class ProcessEngine(EngineCalls):
             index: Which of several equal engines this is, for messages and logs.
         """
         super().__init__(self._ask)
+        self.gate = Gate()
         self._host = host or EngineHost()
         self._spec = RoleSpec(
             name=f"{name} engine",
@@ -191,6 +193,25 @@ class ProcessEngine(EngineCalls):
             self._traits = await asyncio.wait_for(self._call_role("start"), host.deadline_s)
         except TimeoutError:
             raise DeadlineError(f"{self._spec} had not loaded its model after {host.deadline_s:g} s.") from None
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        return await self.gate.through(request, super().generate)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        self.gate.abort(request_ids)
+        await super().abort(request_ids)
+
+    async def abort_all(self) -> None:
+        """See `RolloutEngine.abort_all`."""
+        self.gate.abort(None)
+        await super().abort_all()
+
+    async def stacks(self, *, deadline_s: float) -> str:
+        """What its process does right now, also when it does not answer; see `rl_core.cluster.Role.stacks`."""
+        role = self._role
+        return f"{self._spec} has no process." if role is None else await role.stacks(deadline_s=deadline_s)
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""

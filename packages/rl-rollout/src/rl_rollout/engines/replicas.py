@@ -1,87 +1,68 @@
 """Several equal engines as one: requests are spread, and what a dead engine owed goes to the others."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import structlog
 
-from rl_core.errors import EngineDiedError, NotReadyError, WeightProofError
-from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport, check_receipt, publish_weights
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
+from rl_core.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport, check_receipt
 from rl_core.records import FloatArray, IntArray
-from rl_core.weights import Canary, WeightReceipt, WeightReceiver, WeightUpdate
+from rl_core.weights import Canary, WeightReceipt, WeightUpdate
+from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.gate import DRAIN_DEADLINE_S
 from rl_rollout.engines.process import EngineCalls, ProcessEngine
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
-from rl_rollout.engines.requests import check_sequence, check_top_k
-from rl_rollout.engines.routing import Router
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replica import Published, Replica
+from rl_rollout.engines.replica_set import MAX_DEATHS, ReplicaSet
+from rl_rollout.engines.requests import aborted_generations, check_sequence, check_top_k
+from rl_rollout.engines.tickets import AbortedError, Ticket
+from rl_rollout.engines.waiting import Turn
+
+__all__ = ["ReplicatedEngine", "publish_to"]
 
 log = structlog.get_logger(__name__)
 
-MAX_ATTEMPTS = 3
-"""Engines that may die under one request before it is given up as the cause."""
 NO_PREFIX = np.zeros(0, dtype=np.int32)
 """What is scored is computed whole, whoever has computed its beginning before."""
-NEWS_DEADLINE_S = 600.0
-"""Longest wait of a restarted engine, whose weights have just been replaced, for the next publication."""
-
-
-async def publish_to(
-    engine: RolloutEngine, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances
-) -> PublishReport:
-    """Give an update to an engine, or to all replicas of one, and prove that each serves it.
-
-    Raises:
-        WeightProofError: An engine serves something else; the message names the first tensor that differs.
-        EngineDiedError: None is left to take it.
-    """
-    publish = getattr(engine, "publish", None)
-    if publish is not None:
-        report: PublishReport = await publish(update, canary=canary, tolerances=tolerances)
-        return report
-    return await publish_weights(update, [engine], canary=canary, tolerances=tolerances)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Published:
-    """What every replica must serve."""
-
-    update: WeightUpdate
-    canary: Canary | None = None
-    tolerances: ProofTolerances = BFLOAT16_TOLERANCES
+REMOVE_DEADLINE_S = 600.0
+"""How long a replica that is removed may go on with its requests; then they move."""
 
 
 class ReplicatedEngine:
     """A `RolloutEngine` over equal engines.
 
     A request goes to one of them (see `Router`), and to another when that one dies. A replica that is started again
-    (`EngineHost.max_restarts`) gets the present weights with their proof before it serves; one that missed an update
-    does not serve.
+    (`EngineHost.max_restarts`), or added, gets the present weights with their proof before it serves; one that missed
+    an update does not serve.
     """
 
-    def __init__(self, replicas: Sequence[RolloutEngine]) -> None:
-        """Join engines that are not started yet."""
+    def __init__(self, replicas: Sequence[RolloutEngine], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Join engines that are not started yet.
+
+        Args:
+            replicas: The engines.
+            clock: Seconds, for `loads`.
+        """
         if not replicas:
             raise NotReadyError("a replicated engine needs at least one engine; found none.")
-        self._replicas = list(replicas)
-        self._router = Router(len(replicas))
-        self._published: _Published | None = None
-        self._served: list[_Published | None] = [None] * len(replicas)
-        self._catching_up = [asyncio.Lock() for _ in replicas]
-        self._failed: dict[int, EngineDiedError] = {}
-        self._news = asyncio.Event()
-        self._waiting: set[int] = set()
+        self._replicas = ReplicaSet(clock)
+        self._weights = self._replicas.weights
+        self._publishing = Turn()
+        self._bringing: list[asyncio.Future[PublishReport | None]] = []
         self._is_paused = False
-        for index, replica in enumerate(replicas):
-            if isinstance(replica, ProcessEngine):
-                replica.on_restart = self._reviver(index)
+        self._is_asleep = False
+        for engine in replicas:
+            self._enter(engine, is_joining=False)
 
     @property
     def traits(self) -> EngineTraits:
         """Of one of them; the least of their limits."""
-        traits = [replica.traits for replica in self._replicas]
+        traits = [replica.engine.traits for replica in self._replicas.members if not replica.is_joining]
         return replace(
             traits[0],
             name=traits[0].name if len(traits) == 1 else f"{len(traits)} x {traits[0].name}",
@@ -91,36 +72,121 @@ class ReplicatedEngine:
         )
 
     @property
+    def num_replicas(self) -> int:
+        """Replicas that there are: also those that are being started or removed, or are dead."""
+        return len(self._replicas.members)
+
+    @property
     def num_serving(self) -> int:
         """Replicas that take requests now."""
-        return len(self._serving())
+        return len(self._replicas.serving)
 
     @property
     def is_waiting_for_weights(self) -> bool:
         """True while a restarted replica needs a publication, because the weights that it missed are gone."""
-        return bool(self._waiting)
+        return bool(self._weights.waiting)
+
+    def loads(self) -> list[EngineLoad]:
+        """What each replica does, and has done so far; those that were removed are not among them."""
+        return [replica.load for replica in self._replicas.members]
+
+    async def stacks(self, *, deadline_s: float) -> dict[int, str]:
+        """What the process of each replica does right now, answering or not; replicas in this process are left out."""
+        return await self._replicas.stacks(deadline_s=deadline_s)
 
     async def start(self) -> None:
         """Start all of them at once; where one cannot, none is left."""
-        started = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
+        engines = [replica.engine for replica in self._replicas.members]
+        started = await asyncio.gather(*(engine.start() for engine in engines), return_exceptions=True)
         errors = [error for error in started if isinstance(error, BaseException)]
         if errors:
             await self.close()
             raise errors[0]
+        for replica in self._replicas.members:
+            replica.meter.begin_life()
+
+    async def add(self, engine: RolloutEngine) -> int:
+        """Start one more, and give it the present weights with their proof; then it serves.
+
+        Args:
+            engine: Equal to the others, and not started yet; closed where this fails.
+
+        Returns:
+            Its index, which no other one gets.
+
+        Raises:
+            EngineError: It could not start, or is another model.
+            WeightProofError: It serves something else than the weights that it was given.
+            DeadlineError: The present weights are gone, and no others were published.
+        """
+        replica = self._enter(engine, is_joining=True)
+        try:
+            await engine.start()
+            self._check_equal(engine.traits)
+            await self._weights.bring_started(replica, engine)
+            await self._follow(engine)
+        except BaseException:
+            self._replicas.leave(replica)
+            await engine.close()
+            raise
+        replica.is_joining = False
+        replica.meter.begin_life()
+        self._replicas.changed()
+        log.info("engine_added", replica=replica.index)
+        return replica.index
+
+    async def remove(self, index: int, *, deadline_s: float = REMOVE_DEADLINE_S) -> EngineLoad:
+        """Let a replica end its requests, without new ones, and close it.
+
+        Args:
+            index: As `add` gave it; those of the beginning are numbered from 0.
+            deadline_s: Requests that it still has then begin anew on others, with the same seeds.
+
+        Returns:
+            What it has done in all.
+
+        Raises:
+            EngineError: There is no such replica, it is being removed already, or it is the last one that serves.
+        """
+        replica = self._replicas.get(index)
+        self._check_dispensable(replica)
+        replica.is_leaving = True
+        try:
+            await self._emptied(replica, deadline_s)
+        except BaseException:
+            replica.is_leaving = False
+            self._replicas.changed()
+            raise
+        async with replica.updating:
+            load = replica.load
+            self._replicas.leave(replica)
+            await replica.engine.close()
+        log.info("engine_removed", replica=index)
+        return load
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        generations: list[Generation] = await self._anywhere(
-            lambda replica: replica.generate(request), request.input_ids, num_samples=request.num_samples
-        )
+        ticket = Ticket(num_samples=request.num_samples, request_id=request.request_id)
+
+        async def ask(replica: Replica) -> list[Generation]:
+            generations = await replica.engine.generate(request)
+            replica.meter.num_tokens += sum(len(one.token_ids) for one in generations)
+            return generations
+
+        try:
+            generations: list[Generation] = await self._replicas.ask_one(ask, request.input_ids, ticket=ticket)
+        except AbortedError:
+            return aborted_generations(request)
         return generations
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `RolloutEngine.score`."""
         if not sequences:
             return []
-        scores: list[FloatArray] = await self._anywhere(
-            lambda replica: replica.score(sequences), np.concatenate(list(sequences)), num_samples=len(sequences)
+        scores: list[FloatArray] = await self._replicas.ask_one(
+            lambda replica: replica.engine.score(sequences),
+            np.concatenate(list(sequences)),
+            ticket=Ticket(num_samples=len(sequences)),
         )
         return scores
 
@@ -131,221 +197,194 @@ class ReplicatedEngine:
             check_sequence(sequence, self.traits)
 
         async def score_one(sequence: IntArray) -> TokenScores:
-            (scores,) = await self._anywhere(
-                lambda replica: replica.score_top_k([sequence], top_k=top_k), NO_PREFIX, num_samples=1
+            (scores,) = await self._replicas.ask_one(
+                lambda replica: replica.engine.score_top_k([sequence], top_k=top_k),
+                NO_PREFIX,
+                ticket=Ticket(num_samples=1),
             )
             scored: TokenScores = scores
             return scored
 
         return list(await asyncio.gather(*map(score_one, sequences)))
 
-    async def publish(self, update: WeightUpdate, *, canary: Canary, tolerances: ProofTolerances) -> PublishReport:
-        """See `publish_to`; a replica that dies on the way gets the update when it is there again."""
-        with self._publishing(_Published(update=update, canary=canary, tolerances=tolerances)):
-            reports: list[PublishReport] = []
-            for _ in range(MAX_ATTEMPTS):  # all may die on the way, and come back
-                reports = reports or await self._publish_to_all()
-            if not reports:
-                raise self._nobody_left()
+    async def publish(
+        self,
+        update: WeightUpdate,
+        *,
+        canary: Canary,
+        tolerances: ProofTolerances,
+        drain: bool = False,
+        drain_deadline_s: float = DRAIN_DEADLINE_S,
+    ) -> PublishReport:
+        """See `publish_to`; a replica that dies on the way gets the update when it is there again.
+
+        Each replica is drained by itself: those that have the update already take the requests that come.
+        """
+        if drain and self._is_paused:
+            raise EngineError("a paused engine does not end what it has: resume it, or publish without drain.")
+        published = Published(
+            update=update,
+            canary=canary,
+            tolerances=tolerances,
+            drain_deadline_s=drain_deadline_s if drain else None,
+        )
+        async with self._publishing:
+            try:
+                with self._weights.publishing(published):
+                    reports: list[PublishReport] = []
+                    for _ in range(MAX_DEATHS):  # all may die on the way, and come back
+                        reports = reports or await self._publish_to_all()
+                    if not reports:
+                        raise self._replicas.nobody_left()
+            finally:
+                if self._bringing:
+                    await asyncio.wait(self._bringing)  # after a failure others may still be at it
         return replace(
             reports[0],
             probe_max_diff=max(report.probe_max_diff for report in reports),
             canary_max_diff=max(report.canary_max_diff for report in reports),
             update_s=max(report.update_s for report in reports),
             proof_s=max(report.proof_s for report in reports),
+            drain_s=max(report.drain_s for report in reports),
+            stall_s=max(report.stall_s for report in reports),
         )
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""
-        with self._publishing(_Published(update=update)):
-            receipts: dict[int, WeightReceipt] = await self._on_all(lambda replica: replica.update_weights(update))
-            if not receipts:
-                raise self._nobody_left()
-            for index in receipts:
-                self._served[index] = self._published
+        published = Published(update=update)
+
+        async def take(replica: Replica) -> WeightReceipt:
+            async with replica.updating:
+                receipt = await self._weights.take(replica, replica.engine, update)
+                replica.served = published
+            return receipt
+
+        async with self._publishing:
+            with self._weights.publishing(published):
+                receipts: dict[int, WeightReceipt] = await self._replicas.ask_all(take)
+                if not receipts:
+                    raise self._replicas.nobody_left()
         return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `RolloutEngine.abort`."""
-        await self._on_all(lambda replica: replica.abort(request_ids))
+        self._replicas.abort(request_ids)
+        await self._on_all(lambda engine: engine.abort(request_ids))
 
     async def abort_all(self) -> None:
         """See `RolloutEngine.abort_all`."""
-        await self._on_all(lambda replica: replica.abort_all())
+        self._replicas.abort(None)
+        await self._on_all(lambda engine: engine.abort_all())
 
     async def pause(self) -> None:
         """See `RolloutEngine.pause`."""
         self._is_paused = True
-        await self._on_all(lambda replica: replica.pause())
+        await self._on_all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         self._is_paused = False
-        await self._on_all(lambda replica: replica.resume())
+        await self._on_all(lambda engine: engine.resume())
 
     async def reset_prefix_cache(self) -> None:
         """See `RolloutEngine.reset_prefix_cache`."""
-        for index in range(len(self._replicas)):
-            self._router.forget(index)
-        await self._on_all(lambda replica: replica.reset_prefix_cache())
+        self._replicas.forget_prefixes()
+        await self._on_all(lambda engine: engine.reset_prefix_cache())
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._on_all(lambda replica: replica.sleep())
+        await self._on_all(lambda engine: engine.sleep())
+        self._is_asleep = True
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        await self._on_all(lambda replica: replica.wake())
+        await self._on_all(lambda engine: engine.wake())
+        self._is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`; the first error is raised when all are closed."""
-        closed = await asyncio.gather(*(replica.close() for replica in self._replicas), return_exceptions=True)
+        self._replicas.close()
+        engines = [replica.engine for replica in self._replicas.members]
+        closed = await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
         errors = [error for error in closed if isinstance(error, BaseException)]
         if errors:
             raise errors[0]
 
     # -- inside
 
-    @contextmanager
-    def _publishing(self, published: _Published) -> Iterator[None]:
-        """From now on replicas must serve this; what an engine refuses, or does not prove, is not published."""
-        before, self._published = self._published, published
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
+        replica = self._replicas.enter(engine, is_joining=is_joining)
+        if isinstance(engine, ProcessEngine):
+            engine.on_restart = self._reviver(replica)
+        return replica
+
+    def _check_equal(self, traits: EngineTraits) -> None:
+        present = self.traits
+        if traits.vocab_size != present.vocab_size or traits.max_model_len < present.max_model_len:
+            raise EngineError(
+                f"a replica must be equal to the others: a vocabulary of {present.vocab_size} tokens, max_model_len "
+                f"{present.max_model_len} or more; found {traits.vocab_size} and {traits.max_model_len} in "
+                f"{traits.name}."
+            )
+
+    def _check_dispensable(self, replica: Replica) -> None:
+        if replica.is_leaving or replica.is_joining:
+            doing = "removed" if replica.is_leaving else "added"
+            raise EngineError(f"replica {replica.index} is being {doing} already; wait for that.")
+        others = [other for other in self._replicas.members if other is not replica]
+        if any(other.is_staying for other in others):
+            return
+        if replica.is_staying or not any(other.is_coming_back for other in others):
+            raise EngineError(
+                f"replica {replica.index} is the last of {self.num_replicas} that serves; add another one before it is "
+                "removed, or close the whole engine."
+            )
+
+    @staticmethod
+    async def _emptied(replica: Replica, deadline_s: float) -> None:
         try:
-            yield
-        except BaseException:
-            self._published = before
-            raise
+            async with asyncio.timeout(deadline_s):
+                await replica.emptied()
+        except TimeoutError:
+            log.info("requests_move", replica=replica.index, num_requests=len(replica.tickets))
+            for ticket in list(replica.tickets):
+                ticket.stop()
+            await replica.emptied()
 
-    async def _anywhere(
-        self, ask: Callable[[RolloutEngine], Awaitable[Any]], input_ids: IntArray, *, num_samples: int
-    ) -> Any:
-        """Ask a replica, and another one when it dies."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            index = self._router.choose(input_ids, among=self._serving() or self._coming_back())
-            with self._router.carrying(index, num_samples):
-                try:
-                    await self._catch_up(index)
-                    return await ask(self._replicas[index])
-                except EngineDiedError as error:
-                    self._note_death(index, error)
-                    if attempt == MAX_ATTEMPTS:
-                        raise EngineDiedError(
-                            f"{attempt} engines died under this request, which may be what ends them. The last: {error}"
-                        ) from error
-        raise self._nobody_left()
-
-    def _serving(self) -> list[int]:
-        """Replicas that answer now; those that are being started again do not."""
-        return [index for index in range(len(self._replicas)) if self._state(index) == "serving"]
-
-    def _coming_back(self) -> list[int]:
-        """Replicas that will answer once they are there again.
-
-        Raises:
-            EngineDiedError: There is none.
-        """
-        found = [index for index in range(len(self._replicas)) if self._state(index) in ("starting", "restarting")]
-        if not found:
-            raise self._nobody_left()
-        return found
-
-    def _state(self, index: int) -> str:
-        replica = self._replicas[index]
-        if isinstance(replica, ProcessEngine):
-            return replica.state
-        return "dead" if index in self._failed else "serving"
-
-    def _death_of(self, index: int) -> EngineDiedError | None:
-        """Why a replica serves no more; one may die while nobody asks it anything."""
-        replica = self._replicas[index]
-        return self._failed.get(index) or (replica.death if isinstance(replica, ProcessEngine) else None)
-
-    def _note_death(self, index: int, error: EngineDiedError) -> None:
-        self._failed[index] = error
-        self._served[index] = None
-        self._router.forget(index)
-        log.warning("engine_died", replica=index, state=self._state(index), error=str(error))
-
-    def _nobody_left(self) -> EngineDiedError:
-        deaths = [(index, self._death_of(index)) for index in range(len(self._replicas))]
-        said = "; ".join(f"replica {index}: {death}" for index, death in deaths if death is not None)
-        return EngineDiedError(f"none of {len(self._replicas)} engines serves any more. {said}")
-
-    async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[Any]]) -> dict[int, Any]:
-        """Ask every replica that serves; those that die have no answer.
-
-        One that is started again is not waited for: it may itself wait for weights that the caller publishes next.
-        """
-
-        async def one(index: int) -> Any:
-            if self._state(index) != "serving":  # it may have died since it was listed
-                return None
-            try:
-                return index, await ask(self._replicas[index])
-            except EngineDiedError as error:
-                self._note_death(index, error)
-                return None
-
-        answers = await asyncio.gather(*(one(index) for index in self._serving()))
-        return dict(answer for answer in answers if answer is not None)
+    async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        await self._replicas.ask_all(lambda replica: ask(replica.engine))
 
     async def _publish_to_all(self) -> list[PublishReport]:
-        async def one(index: int) -> PublishReport | None:
+        async def one(replica: Replica) -> PublishReport | None:
             try:
-                async with self._catching_up[index]:
-                    return await self._publish_to(index, self._replicas[index])
+                return await self._weights.bring(replica)
             except EngineDiedError as error:
-                self._note_death(index, error)
+                self._replicas.note_death(replica, error)
                 return None
 
-        reports = await asyncio.gather(*(one(index) for index in self._serving() or self._coming_back()))
+        found = self._replicas.running or self._replicas.coming_back
+        self._bringing = [asyncio.ensure_future(one(replica)) for replica in found]
+        reports = await asyncio.gather(*self._bringing)
         return [report for report in reports if report is not None]
 
-    async def _catch_up(self, index: int) -> None:
-        """Bring a replica to the present weights, where it has missed them."""
-        async with self._catching_up[index]:
-            if self._served[index] is not self._published:
-                await self._publish_to(index, self._replicas[index])
+    async def _follow(self, engine: RolloutEngine | EngineCalls) -> None:
+        """Let an engine that was just started pause and sleep as the others do."""
+        is_paused = is_asleep = False
+        while (is_paused, is_asleep) != (self._is_paused, self._is_asleep):
+            if is_paused != self._is_paused:
+                is_paused = self._is_paused
+                await (engine.pause() if is_paused else engine.resume())
+            if is_asleep != self._is_asleep:
+                is_asleep = self._is_asleep
+                await (engine.sleep() if is_asleep else engine.wake())
 
-    async def _publish_to(self, index: int, replica: WeightReceiver) -> PublishReport | None:
-        """Give the present weights to a replica, with their proof."""
-        published = self._published
-        if published is None:
-            return None
-        report = None
-        try:
-            if published.canary is None:
-                receipt = await replica.update_weights(published.update)
-                check_receipt(published.update, receipt, tolerances=published.tolerances)
-            else:
-                report = await publish_weights(
-                    published.update, [replica], canary=published.canary, tolerances=published.tolerances
-                )
-        except WeightProofError as error:
-            raise WeightProofError(f"replica {index}: {error}", tensor=error.tensor) from None
-        self._served[index] = published
-        return report
-
-    def _reviver(self, index: int) -> Callable[[EngineCalls], Awaitable[None]]:
+    def _reviver(self, replica: Replica) -> Callable[[EngineCalls], Awaitable[None]]:
         async def revive(calls: EngineCalls) -> None:
-            self._served[index] = None
-            while self._served[index] is not self._published:
-                news = self._news
-                try:
-                    await self._publish_to(index, calls)
-                except WeightProofError as error:  # the file may be the next version's already
-                    log.warning("restarted_engine_waits_for_weights", replica=index, error=str(error))
-                    self._waiting.add(index)
-                    try:
-                        await asyncio.wait_for(news.wait(), NEWS_DEADLINE_S)
-                    finally:
-                        self._waiting.discard(index)
-            if self._is_paused:
-                await calls.pause()
-            self._failed.pop(index, None)
-            log.info("engine_restarted", replica=index)
+            await self._weights.bring_started(replica, calls)
+            await self._follow(calls)
+            replica.failure = None
+            replica.meter.num_restarts += 1
+            log.info("engine_restarted", replica=replica.index)
 
         return revive
 

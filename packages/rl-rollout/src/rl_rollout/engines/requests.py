@@ -1,8 +1,10 @@
 """Whether an engine can serve a request; the same answer from every engine."""
 
+import numpy as np
+
 from rl_core.errors import EngineError
 from rl_core.records import IntArray
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, SamplingParams
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
 
 LOWEST_TEMPERATURE = 0.01
 """Between 0 and this, probabilities become 0 or 1 and logprobs lose their meaning."""
@@ -84,6 +86,15 @@ def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> 
             f"{what} must hold token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
             "Does the tokenizer belong to this model?"
         )
+
+
+def aborted_generations(request: GenerateRequest) -> list[Generation]:
+    """What a request gets that was aborted before its first token."""
+    nothing = np.zeros(0, dtype=np.int32)
+    one = Generation(
+        token_ids=nothing, logprobs=nothing.astype(np.float32), policy_versions=nothing, finish_reason="abort"
+    )
+    return [one] * request.num_samples
 
 
 def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:

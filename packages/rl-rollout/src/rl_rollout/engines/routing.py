@@ -29,6 +29,11 @@ class Router:
         self._slack = slack
         self._owners: OrderedDict[bytes, int] = OrderedDict()
 
+    def add(self) -> int:
+        """One engine more; gives its index."""
+        self.loads.append(0)
+        return len(self.loads) - 1
+
     def choose(self, input_ids: IntArray, *, among: Collection[int]) -> int:
         """The engine for a prompt.
 

@@ -8,6 +8,7 @@ import numpy as np
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 
@@ -50,6 +51,7 @@ class ScriptedEngine:
             score: Logprobs of a sequence; -1 everywhere but at position 0 by default.
             receive: Answer to a weight update; an honest receipt by default.
         """
+        self.gate = Gate()
         self.requests: list[GenerateRequest] = []
         self.updates: list[WeightUpdate] = []
         self._script = script
@@ -77,6 +79,9 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
+        return await self.gate.through(request, self._generate)
+
+    async def _generate(self, request: GenerateRequest) -> list[Generation]:
         check_request(request, self.traits)
         self._require_awake()
         self.requests.append(request)
@@ -107,12 +112,14 @@ class ScriptedEngine:
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `RolloutEngine.abort`; a script that waits is cut off before it said anything."""
+        self.gate.abort(request_ids)
         for future, request_id in list(self._waiting.items()):
             if request_id in request_ids:
                 future.cancel()
 
     async def abort_all(self) -> None:
         """See `RolloutEngine.abort_all`."""
+        self.gate.abort(None)
         for future in list(self._waiting):
             future.cancel()
 

@@ -21,6 +21,7 @@ import structlog
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.records import FinishReason, FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 
@@ -138,6 +139,7 @@ class SteppedEngine:
             make_stepper: Loads the model; called by `start`. Version 0 is what it loads.
             in_thread: Make and call the stepper in a thread of its own, so that the event loop stays free.
         """
+        self.gate = Gate()
         self._make_stepper = make_stepper
         self._stepper: Stepper | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine") if in_thread else None
@@ -176,6 +178,9 @@ class SteppedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
+        return await self.gate.through(request, self._generate)
+
+    async def _generate(self, request: GenerateRequest) -> list[Generation]:
         check_request(request, self._awake().traits)
         input_ids: list[int] = request.input_ids.tolist()
         samples = [
@@ -216,10 +221,12 @@ class SteppedEngine:
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `RolloutEngine.abort`."""
         wanted = set(request_ids)
+        self.gate.abort(wanted)
         await self._abort([sample for sample in self._jobs if sample.request_id in wanted])
 
     async def abort_all(self) -> None:
         """See `RolloutEngine.abort_all`."""
+        self.gate.abort(None)
         await self._abort(list(self._jobs))
 
     async def pause(self) -> None:

@@ -96,16 +96,26 @@ class RewardScorer:
         self._score_one: Any = getattr(
             function, "score_one", function
         )  # of WeightedReward, which has scorers of its own
+        self._num_scoring = 0
         self._is_quick = bool(getattr(function, "is_quick", False))
         self._is_async = is_async(function)
 
+    @property
+    def num_scoring(self) -> int:
+        """Responses that wait for their rewards now."""
+        return self._num_scoring
+
     async def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         """Score the responses of one group, in order; never raises for a single response."""
-        if self._is_async:
-            batches = await asyncio.gather(*(self._attempts([given]) for given in inputs))
-            scored = [one for batch in batches for one in batch]
-        else:
-            scored = await self._attempts(inputs)
+        self._num_scoring += len(inputs)
+        try:
+            if self._is_async:
+                batches = await asyncio.gather(*(self._attempts([given]) for given in inputs))
+                scored = [one for batch in batches for one in batch]
+            else:
+                scored = await self._attempts(inputs)
+        finally:
+            self._num_scoring -= len(inputs)
         if self._policy.on_failure == "zero":
             return [marked(one) for one in scored]
         return scored

@@ -14,6 +14,7 @@ from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, lon
 from rl_rollout.testing.generation_checks import GenerationChecks
 from rl_rollout.testing.reference_model import (
     TIED_HEAD,
+    canary_of,
     make_tiny_model,
     perturbed,
     reference_logprobs,
@@ -30,6 +31,7 @@ __all__ = [
     "ScoringChecks",
     "UpdateChecks",
     "begin",
+    "canary_of",
     "check_token_scores",
     "generate",
     "joined",

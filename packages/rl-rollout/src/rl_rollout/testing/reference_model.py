@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.records import FloatArray, IntArray
+from rl_core.weights import Canary
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -31,6 +32,12 @@ def token_logprobs(rows: FloatArray, sequence: IntArray) -> FloatArray:
     """[T - 1] logprobs of the tokens after the first, of [T, V]."""
     chosen: FloatArray = rows[np.arange(len(sequence) - 1), sequence[1:]]
     return chosen
+
+
+def canary_of(model_dir: Path, tensors: Mapping[str, torch.Tensor], sequence: IntArray) -> Canary:
+    """What transformers says about a sequence with these weights."""
+    logprobs = token_logprobs(reference_logprobs(model_dir, sequence, tensors=tensors), sequence)
+    return Canary(sequences=[sequence], logprobs=[np.concatenate([[0.0], logprobs]).astype(np.float32)])
 
 
 def processed(

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from rl_core.publish import ProofTolerances, check_receipt
+from rl_core.publish import ProofTolerances, PublishReport, check_receipt
 from rl_core.transports import TensorTransport
 from rl_core.weights import WeightReceipt, WeightTransport, WeightUpdate
 from rl_rollout.engines.protocol import Generation, RolloutEngine
-from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, long_request, refuses
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, long_request, refuses, short_request
 from rl_rollout.testing.generation_checks import TOLERANCE
-from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, reference_logprobs, token_logprobs
+from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed, reference_logprobs, token_logprobs
 
 
 class UpdateChecks:
@@ -102,6 +103,36 @@ class UpdateChecks:
                 )
         assert num_mixed > 32
 
+    def test_a_drained_update_comes_between_two_responses(self, engine: RolloutEngine, model_dir: Path) -> None:
+        new = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
+        canary = canary_of(model_dir, new, np.arange(2, 12, dtype=np.int32))
+        request, transport = long_request(engine), self.transport()
+
+        async def drain() -> tuple[PublishReport, list[Generation], list[Generation]]:
+            running = await begin(engine, request)
+            update = transport.pack(new, version=45, tied=_tied(new))
+            publishing = asyncio.ensure_future(
+                publish_to(engine, update, canary=canary, tolerances=ProofTolerances(), drain=True)
+            )
+            await asyncio.sleep(0)
+            later = await asyncio.gather(*(engine.generate(short_request(seed=seed)) for seed in range(6)))
+            return await publishing, await running, [sample for samples in later for sample in samples]
+
+        self.restore(engine, model_dir)
+        try:
+            report, (before,), after = asyncio.run(drain())
+        finally:
+            transport.close()
+            self.restore(engine, model_dir)
+        assert report.drain_s > 0
+        assert report.stall_s > 0
+        assert set(before.policy_versions.tolist()) == {0}
+        for sample in after:
+            assert set(sample.policy_versions.tolist()) == {45}
+            sequence = joined(PROMPT, sample)
+            expected = token_logprobs(reference_logprobs(model_dir, sequence, tensors=new), sequence)
+            np.testing.assert_allclose(sample.logprobs, expected[len(PROMPT) - 1 :], atol=TOLERANCE)
+
     def test_a_refused_update_changes_nothing(self, engine: RolloutEngine, model_dir: Path) -> None:
         tensors = load_file(model_dir / "model.safetensors")
         name = "model.layers.0.mlp.down_proj.weight"
@@ -121,10 +152,9 @@ class UpdateChecks:
         self, engine: RolloutEngine, tensors: Mapping[str, torch.Tensor], *, version: int
     ) -> tuple[WeightUpdate, WeightReceipt]:
         """Send weights as a learner does."""
-        tied = {} if "lm_head.weight" in tensors else TIED_HEAD
         transport = self.transport()
         try:
-            update = transport.pack(tensors, version=version, tied=tied)
+            update = transport.pack(tensors, version=version, tied=_tied(tensors))
             return update, await engine.update_weights(update)
         finally:
             transport.close()
@@ -132,3 +162,7 @@ class UpdateChecks:
     def restore(self, engine: RolloutEngine, model_dir: Path) -> None:
         """Let the engine serve the folder's weights again, as version 0."""
         asyncio.run(self.publish(engine, load_file(model_dir / "model.safetensors"), version=0))
+
+
+def _tied(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+    return {} if "lm_head.weight" in tensors else TIED_HEAD

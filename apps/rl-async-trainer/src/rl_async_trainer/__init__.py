@@ -1,0 +1,1 @@
+"""Fully asynchronous GRPO made of the four packages."""

@@ -1,0 +1,159 @@
+"""Settings become the queue and the roles of an asynchronous run."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.learner_host import TRAIN
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.validation_run import validation_task
+from rl_core import InProcessQueue, SharedMemoryQueue, TaskSpec, TransferQueue
+from rl_core.cluster import Cluster, ClusterOptions, RestartPolicy, Role, RoleSpec, open_cluster
+from rl_core.errors import RoleDiedError
+from rl_core.queue import QueueOptions, RayQueue
+from rl_core.ray_session import RayOptions, start_ray
+from rl_core.records import IntArray
+from rl_distill.teacher.service import teacher_task
+from rl_trainer.distilling import has_teachers
+from rl_trainer.flow import rollout_columns
+
+QUEUE = "queue"
+ROLLOUTER = "rollouter"
+LEARNER = "learner host"
+TEACHERS = "teachers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleFactories:
+    """What each role is made from, as "module:class"; one of your own has the methods of the one it stands for.
+
+    Attributes:
+        rollouter: See `Rollouter`.
+        learner: See `LearnerHost`.
+        teachers: See `TeacherHost`.
+    """
+
+    rollouter: str = "rl_async_trainer.rollouter:Rollouter"
+    learner: str = "rl_async_trainer.learner_host:LearnerHost"
+    teachers: str = "rl_async_trainer.teacher_host:TeacherHost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Who works in a run.
+
+    Attributes:
+        cluster: Started them.
+        rollouter: See `Rollouter`.
+        learner: See `LearnerHost`.
+        teachers: See `TeacherHost`; None where there are none.
+    """
+
+    cluster: Cluster
+    rollouter: Role
+    learner: Role
+    teachers: Role | None
+
+    @property
+    def all(self) -> dict[str, Role]:
+        """By name."""
+        named = {"rollouter": self.rollouter, "learner": self.learner}
+        return named if self.teachers is None else {**named, "teachers": self.teachers}
+
+
+def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
+    """The run's queue, whose journal is in the run's folder: what it holds outlives every process.
+
+    Raises:
+        JournalError: The journal cannot be used.
+    """
+    options = QueueOptions(directory=folder / QUEUE)
+    tasks = queue_tasks(settings)
+    if settings.roles.kind == "inline":
+        return InProcessQueue(tasks, options=options)
+    if settings.roles.kind == "process":
+        return SharedMemoryQueue(tasks, options=options)
+    start_ray(ray_options(settings))
+    return RayQueue(tasks, options=options)
+
+
+def queue_tasks(settings: AsyncSettings) -> list[TaskSpec]:
+    """What is done with rows: teachers score them, the learner trains, and validation is gathered."""
+    columns = rollout_columns(settings)
+    given: frozenset[str] = frozenset()
+    tasks = []
+    if has_teachers(settings):
+        chosen = settings.distillation
+        scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
+        tasks.append(scored)
+        given = scored.gives
+    return [*tasks, TaskSpec(name=TRAIN, needs=columns | given), validation_task()]
+
+
+async def start_roles(
+    settings: AsyncSettings,
+    queue: TransferQueue,
+    *,
+    folder: Path,
+    canary_sequences: Sequence[IntArray],
+    factories: RoleFactories,
+) -> Roles:
+    """Start every role's process; what is heavy in them starts when they are told to.
+
+    Raises:
+        RoleError: One cannot be started.
+    """
+    roles, logs = settings.roles, folder / "logs"
+    cluster = open_cluster(
+        ClusterOptions(kind=roles.kind, ray=ray_options(settings), log_directory=logs, close_deadline_s=60.0)
+    )
+    common: dict[str, Any] = {"settings": settings, "queue": queue}
+    specs = [
+        _spec(ROLLOUTER, factories.rollouter, roles.rollouter_restarts, log_directory=logs, **common),
+        _spec(
+            LEARNER,
+            factories.learner,
+            roles.learner_restarts,
+            canary_sequences=list(canary_sequences),
+            folder=folder,
+            **common,
+        ),
+    ]
+    if has_teachers(settings):
+        specs.append(_spec(TEACHERS, factories.teachers, roles.teacher_restarts, folder=folder, **common))
+    try:
+        starting = (_started(cluster, spec, deadline_s=roles.start_deadline_s) for spec in specs)
+        started = await asyncio.gather(*starting)
+    except BaseException:
+        await cluster.close()
+        raise
+    teachers = started[2] if len(started) > 2 else None
+    return Roles(cluster=cluster, rollouter=started[0], learner=started[1], teachers=teachers)
+
+
+async def _started(cluster: Cluster, spec: RoleSpec, *, deadline_s: float) -> Role:
+    """A role; one that is killed before it is there is started again, as often as later."""
+    left = spec.restart.max_restarts
+    while True:
+        try:
+            return await cluster.start(spec, deadline_s=deadline_s)
+        except RoleDiedError:
+            if left < 1:
+                raise
+            left -= 1
+
+
+def ray_options(settings: AsyncSettings) -> RayOptions:
+    """Which Ray: one to join, or one that is started here."""
+    return RayOptions(address=settings.cluster.ray_address)
+
+
+def _spec(name: str, factory: str, max_restarts: int, **kwargs: Any) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        factory=factory,
+        kwargs=kwargs,
+        restart=RestartPolicy(max_restarts=max_restarts, backoff_s=0.2),
+    )

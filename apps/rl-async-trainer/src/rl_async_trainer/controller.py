@@ -1,0 +1,567 @@
+"""The controller: loops that do what the scheduler says.
+
+`_feed` starts prompts, `_gather` hears what became of them, `_learn` trains a step when there is one, and the weight
+publisher gives new weights to the engines. They meet at one condition, `_changed`. Rows and weights never come here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.assemble import Roles
+from rl_async_trainer.hang_evidence import HangEvidence
+from rl_async_trainer.learner_host import TRAIN, LearnerInfo, Packed, StepOrder, StepReport
+from rl_async_trainer.learner_link import LearnerLink, LearnerRestartedError
+from rl_async_trainer.record import RunRecord
+from rl_async_trainer.rollouter import Dispatch, GroupEvent, RollouterInfo
+from rl_async_trainer.rollouter_link import RollouterLink
+from rl_async_trainer.run_state import AsyncState, read_run_state
+from rl_async_trainer.scheduler import Scheduler
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.step_metrics import StepMetrics
+from rl_async_trainer.supply import PromptSupply
+from rl_async_trainer.teachers_link import TeachersLink
+from rl_async_trainer.validator import Validator
+from rl_async_trainer.weight_publisher import WeightPublisher
+from rl_core import TransferQueue
+from rl_core.errors import CheckpointError, NotReadyError, RoleDiedError, RolloutError
+from rl_core.publish import PublishReport
+from rl_trainer.stopping import StopRequestedError, StopSignal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controls:
+    """What the controller works with.
+
+    Attributes:
+        settings: Of the run.
+        roles: Who works.
+        queue: Between them.
+        scheduler: Decides.
+        supply: Gives prompts.
+        record: Of what happens.
+        validator: Asks and gathers validation problems.
+        evidence: Asks all roles what they do.
+        stop: Ctrl-C and SIGTERM.
+        progress: Told of each progress.
+        say: Writes an event.
+        log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
+        find_checkpoint: The newest whole checkpoint.
+        wall_s: Seconds spent so far, over all attempts.
+    """
+
+    settings: AsyncSettings
+    roles: Roles
+    queue: TransferQueue
+    scheduler: Scheduler
+    supply: PromptSupply
+    record: RunRecord
+    validator: Validator
+    evidence: HangEvidence
+    stop: StopSignal
+    progress: Callable[[str], None]
+    say: Callable[..., None]
+    log_metrics: Callable[..., None]
+    find_checkpoint: Callable[[], Path | None]
+    wall_s: Callable[[], float]
+
+
+class Controller:
+    """Runs a training from a state to its last step."""
+
+    def __init__(self, controls: Controls, state: AsyncState) -> None:
+        """Begin where a state was taken; nothing is asked of anybody yet."""
+        self.state = state
+        self._c = controls
+        self._settings = controls.settings
+        self._scheduler = controls.scheduler
+        self._changed = asyncio.Condition()
+        self._is_feeding = False
+        self._num_lost = 0
+        self._was_restored = False
+        self._in_step = asyncio.Lock()
+        self._last_failure = ""
+        self._num_saving = 0
+        self._metrics = StepMetrics()
+        self._rollouter = RollouterLink(controls.roles.rollouter, self._settings, on_lost=self._rollouter_is_lost)
+        self._learner = LearnerLink(
+            controls.roles.learner,
+            find_checkpoint=controls.find_checkpoint,
+            on_lost=self._learner_is_lost,
+            on_restored=self._learner_is_restored,
+        )
+        self._teachers = TeachersLink(controls.roles.teachers, on_lost=self._teachers_are_lost)
+        self._weights = WeightPublisher(
+            self._learner,
+            self._rollouter,
+            self._changed,
+            deadline_s=self._settings.rollout.deadline_s,
+            on_served=self._is_served,
+        )
+
+    async def start(self, checkpoint: Path | None) -> tuple[RollouterInfo, LearnerInfo]:
+        """Start what is heavy in the roles, all at once; within one process one after the other.
+
+        There, models that are loaded at the same time would be broken: transformers changes global state to load one.
+        """
+        alone = asyncio.Semaphore(1 if self._settings.roles.kind == "inline" else 3)
+
+        async def started(work: Awaitable[Any]) -> Any:
+            async with alone:
+                return await work
+
+        works = [self._rollouter.start(), self._learner.start(checkpoint), self._teachers.start()]
+        rollouter, learner, _ = await asyncio.gather(*map(started, works))
+        return rollouter, learner
+
+    async def run(self) -> AsyncState:
+        """Train until the last step.
+
+        Raises:
+            StopRequestedError: A signal came; the state is that of the last step, and is saved.
+            Exception: What ended a role for good, with its trace.
+        """
+        work = [self._learn(), self._feed(), self._gather(), self._weights.run(), self._hear_stop()]
+        work.append(self._teachers.serve())
+        tasks = [asyncio.create_task(one) for one in work]
+        learning = tasks[0]
+        try:
+            await asyncio.wait([*tasks, self._c.validator.failed], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (self._c.validator.failed, *tasks[1:]):
+                if ended.done():
+                    ended.result()  # these end by raising
+            await learning
+            return self.state
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._c.validator.cancel()
+
+    async def save_stopped(self) -> None:
+        """Write a checkpoint of the last step, unless there is one."""
+        with suppress(LearnerRestartedError):  # it is at one
+            if self._scheduler.unsaved:
+                await self._save()
+            await self._wait_saved()
+
+    async def set_num_engines(self, count: int) -> int:
+        """Add engines, or take some away; see `Rollouter.set_num_engines`."""
+        found = await self._rollouter.set_num_engines(count)
+        self._c.say("engines_changed", count=found)
+        return found
+
+    async def answer(self, request: Mapping[str, Any]) -> Any:
+        """Answer who asks a live run.
+
+        Raises:
+            NotReadyError: The request is none, or cannot be done.
+        """
+        if request.get("do") == "status":
+            return await self._status()
+        count = request.get("engines")
+        if request.get("do") == "scale" and isinstance(count, int):
+            return await self.set_num_engines(count)
+        raise NotReadyError(f'a run is asked {{"do": "status"}} or {{"do": "scale", "engines": N}}; found {request!r}.')
+
+    async def _status(self) -> dict[str, Any]:
+        scheduler = self._scheduler
+        blockage = scheduler.blockage()
+        views = await self._c.evidence.views()
+        return {
+            "schedule": {
+                "step": scheduler.num_steps,
+                "steps": scheduler.options.num_steps,
+                "served_version": scheduler.served_version,
+                "learner_version": scheduler.learner_version,
+                "inflight": scheduler.num_inflight,
+                "ready": scheduler.num_ready,
+                "waiting": scheduler.num_waiting,
+                "blocked_by": [] if blockage is None else list(blockage.awaited),
+            },
+            "roles": {
+                name: f"{role.state}; {views[name] or 'does not answer'}" for name, role in self._c.roles.all.items()
+            },
+        }
+
+    # -- the learner's side
+
+    async def _learn(self) -> None:
+        await self._begin()
+        while True:
+            try:
+                await self._validate_again()
+                if self._scheduler.is_done:
+                    await self._finish()
+                    return
+                await self._step(await self._next_groups())
+            except LearnerRestartedError:
+                continue  # the scheduler was set back to the learner's checkpoint
+
+    async def _begin(self) -> None:
+        """Give the present weights to the engines, and evaluate the untrained policy where that is asked for."""
+        while True:
+            try:
+                await self._weights.pack_and_wait(self._scheduler.learner_version)
+                await self._validate_at_start()
+                break
+            except LearnerRestartedError:
+                continue
+        await self._let_feed()
+
+    async def _validate_at_start(self) -> None:
+        step = self.state.step
+        if step == 0 and self._settings.trainer.validate_first and self.state.validated < 0:
+            self._c.log_metrics(0, await self._validate(with_test=True))
+        elif self._lacks_validation:
+            self._c.log_metrics(step, await self._validate(with_test=False), is_late=True)
+
+    async def _validate_again(self) -> None:
+        """Begin a validation again that the learner gave up when it died, where its step is not trained again."""
+        was_restored, self._was_restored = self._was_restored, False
+        if was_restored and self._lacks_validation and self._settings.schedule.validate_on == "learner":
+            await self._validate_beside()
+
+    @property
+    def _lacks_validation(self) -> bool:
+        """The last step's validation was due, and is not over."""
+        state = self.state
+        return 0 < state.step > state.validated and self._is_due(self._settings.trainer.validate_every)
+
+    async def _next_groups(self) -> tuple[str, ...]:
+        """Wait for the groups of the next step."""
+        async with self._changed:
+            while True:
+                self._c.stop.check()
+                for uid in self._scheduler.stale():
+                    await asyncio.to_thread(self._c.queue.drop, uid, reason="stale", reissue=True)
+                    self._scheduler.reissued(uid)
+                    self._metrics.dropped("stale")
+                    self._changed.notify_all()
+                uids = self._scheduler.next_step()
+                if uids is not None and not self._weights.is_live:
+                    return uids
+                if self._scheduler.is_without_groups:
+                    raise RolloutError(
+                        f"all groups of step {self.state.step + 1} failed; the last: {self._last_failure}"
+                    )
+                await self._changed.wait()
+
+    async def _step(self, uids: tuple[str, ...]) -> None:
+        """Train a step, publish what is due, log it, and save it where a checkpoint is due."""
+        scheduler, number = self._scheduler, self._scheduler.num_steps + 1
+        async with self._in_step:
+            report = await self._train(number, uids)
+            wall_s = self._note(report)
+            publishing = asyncio.create_task(self._publish_step())
+            try:
+                metrics = await self._measure(report, wall_s)
+            except BaseException:
+                publishing.cancel()
+                raise
+        try:
+            metrics |= await publishing
+        finally:
+            self._c.log_metrics(number, metrics)  # also where it is stopped amid a validation
+        if self._lacks_validation:
+            await self._validate_beside()
+        if scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every):
+            await self._save()
+        await self._confirm_saved()
+
+    async def _train(self, number: int, uids: tuple[str, ...]) -> StepReport:
+        """Have the learner train a step."""
+        is_current = self._learner.course()
+        self._c.record.write("step", step=number, uids=list(uids))
+        order = StepOrder(
+            step=number,
+            uids=uids,
+            version=self._scheduler.learner_version,
+            kl=self.state.kl,
+            deadline_s=self._settings.rollout.deadline_s,
+        )
+        report = await self._learner.train(order, is_current)
+        self._c.progress(f"step {number}")
+        async with self._changed:
+            if not is_current():
+                raise LearnerRestartedError(f"the learner died after step {number}.")
+            self._scheduler.trained(uids)
+            self._changed.notify_all()
+        return report
+
+    def _note(self, report: StepReport) -> float:
+        """Note a step that was done; gives the seconds since the one before."""
+        scheduler, state = self._scheduler, self.state
+        wall_s = self._metrics.step_ended()
+        self.state = replace(
+            state,
+            step=scheduler.num_steps,
+            policy_version=scheduler.learner_version,
+            num_trained=scheduler.num_trained,
+            num_spent=scheduler.num_spent,
+            num_samples=state.num_samples + report.num_trajectories,
+            steps_wall_s=state.steps_wall_s + wall_s,
+            kl=dict(report.kl),
+        )
+        return wall_s
+
+    async def _measure(self, report: StepReport, wall_s: float) -> dict[str, float]:
+        """Metrics of a step that was done."""
+        scheduler = self._scheduler
+        window, teachers = await asyncio.gather(self._rollouter.window(), self._teachers.window())
+        for event in (*window["events"], *teachers["events"]):
+            self._c.say(event.pop("event"), **event)
+        stats = await asyncio.to_thread(self._c.queue.stats)
+        restarts = {"rollouter": self._rollouter.num_restarts, "learner": self._learner.num_restarts}
+        if self._c.roles.teachers is not None:
+            restarts["teachers"] = self._teachers.num_restarts
+        return self._metrics.of_step(
+            report,
+            {**window["metrics"], **teachers["metrics"]},
+            wall_s=wall_s,
+            scheduler=scheduler,
+            stats=stats,
+            restarts=restarts,
+        ) | {"training/epoch": float(self._c.supply.epoch)}
+
+    async def _publish_step(self) -> dict[str, float]:
+        """Publish after the last step of a version; wait for it, and validate, where the next step needs that."""
+        scheduler, every = self._scheduler, self._settings.schedule.sync_every
+        is_last = scheduler.is_done
+        version = -(-scheduler.num_steps // every)
+        if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
+            if is_last or self._settings.schedule_options.is_on_policy:
+                self._is_feeding = False
+                await self._weights.pack_and_wait(version)
+                is_due = is_last or self._is_due(self._settings.trainer.validate_every)
+                metrics = await self._validate(with_test=is_last) if is_due else {}
+                await self._let_feed()
+                return metrics
+            await self._weights.pack(version)
+        return {}
+
+    async def _finish(self) -> None:
+        """Wait for what runs beside the training, and for the last checkpoint."""
+        await self._c.validator.wait()
+        await self._save()
+        await self._wait_saved()
+
+    async def _validate(self, *, with_test: bool) -> dict[str, float]:
+        """Evaluate the policy of now, while nothing trains."""
+        step = self.state.step
+        await self._hold_weights(step)
+        found = await self._c.validator.run(step, self._rollouter, self._learner, with_test=with_test)
+        self.state = self._c.validator.noted(self.state, step, found)
+        return found
+
+    async def _validate_beside(self) -> None:
+        """Begin to evaluate the policy of now, while training goes on."""
+        await self._hold_weights(self.state.step)
+        self._c.validator.begin(self.state.step, self._rollouter, self._learner, self._has_validated)
+
+    async def _hold_weights(self, step: int) -> None:
+        if self._settings.schedule.validate_on == "learner":
+            version = self._scheduler.options.version_after(step)
+            await self._learner.hold(step, version, self._learner.course())
+
+    def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
+        """A validation beside the training is over."""
+        self.state = self._c.validator.noted(self.state, step, metrics)
+        self._c.log_metrics(step, metrics, is_late=True)
+        self._c.progress(f"validation of step {step}")
+
+    # -- checkpoints
+
+    async def _save(self) -> None:
+        """Begin a checkpoint; it names the groups that may be acked when it is whole."""
+        state = replace(self.state, unacked=self._scheduler.unsaved, wall_s=self._c.wall_s())
+        self._num_saving += 1
+        content = asdict(state) | {"unacked": list(state.unacked)}
+        await self._learner.save(state.step, content, self._learner.course())
+
+    async def _wait_saved(self) -> None:
+        await self._learner.wait_saved()
+        await self._confirm_saved()
+
+    async def _confirm_saved(self) -> None:
+        """Ack the groups of checkpoints that are whole."""
+        if not self._num_saving:
+            return
+        for saved in await self._learner.saved():
+            self._c.say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=round(saved.took_s, 3))
+            self._num_saving = max(self._num_saving - 1, 0)
+            self._metrics.saved(saved.took_s)
+            await self._ack(self._scheduler.saved(saved.step))
+
+    async def _ack(self, uids: Sequence[str]) -> None:
+        if uids:
+            await asyncio.to_thread(self._c.queue.finish, TRAIN, list(uids))
+            self._c.supply.done(uids)
+            self._c.progress("checkpoint")
+
+    # -- weights
+
+    async def _is_served(self, packed: Packed, report: PublishReport) -> None:
+        """The engines have new weights."""
+        version = packed.update.version
+        await asyncio.to_thread(self._c.queue.set_policy_version, version)
+        self._c.record.write("published", version=version, step=packed.step, fingerprint=report.fingerprint)
+        self._metrics.published(packed, report)
+        self._c.progress(f"policy version {version}")
+        async with self._changed:
+            self._scheduler.published(version)
+            self._changed.notify_all()
+
+    # -- rollouts
+
+    async def _let_feed(self) -> None:
+        async with self._changed:
+            self._is_feeding = True
+            self._changed.notify_all()
+
+    async def _feed(self) -> None:
+        """Start prompts whenever the scheduler allows it."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._is_feeding and self._scheduler.num_to_start() > 0)
+                waiting, num_new = self._scheduler.to_start()
+                prompts = self._c.supply.next(num_new)
+                if prompts:
+                    size = self._settings.rollout.group_size
+                    await asyncio.to_thread(self._c.queue.issue, prompts, num_sessions=size)
+                    self._c.record.write("issued", uids=[prompt.uid for prompt in prompts])
+                    self._scheduler.issued(prompt.uid for prompt in prompts)
+                uids = [*waiting, *(prompt.uid for prompt in prompts)]
+                dispatches = await self._dispatches(uids, num_new)
+                uids = [one.prompt.uid for one in dispatches]
+                self._scheduler.started(uids)
+                self._c.record.write("started", uids=uids, version=self._scheduler.served_version)
+                is_current = self._until_lost()
+            await self._rollouter.submit(dispatches, is_current)
+            await self._teachers.issued()
+
+    def _until_lost(self) -> Callable[[], bool]:
+        """Tells later whether what was started now was given back since, as the rollouter died."""
+        num_lost = self._num_lost
+        return lambda: self._num_lost == num_lost
+
+    async def _dispatches(self, uids: Sequence[str], num_new: int) -> list[Dispatch]:
+        """What the rollouter is told; of groups that were under way before, only what is missing."""
+        every = tuple(range(self._settings.rollout.group_size))
+        waiting, new = uids[: len(uids) - num_new], uids[len(uids) - num_new :]
+        missing = dict.fromkeys(new, every)
+        if waiting:
+            unsettled = {one.prompt.uid: one.sessions for one in await asyncio.to_thread(self._c.queue.unsettled)}
+            missing |= {uid: unsettled[uid] for uid in waiting if uid in unsettled}
+            await self._take_settled([uid for uid in waiting if uid not in unsettled])
+        return [
+            Dispatch(prompt=self._c.supply.get(uid), order=self._scheduler.order_of(uid), sessions=missing[uid])
+            for uid in uids
+            if uid in missing
+        ]
+
+    async def _gather(self) -> None:
+        """Hear what became of groups."""
+        while True:
+            events = await self._rollouter.events()
+            if not events:
+                await self._look_for_weights()
+                continue
+            self._c.progress(f"group {events[-1].uid}")
+            async with self._changed:
+                for event in events:
+                    self._take(event)
+                self._changed.notify_all()
+
+    async def _look_for_weights(self) -> None:
+        """An engine that was started again may have missed weights that died with the learner."""
+        if await self._rollouter.lacks_weights():
+            async with self._changed:
+                self._weights.lost()
+
+    async def _take_settled(self, uids: Collection[str]) -> None:
+        """What of these was put, or failed, before the rollouter died, as the queue says; `_changed` is held."""
+        if not uids:
+            return
+        for entry in await asyncio.to_thread(self._c.queue.ledger):
+            if entry.prompt_uid in uids and entry.state == "settled":
+                oldest, newest = entry.policy_versions or (None, None)
+                self._take(GroupEvent(uid=entry.prompt_uid, oldest=oldest, newest=newest))
+            elif entry.prompt_uid in uids and entry.state == "dropped":
+                self._take(GroupEvent(uid=entry.prompt_uid, failure=entry.reason or "dropped"))
+        self._changed.notify_all()
+
+    def _take(self, event: GroupEvent) -> None:
+        if not self._scheduler.is_open(event.uid):
+            return  # the rollouter said it and died, and the queue was faster
+        if event.failure is None:
+            versions = {"oldest": event.oldest, "newest": event.newest, "started": event.started}
+            self._c.record.write("settled", uid=event.uid, **versions)
+            self._scheduler.settled(event.uid, oldest_version=event.oldest)
+            return
+        self._c.record.write("failed", uid=event.uid, reason=event.failure)
+        self._c.say("group_failed", uid=event.uid, reason=event.failure)
+        self._scheduler.failed(event.uid, is_refused=event.is_refused)
+        self._c.supply.done([event.uid])
+        self._metrics.dropped("refused" if event.is_refused else "failed")
+        self._last_failure = event.failure
+
+    # -- deaths
+
+    async def _rollouter_is_lost(self, error: RoleDiedError) -> None:
+        """What it had under way is there, where it was put before the end, or is generated again."""
+        self._c.say("role_died", role="rollouter", error=str(error))
+        async with self._changed:
+            self._num_lost += 1
+            self._weights.lost()
+            await self._take_settled(set(self._scheduler.inflight))
+            lost = self._scheduler.inflight
+            if lost:
+                self._c.record.write("returned", uids=list(lost), reason=str(error))
+                self._scheduler.returned(lost)
+                self._metrics.dropped("lost", len(lost))
+            self._changed.notify_all()
+
+    def _teachers_are_lost(self, error: RoleDiedError) -> None:
+        self._c.say("role_died", role="teachers", error=str(error))
+
+    def _learner_is_lost(self, error: RoleDiedError) -> None:
+        self._c.say("role_died", role="learner", error=str(error))
+
+    async def _learner_is_restored(self, checkpoint: Path | None) -> None:
+        """Set everything back to the learner's checkpoint; what was trained since is trained again, the same way."""
+        state = AsyncState() if checkpoint is None else read_run_state(checkpoint)
+        await self._ack(self._scheduler.saved(state.step))
+        results = dict(state.results) | dict(self.state.results)
+        async with self._changed:
+            self._scheduler.rewind()
+            self._learner.went_back()
+            self._num_saving = 0
+            self.state = replace(state, results=results, validated=max(state.validated, self.state.validated))
+            self._changed.notify_all()
+        if self._scheduler.num_steps != state.step:
+            raise CheckpointError(
+                f"the learner died, and its newest whole checkpoint is of step {state.step}; that of step "
+                f"{self._scheduler.num_steps} was whole before, and the queue has acked what it had. Bring it back."
+            )
+        self._was_restored = True
+        self._c.record.write("resumed", step=state.step)
+        self._c.say("learner_restored", step=state.step, checkpoint=None if checkpoint is None else str(checkpoint))
+
+    # -- the user
+
+    async def _hear_stop(self) -> None:
+        """End the run when the user asks for it, but not amid a step, which a checkpoint shall have whole.
+
+        Raises:
+            StopRequestedError: The user did.
+        """
+        await self._c.stop.wait()
+        async with self._in_step:
+            raise StopRequestedError
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0

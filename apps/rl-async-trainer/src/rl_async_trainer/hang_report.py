@@ -1,0 +1,199 @@
+"""hang.json: what every role did when nothing had happened for too long, and who waited for whom.
+
+Sizes are bounded, so that a report is written in any case: stacks and texts are cut, and of groups the oldest are kept.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from rl_core.cluster.stacks import cut
+from rl_core.durable_files import write_durably
+from rl_core.errors import DataError
+
+FILE = "hang.json"
+MAX_GROUPS = 50
+MAX_ROLES = 1_000
+MAX_ITEMS = 100
+"""Waits, leases or counts of a role."""
+MAX_STACK = 32_000
+MAX_STACKS = 4_000_000
+"""Characters, of all roles together."""
+MAX_TEXT = 4_000
+MAX_FILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What a role waits for right now.
+
+    Attributes:
+        what: In words that follow "has waited for", such as "step 12", "3 of 8 groups" or "room for group p-17".
+        on: Whom or what it depends on: a role's name, "groups" (that others make ready), "queue" (room in it), or
+            something outside of the run, such as "reward judge".
+        since_s: For how long.
+    """
+
+    what: str
+    on: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """What one role does.
+
+    Attributes:
+        name: Such as "rollouter", "engine 1" or "learner[0]"; names with brackets are ranks of one role.
+        state: As `rl_core.cluster` has it: starting, serving, restarting, dead or closed.
+        since_s: How long it has been in this state; of a role that does not answer, how long it has not.
+        waits: Its present waits.
+        stack: As `Role.stacks` gives it; empty where it was not asked.
+        leases: Groups of the queue that it holds.
+        counts: Anything that can be counted, such as "running".
+        is_answering: False where it was asked and did not answer in time.
+    """
+
+    name: str
+    state: str = "serving"
+    since_s: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    stack: str = ""
+    leases: tuple[str, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+    is_answering: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """A group that is not done.
+
+    Attributes:
+        uid: Its prompt.
+        state: As in the queue's ledger: issued or settled.
+        missing: Sessions that are not settled.
+        age_s: Since it was issued, the last time.
+        attempt: 1, and one more each time that it was issued again.
+        holder: The role that has it; None where nobody has.
+    """
+
+    uid: str
+    state: str
+    missing: tuple[int, ...] = ()
+    age_s: float = 0.0
+    attempt: int = 1
+    holder: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangReport:
+    """A run in which nothing has happened for too long.
+
+    Attributes:
+        at: Time of the report, in ISO 8601.
+        run: The run's folder.
+        no_progress_s: Since the last progress.
+        last_progress: What that was.
+        roles: What each does.
+        queue: `TransferQueue.stats`; empty where the queue did not answer.
+        groups: Those that are not done; of a file, the oldest MAX_GROUPS.
+        verdict: Who waits for whom, in words.
+        causes: Where the waits end.
+        format: Tells this file from others.
+    """
+
+    at: str
+    run: str
+    no_progress_s: float
+    last_progress: str = ""
+    roles: tuple[RoleReport, ...] = ()
+    queue: Mapping[str, float] = field(default_factory=dict)
+    groups: tuple[GroupRow, ...] = ()
+    verdict: str = ""
+    causes: tuple[str, ...] = ()
+    format: Literal["rl-hang-1"] = "rl-hang-1"
+
+
+_FORM = TypeAdapter(HangReport)
+
+
+def write_hang_report(path: Path, report: HangReport) -> None:
+    """Write a report, cut where it is too long; a reader sees the old file or the new one.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    write_durably(path, _FORM.dump_json(bounded(report), indent=2) + b"\n")
+
+
+def read_hang_report(path: Path) -> HangReport:
+    """A report that was written.
+
+    Raises:
+        DataError: The file is missing, too large, or no such report.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise DataError(f"{path} must be a hang report of at most {MAX_FILE_BYTES} bytes; it has {size}.")
+        return _FORM.validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as a hang report: {error.strerror}.") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(
+            f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {place}: "
+            f"{first['msg']}."
+        ) from None
+
+
+def bounded(report: HangReport) -> HangReport:
+    """The same with bounded sizes, and without numbers and characters that JSON does not have."""
+    roles = report.roles[:MAX_ROLES]
+    max_stack = min(MAX_STACK, MAX_STACKS // max(len(roles), 1))
+    oldest = sorted(report.groups, key=lambda group: -group.age_s)[:MAX_GROUPS]
+    return replace(
+        report,
+        run=_text(report.run),
+        no_progress_s=_number(report.no_progress_s),
+        last_progress=_text(report.last_progress),
+        roles=tuple(_bounded_role(role, max_stack) for role in roles),
+        queue=_numbers(report.queue),
+        groups=tuple(
+            replace(group, uid=_text(group.uid), missing=group.missing[:MAX_ITEMS], age_s=_number(group.age_s))
+            for group in oldest
+        ),
+        verdict=_text(report.verdict),
+        causes=tuple(_text(cause) for cause in report.causes[:MAX_ITEMS]),
+    )
+
+
+def _bounded_role(role: RoleReport, max_stack: int) -> RoleReport:
+    longest = sorted(role.waits, key=lambda wait: -wait.since_s)[:MAX_ITEMS]
+    return replace(
+        role,
+        name=_text(role.name),
+        since_s=_number(role.since_s),
+        waits=tuple(Wait(what=_text(one.what), on=_text(one.on), since_s=_number(one.since_s)) for one in longest),
+        stack=_text(role.stack, max_stack),
+        leases=tuple(_text(lease) for lease in role.leases[:MAX_ITEMS]),
+        counts=_numbers(role.counts),
+    )
+
+
+def _text(text: str, length: int = MAX_TEXT) -> str:
+    return cut(text, length).encode(errors="backslashreplace").decode()
+
+
+def _number(value: float) -> float:
+    return float(value) if math.isfinite(value) else 0.0
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float]:
+    finite = [(_text(name), float(value)) for name, value in values.items() if math.isfinite(value)]
+    return dict(finite[:MAX_ITEMS])

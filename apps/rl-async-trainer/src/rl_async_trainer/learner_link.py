@@ -1,0 +1,150 @@
+"""The controller's end of the learner: after a death it goes on from its last checkpoint."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.learner_host import LearnerInfo, Packed, StepOrder, StepReport
+from rl_async_trainer.lives import next_life, require_life
+from rl_async_trainer.validation_run import ValidationBatch
+from rl_core.cluster import Role
+from rl_core.errors import RoleDiedError
+from rl_core.records import Json
+from rl_distill.checkpoint_store import Saved
+
+IsCurrent = Callable[[], bool]
+"""False once the learner has gone back to a checkpoint since something was decided."""
+
+
+class LearnerRestartedError(Exception):
+    """The learner died, and is at its last checkpoint again: what was asked of it was not done."""
+
+
+class LearnerLink:
+    """Calls the learner.
+
+    When it died, the call raises LearnerRestartedError as soon as it is there again, at its last checkpoint, which
+    `on_restored` was told. What was decided before, by `course`, is not asked of it any more: a step would train other
+    weights than it was made for, and a checkpoint would get the state of another step.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        find_checkpoint: Callable[[], Path | None],
+        on_lost: Callable[[RoleDiedError], None],
+        on_restored: Callable[[Path | None], Awaitable[None]],
+    ) -> None:
+        """Speak to a role.
+
+        Args:
+            role: The learner's.
+            find_checkpoint: The newest whole checkpoint.
+            on_lost: Told of each death.
+            on_restored: Told from which checkpoint the learner goes on; None is the initial policy.
+        """
+        self._role = role
+        self._find_checkpoint = find_checkpoint
+        self._on_lost = on_lost
+        self._on_restored = on_restored
+        self._lock = asyncio.Lock()
+        self._life = role.incarnation
+        self._course = 0
+        self._held: dict[int, IsCurrent] = {}
+        self._info: LearnerInfo | None = None
+        self.num_restarts = 0
+
+    def course(self) -> IsCurrent:
+        """Tells later whether the learner has still done the steps that it has done now."""
+        course = self._course
+        return lambda: self._course == course
+
+    def went_back(self) -> None:
+        """It was set back to its checkpoint, and so was everybody who knows how far it is."""
+        self._course += 1
+
+    async def start(self, checkpoint: Path | None) -> LearnerInfo:
+        """Start its ranks from a checkpoint; again, where it dies meanwhile."""
+        while self._info is None:
+            try:
+                self._info = await self._call("start", checkpoint)
+            except LearnerRestartedError:
+                continue  # and it is started
+        return self._info
+
+    async def train(self, order: StepOrder, is_current: IsCurrent) -> StepReport:
+        """See `LearnerHost.train`."""
+        report: StepReport = await self._call("train", order, is_current=is_current)
+        return report
+
+    async def pack(self, version: int | None, is_current: IsCurrent) -> Packed:
+        """See `LearnerHost.pack`."""
+        packed: Packed = await self._call("pack", version, is_current=is_current)
+        return packed
+
+    async def save(self, step: int, state: Mapping[str, Json], is_current: IsCurrent) -> None:
+        """See `LearnerHost.save`."""
+        await self._call("save", step, dict(state), is_current=is_current)
+
+    async def look(self) -> None:
+        """Notice its death, and bring it back, where nobody has noticed yet."""
+        try:
+            await self._call("report")
+        except LearnerRestartedError:
+            return
+
+    async def wait_saved(self) -> None:
+        """See `LearnerHost.wait_saved`."""
+        await self._call("wait_saved")
+
+    async def saved(self) -> list[Saved]:
+        """See `LearnerHost.saved`."""
+        found: list[Saved] = await self._call("saved")
+        return found
+
+    async def hold(self, step: int, version: int, is_current: IsCurrent) -> None:
+        """See `LearnerHost.hold`; what is held is lost with the learner."""
+        await self._call("hold", step, version, is_current=is_current)
+        self._held[step] = is_current
+
+    async def validate(self, batch: ValidationBatch) -> None:
+        """See `LearnerHost.validate`; refused where the weights that were held are lost."""
+        await self._call("validate", batch, is_current=self._held[batch.step])
+        self._held = {step: held for step, held in self._held.items() if step >= batch.step}
+
+    async def _call(self, method: str, *args: Any, is_current: IsCurrent | None = None) -> Any:
+        async with self._lock:  # not while it is brought back
+            life = self._life
+        if is_current is not None and not is_current():
+            raise LearnerRestartedError("the learner went back to its last checkpoint.")
+        try:
+            require_life(self._role, life)
+            return await self._role.call(method, *args)
+        except RoleDiedError as error:
+            await self._revive(life, error)
+            raise LearnerRestartedError(str(error)) from error
+
+    async def _revive(self, life: int, error: RoleDiedError) -> None:
+        """Bring it back, once for each death.
+
+        Raises:
+            RoleDiedError: It may not be started any more.
+        """
+        async with self._lock:
+            if self._life > life:
+                return
+            while True:
+                life = await next_life(self._role, life, error)
+                self._on_lost(error)
+                self.num_restarts += 1
+                checkpoint = await asyncio.to_thread(self._find_checkpoint)
+                try:
+                    self._info = await self._role.call("start", checkpoint)
+                except RoleDiedError as again:
+                    error = again
+                    continue
+                self._life = life
+                await self._on_restored(checkpoint)
+                return

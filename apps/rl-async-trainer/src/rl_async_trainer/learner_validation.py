@@ -1,0 +1,91 @@
+"""Validation on the learner's side: an engine beside the learner, with the weights of the step that is validated."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from rl_async_trainer.hang_report import Wait
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.validation_run import ValidationBatch, put_validation
+from rl_core import Prompt, TransferQueue
+from rl_core.errors import NotReadyError
+from rl_core.publish import check_receipt
+from rl_core.transports import TensorTransport
+from rl_core.weights import WeightUpdate
+from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.engines.registry import engine_class
+from rl_rollout.rollout import GroupResult, Rollout
+from rl_trainer.engines import engine_options
+from rl_trainer.flow import open_rollout
+from rl_trainer.inputs import read_tokenizer
+from rl_trainer.learning import proof_tolerances
+
+Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
+"""Gives the policy's tensors by name, and which names are tied to others."""
+
+
+class LearnerValidation:
+    """Answers validation problems in the learner's process; its engine starts with the first."""
+
+    def __init__(self, settings: AsyncSettings) -> None:
+        """Remember the settings."""
+        self._settings = settings
+        self._stack = ExitStack()
+        self._engine: RolloutEngine | None = None
+        self._rollout: Rollout | None = None
+        self._held: dict[int, WeightUpdate] = {}
+        self._step: int | None = None
+        self._asked: tuple[str, float] | None = None
+
+    async def hold(self, step: int, *, version: int, export: Export) -> None:
+        """Keep the weights of now, with which the validation of a step is answered, whatever is trained meanwhile."""
+        tensors, tied = await export()
+        self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
+
+    async def answer(self, queue: TransferQueue, batch: ValidationBatch) -> None:
+        """Put answers of the weights that are held for the batch's step into the queue.
+
+        Raises:
+            NotReadyError: None are.
+        """
+        engine, rollout = await self._started()
+        update = self._held.pop(batch.step, None)
+        if update is not None:
+            check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
+            self._step = batch.step
+        elif batch.step != self._step:
+            raise NotReadyError(f"no weights are held for the validation of step {batch.step}; call hold first.")
+
+        async def run(prompts: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
+            return await rollout.run(prompts, num_sessions=1, sampling=sampling)
+
+        self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
+        try:
+            await put_validation(queue, batch, run, settings=self._settings, source="learner")
+        finally:
+            self._asked = None
+
+    def waits(self, now: float) -> tuple[Wait, ...]:
+        """What it waits for."""
+        if self._asked is None or self._rollout is None:
+            return ()
+        what, since = self._asked
+        scorer = self._rollout.scorer
+        on = f"the reward {scorer.name}" if scorer.num_scoring else "the engine beside the learner"
+        return (Wait(what=what, on=on, since_s=now - since),)
+
+    async def close(self) -> None:
+        """End the engine. Can be called twice."""
+        self._stack.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def _started(self) -> tuple[RolloutEngine, Rollout]:
+        if self._engine is None or self._rollout is None:
+            settings = self._settings
+            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, engine_options(settings))
+            await self._engine.start()
+            self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
+        return self._engine, self._rollout

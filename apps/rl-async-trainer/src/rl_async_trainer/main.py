@@ -1,0 +1,159 @@
+"""The command line: train, validate, export, simulate, status, scale."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
+from rl_trainer.command_line import complain, configure_logs, say, take_file, take_flag, take_option
+
+if TYPE_CHECKING:
+    from rl_async_trainer.settings import AsyncSettings
+
+USAGE = """usage: rl-async-trainer COMMAND ...
+
+  train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
+      Train. --resume goes on with the run in the folder; --dry-run prints the plan and ends; --replay trains the
+      groups of a recorded run in the same steps, from its skip cache where there is one.
+  status RUN
+      What a live run does: its roles, groups in flight and ready, versions.
+  scale RUN --engines N
+      Add engines to a live run, or take some away.
+  simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
+      Step times on a virtual clock: how many GPUs for rollouts, how many for training, which staleness.
+  export CHECKPOINT FOLDER
+      Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
+
+MISTAKE = 2
+FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit status.
+
+    From the shell, `train` runs in a process of its own, which is started again when it is killed; else in this one.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train_supervised if arguments is None else train,
+        "status": status,
+        "scale": scale,
+        "simulate": simulate,
+        "export": export,
+    }
+    is_help = not words or words[0] in ("--help", "-h") or (words[0] == "train" and {"--help", "-h"} & set(words))
+    if is_help:
+        from rl_async_trainer.settings import AsyncSettings
+        from rl_trainer.help_text import help_text
+
+        say(help_text(USAGE, AsyncSettings))
+        return 0 if words else MISTAKE
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    configure_logs()
+    command = commands.get(words[0])
+    if command is None:
+        return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.")
+    try:
+        return command(words[1:])
+    except (SettingsError, DataError, MissingExtraError) as error:
+        return complain(str(error))
+    except CheckpointError as error:
+        return complain(str(error), status=FAILED)
+    except RLError as error:
+        return complain(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), status=FAILED)
+    except KeyboardInterrupt:
+        return 130
+
+
+def train_supervised(words: list[str]) -> int:
+    """`train` under a supervisor, unless this is the process that one started, or a debugger shall work in it."""
+    from rl_async_trainer.supervisor import end_with_supervisor, is_supervised, supervise
+
+    if is_supervised():
+        end_with_supervisor()
+        return train(words)
+    of_settings = [word for word in words if word not in ("--resume", "--dry-run")]
+    take_option(of_settings, "--replay")
+    settings = read_settings(of_settings)
+    if "--dry-run" in words or settings.roles.kind == "inline" or not settings.roles.controller_restarts:
+        return train(words)
+    return supervise(words, settings)
+
+
+def read_settings(words: list[str]) -> "AsyncSettings":
+    """Settings of `SETTINGS.toml [--section.name=value ...]`."""
+    from rl_async_trainer.settings import AsyncSettings
+    from rl_trainer.sources import load_settings
+
+    return load_settings(take_file(words, "rl-async-trainer train"), words, os.environ, kind=AsyncSettings)
+
+
+def train(words: list[str]) -> int:
+    """`train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]`."""
+    resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
+    replayed = take_option(words, "--replay")
+    settings = read_settings(words)
+    say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
+    from rl_async_trainer.checks import check_async_settings
+    from rl_async_trainer.plan import describe_async_plan
+    from rl_trainer.checks import check_trainable
+    from rl_trainer.distillation_checks import check_teachers
+    from rl_trainer.inputs import read_inputs
+    from rl_trainer.run_folder import RunFolder, open_run, require_resumable
+
+    check_async_settings(settings)
+    check_trainable(settings)
+    inputs = read_inputs(settings)
+    check_teachers(settings, inputs.tokenizer, inputs.train)
+    if dry_run:
+        if resume:
+            require_resumable(RunFolder(settings.run_folder), settings)
+        say(describe_async_plan(settings, inputs.counts))
+        return 0
+    with open_run(settings, resume=resume, say=say) as folder:
+        from rl_async_trainer.session import Session
+        from rl_trainer.console import make_console
+
+        recorded = None if replayed is None else Path(replayed)
+        session = Session(settings, inputs, folder, make_console(settings), replayed=recorded)
+        return asyncio.run(session.run()).exit_status
+
+
+def status(words: list[str]) -> int:
+    """`status RUN`."""
+    from rl_async_trainer import live_commands
+
+    return live_commands.status(words)
+
+
+def scale(words: list[str]) -> int:
+    """`scale RUN --engines N`."""
+    from rl_async_trainer import live_commands
+
+    return live_commands.scale(words)
+
+
+def simulate(words: list[str]) -> int:
+    """`simulate [WORKLOAD.toml] ...`."""
+    from rl_async_trainer import simulate_command
+
+    return simulate_command.simulate(words)
+
+
+def export(words: list[str]) -> int:
+    """`export CHECKPOINT FOLDER`."""
+    if len(words) != 2:
+        raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
+    from rl_trainer.policies import export_policy
+
+    target = Path(words[1])
+    say(f"exported {export_policy(Path(words[0]), target)} to {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""record.jsonl: what happened in which order, from which a run is resumed, and can be replayed.
+
+Lines have `what` and its fields, with a running number `at`:
+
+- `issued`: prompts entered, `uids` in order
+- `started`: given to the rollouter, `uids`, under the served `version`
+- `settled`: a group is there, `uid`, with the `oldest` and `newest` version of its tokens, and the one that was served
+  when it was `started`
+- `failed`: a group that no step will have, `uid` and `reason`
+- `returned`: groups lost with who generated them, `uids` and `reason`
+- `step`: the groups of a step, `step` from 1, `uids`
+- `published`: a weight update that the engines serve, `version`, after `step` steps, with its `fingerprint`
+- `resumed`: a later attempt went on from `step` steps; steps recorded after it count no more
+- `aborted`: requests that were cut off, `uids` and `reason`
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+
+FILE = "record.jsonl"
+
+
+class RunRecord:
+    """Appends what happens to a run's record; a kill loses at most the line being written."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open or create the record in a run's folder."""
+        self._file = JsonLinesWriter(folder / FILE)
+        self._num_lines = 0
+
+    def write(self, what: str, **fields: Json) -> None:
+        """Append a line."""
+        self._file.append({"at": self._num_lines, "what": what, **fields})
+        self._num_lines += 1
+
+    def close(self) -> None:
+        """Close the file. Can be called twice."""
+        self._file.close()
+
+
+@dataclass(slots=True)
+class History:
+    """What a record says, with what was undone by later attempts left out.
+
+    Attributes:
+        issued: Prompts in order.
+        steps: Groups of each step by its number.
+        started: For each prompt the version that was served when it was last begun.
+        settled: Groups in the order of arrival, each once: its last arrival.
+        failed: Reason of each group that no step has.
+        published: For each version the number of steps before it.
+        fingerprints: Of the weights of each version.
+        num_attempts: Attempts at the run; 0 where there is no record.
+    """
+
+    issued: list[str] = field(default_factory=list)
+    steps: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
+    settled: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    published: dict[int, int] = field(default_factory=dict)
+    fingerprints: dict[int, str] = field(default_factory=dict)
+    num_attempts: int = 0
+
+    def steps_after(self, step: int) -> list[tuple[str, ...]]:
+        """Groups of the steps that were recorded after so many, as far as they follow one another."""
+        found: list[tuple[str, ...]] = []
+        while (number := step + len(found) + 1) in self.steps:
+            found.append(self.steps[number])
+        return found
+
+
+def read_history(folder: Path) -> History:
+    """What the record of a run's folder says; empty where there is none.
+
+    Raises:
+        DataError: A line is not of this format.
+    """
+    history = History()
+    file = folder / FILE
+    if not file.exists():
+        return history
+    for line in read_json_lines(file):
+        try:
+            _apply(history, line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{file} has a line that is no record of a run: {line!r} ({error!r}).") from None
+    return history
+
+
+def _apply(history: History, line: dict[str, Any]) -> None:
+    what = line["what"]
+    if what == "issued":
+        known = set(history.issued)
+        history.issued.extend(uid for uid in _texts(line["uids"]) if uid not in known)
+    elif what == "started":
+        history.started.update(dict.fromkeys(_texts(line["uids"]), int(line["version"])))
+    elif what == "settled":
+        history.settled.pop(str(line["uid"]), None)
+        history.settled[str(line["uid"])] = (_version(line["oldest"]), _version(line["newest"]))
+        if line.get("started") is not None:
+            history.started[str(line["uid"])] = int(line["started"])
+    elif what == "failed":
+        history.failed[str(line["uid"])] = str(line["reason"])
+    elif what == "step":
+        history.steps[int(line["step"])] = tuple(_texts(line["uids"]))
+    elif what == "published":
+        history.published[int(line["version"])] = int(line["step"])
+        history.fingerprints[int(line["version"])] = str(line["fingerprint"])
+    elif what == "resumed":
+        history.num_attempts += 1
+
+
+def _texts(values: Iterable[Any]) -> list[str]:
+    return [str(value) for value in values]
+
+
+def _version(value: Any) -> int | None:
+    return None if value is None else int(value)

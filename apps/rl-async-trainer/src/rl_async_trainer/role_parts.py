@@ -1,0 +1,47 @@
+"""Processes that a role has beneath it, engines and ranks, for who looks for the reason of a hang."""
+
+from collections.abc import Mapping, Sequence
+
+from rl_async_trainer.hang_report import RoleReport
+from rl_rollout.engines.engine_load import EngineLoad
+
+ENGINE, RANK = "engine", "rank"
+SILENCE = ("It has not answered since", "Its stacks are not known")
+"""What `rl_core.cluster.Role.stacks` says of a process that did not answer."""
+
+
+def engine_reports(loads: Sequence[EngineLoad], stacks: Mapping[int, str], *, asked_s: float) -> list[RoleReport]:
+    """Each engine that has a process of its own.
+
+    Args:
+        loads: Of all engines.
+        stacks: By the engine's index; the others are in the rollouter's process.
+        asked_s: How long one that does not answer has not, at least.
+    """
+    return [
+        _report(f"{ENGINE}[{load.index}]", stacks[load.index], asked_s, state=load.state, running=load.num_running)
+        for load in loads
+        if load.index in stacks
+    ]
+
+
+def rank_reports(stacks: Sequence[str], *, asked_s: float) -> list[RoleReport]:
+    """Each rank that has a process of its own.
+
+    Args:
+        stacks: In the order of ranks.
+        asked_s: How long one that does not answer has not, at least.
+    """
+    return [_report(f"{RANK}[{index}]", stack, asked_s) for index, stack in enumerate(stacks)]
+
+
+def _report(name: str, stack: str, asked_s: float, *, state: str = "serving", running: int = 0) -> RoleReport:
+    is_answering = not any(words in stack for words in SILENCE)
+    return RoleReport(
+        name=name,
+        state="serving" if state == "draining" else state,
+        since_s=0.0 if is_answering else asked_s,
+        stack=stack,
+        counts={"running": float(running)},
+        is_answering=is_answering,
+    )

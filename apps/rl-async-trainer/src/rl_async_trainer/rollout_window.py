@@ -1,0 +1,130 @@
+"""What a rollouter did since it was last asked: metrics of sessions, events, and what it waits for."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rl_core import Batch
+from rl_core.records import Trajectory
+from rl_metrics.async_metrics import summarize_processing_times
+from rl_metrics.rollout_metrics import slowest_trajectory, summarize_components, summarize_timings
+from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.rollout import GroupResult
+
+
+class RolloutWindow:
+    """Gathers what happened between two steps of the learner.
+
+    Attributes:
+        version: Policy version that the engines serve.
+        replayed: Groups that came from the skip cache.
+        made_up: Groups that a filter had refused, and that train all the same.
+    """
+
+    def __init__(self) -> None:
+        """Begin the first window."""
+        self.version = -1
+        self._events: list[dict[str, Any]] = []
+        self._waits: dict[int, tuple[str, str, float]] = {}
+        self._num_waits = 0
+        self._last_loads: dict[int, tuple[float, float, int]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = time.monotonic()
+        self._trajectories: list[Trajectory] = []
+        self._took_s: list[float] = []
+        self._counts = {"failed_sessions": 0, "audited_sessions": 0, "audit_failures": 0, "refused_groups": 0}
+        self._num_groups = 0
+        self.replayed = 0
+        self.made_up = 0
+
+    def say(self, event: str, /, **fields: Any) -> None:
+        """Take an event, for the run's log."""
+        self._events.append({"event": event, **fields})
+
+    def add(self, group: GroupResult, *, took_s: float, is_refused: bool) -> None:
+        """Take a group that has settled."""
+        self._num_groups += 1
+        self._took_s.append(took_s)
+        self._trajectories.extend(group.trajectories)
+        self._counts["failed_sessions"] += len(group.failures)
+        self._counts["audited_sessions"] += group.num_audited
+        self._counts["audit_failures"] += group.num_audit_failures
+        self._counts["refused_groups"] += int(is_refused)
+
+    @contextmanager
+    def waiting(self, what: str, *, on: str) -> Iterator[None]:
+        """Note a wait, while it lasts."""
+        self._num_waits += 1
+        number = self._num_waits
+        self._waits[number] = (what, on, time.monotonic())
+        try:
+            yield
+        finally:
+            del self._waits[number]
+
+    def waits(self, now: float) -> list[tuple[str, str, float]]:
+        """Present waits: what, on whom, and for how many seconds."""
+        return [(what, on, round(now - since, 1)) for what, on, since in self._waits.values()]
+
+    def take(self, loads: Sequence[EngineLoad]) -> dict[str, Any]:
+        """End the window, and begin the next.
+
+        Args:
+            loads: Of the engines, since they were started.
+
+        Returns:
+            `metrics` by name, `events` as dicts.
+        """
+        elapsed_s = max(time.monotonic() - self._started, 1e-9)
+        metrics: dict[str, float] = {f"rollout/{name}": float(count) for name, count in self._counts.items()}
+        metrics["rollout/made_up_groups"] = float(self.made_up)
+        metrics["fully_async/count/total_generated_samples"] = float(len(self._trajectories))
+        if self.replayed:
+            metrics["rollout/replayed"] = self.replayed / max(self._num_groups, 1)
+        if self._trajectories:
+            batch = Batch.from_trajectories(self._trajectories)
+            timings = [trajectory.timings for trajectory in self._trajectories]
+            metrics |= summarize_timings(batch, timings)
+            metrics |= summarize_components([trajectory.reward_components for trajectory in self._trajectories])
+            metrics["timing_s/reward"] = sum(timing.reward_s for timing in timings) / len(timings)
+            metrics |= summarize_processing_times(self._took_s)
+            self._say_slowest(timings)
+        metrics |= self._of_engines(loads, elapsed_s)
+        events, self._events = self._events, []
+        self._begin()
+        return {"metrics": metrics, "events": events}
+
+    def _say_slowest(self, timings: Sequence[Any]) -> None:
+        slowest = self._trajectories[slowest_trajectory(timings)]
+        self.say(
+            "slowest_session",
+            prompt_uid=slowest.prompt_uid,
+            session_index=slowest.session_index,
+            output_index=slowest.output_index,
+            prompt_tokens=slowest.num_prompt_tokens,
+            response_tokens=slowest.num_response_tokens,
+            **asdict(slowest.timings),
+        )
+
+    def _of_engines(self, loads: Sequence[EngineLoad], elapsed_s: float) -> dict[str, float]:
+        """Idle share and speed of the engines in this window."""
+        busy_s = idle_s = 0.0
+        tokens = 0
+        for load in loads:
+            busy_before, idle_before, tokens_before = self._last_loads.get(load.index, (0.0, 0.0, 0))
+            busy_s += load.busy_s - busy_before
+            idle_s += load.idle_s - idle_before
+            tokens += load.num_tokens - tokens_before
+        self._last_loads = {load.index: (load.busy_s, load.idle_s, load.num_tokens) for load in loads}
+        metrics = {
+            "fully_async/engines/total": float(len(loads)),
+            "fully_async/engines/serving": float(sum(load.state == "serving" for load in loads)),
+            "perf/rollouter_tokens_per_s": tokens / elapsed_s,
+        }
+        if busy_s + idle_s > 0:
+            metrics["fully_async/rollouter/idle_ratio"] = idle_s / (busy_s + idle_s)
+        return metrics

@@ -1,0 +1,155 @@
+"""The controller's end of the rollouter: after a death it is brought back to where it was, before anything goes on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from rl_async_trainer.learner_host import Packed
+from rl_async_trainer.lives import next_life, require_life
+from rl_async_trainer.rollouter import Dispatch, GroupEvent, RollouterInfo
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.validation_run import ValidationBatch
+from rl_core.cluster import Role
+from rl_core.errors import RoleDiedError
+from rl_core.publish import PublishReport
+from rl_trainer.learning import proof_tolerances
+
+EVENTS_WAIT_S = 20.0
+
+
+class RollouterLink:
+    """Calls the rollouter.
+
+    When it died, whoever called it waits until it is there again; what it had under way is given back by `on_lost`
+    before. What needs weights waits until they were published to it anew.
+    """
+
+    def __init__(
+        self, role: Role, settings: AsyncSettings, *, on_lost: Callable[[RoleDiedError], Awaitable[None]]
+    ) -> None:
+        """Speak to a role.
+
+        Args:
+            role: The rollouter's.
+            settings: Of the run.
+            on_lost: Told of each death, before the rollouter serves again.
+        """
+        self._role = role
+        self._settings = settings
+        self._on_lost = on_lost
+        self._lock = asyncio.Lock()
+        self._life = role.incarnation
+        self._has_weights = asyncio.Event()
+        self._served_life = -1
+        self._num_engines: int | None = None
+        self._info: RollouterInfo | None = None
+        self.num_restarts = 0
+
+    async def start(self) -> RollouterInfo:
+        """Start its engines; again, where it dies meanwhile."""
+        while self._info is None:
+            self._info = await self._call("start")  # None where it died, and `_revive` has started it
+        return self._info
+
+    async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
+        """See `Rollouter.submit`; what a dying rollouter was given is given back like the rest.
+
+        Args:
+            dispatches: What to generate.
+            is_current: False once they were given back, as the rollouter died before it heard of them.
+        """
+        await self._call("submit", list(dispatches), needs_weights=True, is_current=is_current)
+
+    async def events(self) -> list[GroupEvent]:
+        """See `Rollouter.events`."""
+        found: list[GroupEvent] | None = await self._call("events", wait_s=EVENTS_WAIT_S)
+        return found or []
+
+    async def publish(self, packed: Packed) -> PublishReport | None:
+        """See `Rollouter.publish`; None where it died meanwhile: then it has no weights."""
+        drain = not self._settings.schedule.partial_rollout
+        arguments = packed.update, packed.canary, proof_tolerances(self._settings), drain
+        report: PublishReport | None
+        life, report = await self._ask("publish", *arguments)
+        if report is not None:
+            self._served_life = life
+            self._has_weights.set()
+        return report
+
+    async def lacks_weights(self) -> bool:
+        """See `Rollouter.lacks_weights`."""
+        return bool(await self._call("lacks_weights"))
+
+    async def validate(self, batch: ValidationBatch) -> None:
+        """See `Rollouter.validate`; asked again where the rollouter died."""
+        while not await self._call("validate", batch, needs_weights=True):
+            pass
+
+    async def window(self) -> dict[str, Any]:
+        """See `Rollouter.window`."""
+        found: dict[str, Any] | None = await self._call("window")
+        return found or {"metrics": {}, "events": []}
+
+    async def set_num_engines(self, count: int) -> int:
+        """See `Rollouter.set_num_engines`; a rollouter that is started again has as many."""
+        found: int | None = None
+        while found is None:
+            found = await self._call("set_num_engines", count)
+        self._num_engines = found
+        return found
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What it answers; None where it died before it did, and is there again."""
+        return (await self._ask(method, *args, **kwargs))[1]
+
+    async def _ask(
+        self,
+        method: str,
+        *args: Any,
+        needs_weights: bool = False,
+        is_current: Callable[[], bool] | None = None,
+        **kwargs: Any,
+    ) -> tuple[int, Any]:
+        """As `_call`, with the number of the life that was asked."""
+        life = await self._ready_life(needs_weights=needs_weights)
+        if is_current is not None and not is_current():
+            return life, None
+        try:
+            require_life(self._role, life)
+            return life, await self._role.call(method, *args, **kwargs)
+        except RoleDiedError as error:
+            await self._revive(life, error)
+            return life, None
+
+    async def _ready_life(self, *, needs_weights: bool) -> int:
+        """Wait until it is there, and has weights where that matters."""
+        while True:
+            async with self._lock:  # not while it is brought back
+                life = self._life
+            if not needs_weights or self._served_life == life:
+                return life
+            self._has_weights.clear()
+            await self._has_weights.wait()
+
+    async def _revive(self, life: int, error: RoleDiedError) -> None:
+        """Bring it back, once for each death.
+
+        Raises:
+            RoleDiedError: It may not be started any more.
+        """
+        async with self._lock:
+            if self._life > life:
+                return
+            while True:
+                life = await next_life(self._role, life, error)
+                await self._on_lost(error)
+                self.num_restarts += 1
+                try:
+                    self._info = await self._role.call("start")
+                    if self._num_engines is not None:
+                        await self._role.call("set_num_engines", self._num_engines)
+                except RoleDiedError as again:
+                    error = again
+                    continue
+                self._life = life
+                return

@@ -1,0 +1,301 @@
+"""One attempt at an asynchronous run: open what was left, start the roles, train, and leave the folder fit to go on."""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.assemble import RoleFactories, Roles, open_queue, start_roles
+from rl_async_trainer.control_socket import ControlSocket
+from rl_async_trainer.controller import Controller, Controls
+from rl_async_trainer.hang_evidence import HangEvidence, controller_waits
+from rl_async_trainer.hang_report import FILE as HANG_FILE
+from rl_async_trainer.hang_report import HangReport
+from rl_async_trainer.record import RunRecord, read_history
+from rl_async_trainer.replaying import issue_replayed, read_plan
+from rl_async_trainer.restoring import restore_schedule
+from rl_async_trainer.run_state import AsyncState, read_run_state
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.supply import PromptSupply
+from rl_async_trainer.validator import Validator
+from rl_async_trainer.watchdog import Watchdog
+from rl_core import TransferQueue
+from rl_core.errors import CheckpointError, HangError
+from rl_distill.checkpoint_store import CheckpointStore
+from rl_metrics.events import EventLog
+from rl_metrics.generations import GenerationSample
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_rollout.prompts import PromptSource
+from rl_trainer.distilling import learns_from_rewards
+from rl_trainer.inputs import Inputs
+from rl_trainer.learning import canary_sequences
+from rl_trainer.run_folder import RunFolder
+from rl_trainer.stopping import StopRequestedError, StopSignal
+from rl_trainer.trackers import make_trackers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it.
+        summary: What `summary.json` says.
+    """
+
+    exit_status: int
+    summary: Mapping[str, Any]
+
+
+class Session:
+    """One attempt at a run, in a folder that this process holds."""
+
+    def __init__(
+        self,
+        settings: AsyncSettings,
+        inputs: Inputs,
+        folder: RunFolder,
+        console: ConsoleTracker,
+        *,
+        factories: RoleFactories | None = None,
+        replayed: Path | None = None,
+    ) -> None:
+        """Name what is needed; nothing heavy starts before `run`.
+
+        Args:
+            settings: Of the run.
+            inputs: Of the run.
+            folder: Of the run, held by this process.
+            console: Shows progress.
+            factories: What roles are made from.
+            replayed: Folder of a recorded run that this one repeats.
+        """
+        self._replayed = replayed
+        self._factories = factories or RoleFactories()
+        self._settings = settings
+        self._inputs = inputs
+        self._folder = folder
+        self._console = console
+        self._events = EventLog(folder.path / "events.jsonl")
+        self._trackers = make_trackers(settings, folder.path, console)
+        self._store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints)
+        self._state = AsyncState()
+        self._watchdog: Watchdog
+        self._hung: asyncio.Future[None]
+        self._deaf: Collection[str] = ()
+        self._roles: Roles | None = None
+        self._controller: Controller | None = None
+        self._earlier_wall_s = 0.0
+        self._started = time.perf_counter()
+
+    async def run(self) -> Outcome:
+        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+        self._hung = asyncio.get_running_loop().create_future()
+        async with AsyncExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.callback(self._trackers.close)
+            stop = stack.enter_context(StopSignal())
+            self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            try:
+                await self._train(stack, stop)
+            except StopRequestedError:
+                return self._stopped(stop)
+            except BaseException as error:
+                self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=self._now.step)
+                raise
+            return self._finished()
+
+    @property
+    def _now(self) -> AsyncState:
+        return self._state if self._controller is None else self._controller.state
+
+    async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
+        settings, console = self._settings, self._console
+        checkpoint = self._find_checkpoint()
+        if checkpoint is not None:
+            console.say(f"resuming from {checkpoint}")
+            self._events.write("run_resumed", checkpoint=str(checkpoint))
+            self._state = read_run_state(checkpoint)
+            self._earlier_wall_s = self._state.wall_s
+        queue = open_queue(settings, self._folder.path)
+        stack.callback(queue.close)
+        controls = await self._controls(stack, stop, queue)
+        if controls.scheduler.is_done and self._state.validated >= self._state.step:
+            console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
+            return
+        controller = Controller(controls, self._state)
+        with console.phase("starting engines and learner"):
+            rollouter, learner = await stop.run(
+                controller.start(checkpoint),
+                what="engines and learner to start",
+                deadline_s=settings.roles.start_deadline_s,
+            )
+        self._controller = controller
+        ranks = f" on {learner.num_ranks} ranks" if learner.num_ranks > 1 else ""
+        console.say(f"engine: {rollouter.engine}")
+        console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
+        title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
+        console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
+        await stack.enter_async_context(ControlSocket(self._folder.path, controller.answer))
+        await stack.enter_async_context(self._watchdog)
+        try:
+            await self._run_unless_hung(controller)
+        except StopRequestedError:
+            with console.phase(f"stopping: writing a checkpoint of step {controller.state.step}"):
+                await controller.save_stopped()
+            raise
+
+    async def _run_unless_hung(self, controller: Controller) -> None:
+        running = asyncio.create_task(controller.run())
+        both: set[asyncio.Future[Any]] = {running, self._hung}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            await asyncio.wait({running})
+            await self._end_deaf()
+            self._hung.result()
+        self._hung.cancel()
+        running.result()
+
+    async def _controls(self, stack: AsyncExitStack, stop: StopSignal, queue: TransferQueue) -> Controls:
+        """Everything that the controller works with, as the attempt before left it."""
+        settings, folder = self._settings, self._folder.path
+        history = read_history(folder)
+        plan = None if self._replayed is None else read_plan(self._replayed, settings.schedule_options)
+        record = RunRecord(folder)
+        stack.callback(record.close)
+        supply = PromptSupply(PromptSource(self._inputs.train, seed=settings.run.seed))
+        scheduler = restore_schedule(settings.schedule_options, self._state, queue, supply, history, plan=plan)
+        if plan is not None:
+            issue_replayed(plan, scheduler, queue, supply, group_size=settings.rollout.group_size)
+        record.write("resumed", step=self._state.step)
+        roles = self._roles = await self._start_roles(stack, queue)
+        validator = Validator(
+            settings,
+            self._inputs,
+            queue,
+            on_generations=self._log_generations,
+            progress=lambda what: self._watchdog.progress(what),
+        )
+        evidence = HangEvidence(
+            roles,
+            queue,
+            scheduler,
+            folder=folder,
+            controller_waits=lambda: controller_waits(scheduler, self._watchdog, validator),
+        )
+        self._watchdog = Watchdog(
+            settings.roles.hang_deadline_s,
+            collect=evidence.collect,
+            path=folder / HANG_FILE,
+            on_hang=partial(self._has_hung, asyncio.get_running_loop()),
+        )
+        return Controls(
+            settings=settings,
+            roles=roles,
+            queue=queue,
+            scheduler=scheduler,
+            supply=supply,
+            record=record,
+            validator=validator,
+            evidence=evidence,
+            stop=stop,
+            progress=self._watchdog.progress,
+            say=self._events.write,
+            log_metrics=self._log_metrics,
+            find_checkpoint=self._find_checkpoint,
+            wall_s=self._wall_s,
+        )
+
+    async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> Roles:
+        settings = self._settings
+        with self._console.phase(f"starting roles ({settings.roles.kind})"):
+            roles = await start_roles(
+                settings,
+                queue,
+                folder=self._folder.path,
+                canary_sequences=canary_sequences(settings, self._inputs.train),
+                factories=self._factories,
+            )
+        stack.push_async_callback(roles.cluster.close)
+        return roles
+
+    def _has_hung(self, loop: asyncio.AbstractEventLoop, report: HangReport) -> None:
+        """Say it, and end the run where the settings want that; called by whatever thread noticed."""
+        file = self._folder.path / HANG_FILE
+        self._events.write("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
+        said = f"nothing has happened for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
+        self._console.say(f"{said} See {file}.")
+        if self._settings.roles.on_hang == "fail":
+            deaf = [role.name for role in report.roles if not role.is_answering]
+            loop.call_soon_threadsafe(self._end_hung, f"{said} The roles' stacks are in {file}.", deaf)
+
+    def _end_hung(self, said: str, deaf: Collection[str]) -> None:
+        if not self._hung.done():
+            self._deaf = deaf
+            self._hung.set_exception(HangError(said))
+
+    async def _end_deaf(self) -> None:
+        """End the roles that did not answer; asked to close, they would not answer either."""
+        roles = {} if self._roles is None else self._roles.all
+        for name, role in roles.items():
+            if name in self._deaf:
+                await role.end("did not answer when the run hung")
+
+    def _log_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool = False) -> None:
+        if is_late:
+            self._trackers.log_late(step, metrics)
+        else:
+            self._trackers.log(step, metrics)
+
+    def _log_generations(self, step: int, split: str, samples: list[GenerationSample]) -> None:
+        self._trackers.log_generations(step, f"{split}/generations", samples)
+
+    def _find_checkpoint(self) -> Path | None:
+        def passed_over(error: CheckpointError) -> None:
+            self._console.say(f"passing over a broken checkpoint: {error}")
+            self._events.write("checkpoint_broken", error=str(error))
+
+        return self._store.newest(passed_over)
+
+    def _wall_s(self) -> float:
+        return self._earlier_wall_s + time.perf_counter() - self._started
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        state = self._now
+        newest = self._store.steps()[-1:]
+        return {
+            "status": status,
+            "steps": state.step,
+            "wall_s": round(self._wall_s(), 2),
+            "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
+            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
+            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
+            "test_accuracy_first": state.results.get("test_accuracy_first"),
+            "test_accuracy_last": state.results.get("test_accuracy_last"),
+            "num_samples": state.num_samples,
+            "policy_version": state.policy_version,
+            "seed": self._settings.run.seed,
+            "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
+        }
+
+    def _stopped(self, stop: StopSignal) -> Outcome:
+        summary = self._summary("stopped")
+        self._folder.write_summary(summary)
+        self._events.write("run_stopped", step=self._now.step, signal=stop.number)
+        self._console.say(f"stopped after step {self._now.step}; go on with --resume")
+        return Outcome(exit_status=stop.exit_status, summary=summary)
+
+    def _finished(self) -> Outcome:
+        summary = self._summary("finished")
+        file = self._folder.write_summary(summary)
+        self._events.write("run_finished", **summary)
+        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
+        self._console.summary(
+            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file}
+        )
+        return Outcome(exit_status=0, summary=summary)

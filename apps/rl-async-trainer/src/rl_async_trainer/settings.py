@@ -1,0 +1,139 @@
+"""What the asynchronous trainer can be told beside what both trainers can; `train --help` prints these words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rl_async_trainer.scheduler import ScheduleOptions
+from rl_trainer.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSettings:
+    """How far generation and training may be apart.
+
+    Attributes:
+        max_staleness: Policy versions that the oldest token of a group may be behind the weights that it trains; 0
+            trains only what the present version has generated.
+        sync_every: Learner steps between two weight updates, hence of one policy version.
+        partial_rollout: Let responses go on under new weights, each token with its version; false lets every engine
+            finish what it has before it takes new weights, so that each response is of one version.
+        max_inflight_groups: Most groups generated at once; none leaves it to the bound of staleness.
+        validate_on: Where validation problems are answered while training goes on: by the "engines", under the weights
+            that they serve, or on the "learner" side, by an engine beside the learner with the weights of that step.
+        validation_batch: Validation problems that are asked at once; none asks all.
+    """
+
+    max_staleness: int = 1
+    sync_every: int = 1
+    partial_rollout: bool = True
+    max_inflight_groups: int | None = None
+    validate_on: Literal["engines", "learner"] = "engines"
+    validation_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSettings:
+    """Where the rollouter and the learner live, and what happens when one dies.
+
+    Attributes:
+        kind: "ray" (actors of Ray, on this machine or many), "process" (processes of this machine), or "inline" (in
+            this process, where a debugger works). Within each, `rollout.placement` and `cluster.kind` say where its
+            engines and ranks run.
+        rollouter_restarts: How often a rollouter that died is started again; its groups are generated again.
+        learner_restarts: How often a learner that died is started again, from the last checkpoint.
+        controller_restarts: How often the run itself is started again when its process is killed.
+        teacher_restarts: How often the process that asks the teachers is started again.
+        start_deadline_s: Longest wait for a role to start.
+        hang_deadline_s: Time without any progress after which hang.json is written, which says who waits for whom.
+        on_hang: Then "fail" the run, or only "report".
+    """
+
+    kind: Literal["inline", "process", "ray"] = "ray"
+    rollouter_restarts: int = 5
+    learner_restarts: int = 5
+    controller_restarts: int = 5
+    teacher_restarts: int = 5
+    start_deadline_s: float = 900.0
+    hang_deadline_s: float = 1800.0
+    on_hang: Literal["fail", "report"] = "fail"
+
+
+class AsyncSettings(Settings):
+    """All settings of an asynchronous run."""
+
+    also_changeable_on_resume: ClassVar[tuple[str, ...]] = (
+        "schedule.max_inflight_groups",
+        "schedule.validate_on",
+        "schedule.validation_batch",
+        "roles.kind",
+        "roles.rollouter_restarts",
+        "roles.learner_restarts",
+        "roles.controller_restarts",
+        "roles.teacher_restarts",
+        "roles.start_deadline_s",
+        "roles.hang_deadline_s",
+        "roles.on_hang",
+    )
+
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    roles: RoleSettings = Field(default_factory=RoleSettings)
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Where each part of the run lives, by the setting that says so."""
+        return {"roles.kind": self.roles.kind, **super().placements}
+
+    @property
+    def schedule_options(self) -> ScheduleOptions:
+        """For the scheduler."""
+        return ScheduleOptions(
+            groups_per_step=self.rollout.prompts_per_step,
+            num_steps=self.trainer.steps,
+            max_staleness=self.schedule.max_staleness,
+            sync_every=self.schedule.sync_every,
+            max_inflight_groups=self.schedule.max_inflight_groups,
+        )
+
+
+def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
+    """What of the asynchronous settings cannot work."""
+    schedule, roles = settings.schedule, settings.roles
+    for name, value, least in (
+        ("schedule.max_staleness", schedule.max_staleness, 0),
+        ("schedule.sync_every", schedule.sync_every, 1),
+        ("schedule.max_inflight_groups", schedule.max_inflight_groups, 1),
+        ("schedule.validation_batch", schedule.validation_batch, 1),
+        ("roles.rollouter_restarts", roles.rollouter_restarts, 0),
+        ("roles.learner_restarts", roles.learner_restarts, 0),
+        ("roles.controller_restarts", roles.controller_restarts, 0),
+        ("roles.teacher_restarts", roles.teacher_restarts, 0),
+    ):
+        if value is not None and value < least:
+            yield f"{name} must be at least {least}; found {value}."
+    for name, number in (
+        ("roles.start_deadline_s", roles.start_deadline_s),
+        ("roles.hang_deadline_s", roles.hang_deadline_s),
+    ):
+        if not number > 0:
+            yield f"{name} must be above 0; found {number:g}."
+    options = settings.schedule_options
+    limit = schedule.max_inflight_groups
+    if options.is_on_policy and limit is not None and limit < settings.rollout.prompts_per_step:
+        yield (
+            f"schedule.max_inflight_groups = {limit} would start the {settings.rollout.prompts_per_step} groups of an "
+            "on-policy step a part at a time, which gives other batches than a synchronous run. Leave it out, or allow "
+            "schedule.max_staleness = 1."
+        )
+    if settings.distillation.texts is not None:
+        yield (
+            "distillation.texts trains on texts that are there already: nothing is generated, and nothing can overlap. "
+            "Use rl-sync-trainer."
+        )
+    if settings.rollout.sleep or settings.trainer.offload:
+        yield (
+            "rollout.sleep and trainer.offload make room on devices that generation and training take turns on; here "
+            "both work at once. Leave them out, or use rl-sync-trainer."
+        )

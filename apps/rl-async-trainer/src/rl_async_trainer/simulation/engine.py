@@ -1,0 +1,192 @@
+"""Engines that decode many responses at once, moved from one change of the running batch to the next."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+FOREVER = float("inf")
+
+
+@dataclass(slots=True)
+class Response:
+    """One response to generate.
+
+    Attributes:
+        group: Number of its group.
+        num_tokens: Tokens that it will have.
+        num_prompt_tokens: Tokens of its prompt.
+        version: Of the weights that sampled its first token; None before that.
+    """
+
+    group: int
+    num_tokens: int
+    num_prompt_tokens: int
+    version: int | None = None
+
+
+@dataclass(slots=True)
+class SimulatedEngine:
+    """Continuous batching: every running response gets one token in each decoding step.
+
+    All running responses therefore have made the same progress since any moment, and a response that was admitted when
+    the engine had made p decoding steps ends at step p + its length: a heap of those ends gives the next change.
+
+    Attributes:
+        step_seconds: Seconds of a decoding step, by responses decoded at once; its length less 1 are the slots.
+        prefill_s_per_token: Seconds for a token of a prompt, in which nothing is decoded.
+        now: Time up to which it was moved.
+        busy_s: Seconds so far in which it decoded or prefilled.
+        ends_at: Time of the next end if nothing is added; infinity while nothing runs.
+    """
+
+    step_seconds: Sequence[float]
+    prefill_s_per_token: float = 0.0
+    now: float = 0.0
+    busy_s: float = 0.0
+    ends_at: float = FOREVER
+    _steps: float = 0.0
+    _decodes_from: float = 0.0
+    _stalled_until: float = 0.0
+    _running: list[tuple[float, int, Response]] = field(default_factory=list)
+    _waiting: deque[Response] = field(default_factory=deque)
+    _num_admitted: int = 0
+
+    @property
+    def load(self) -> int:
+        """Responses that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def add(self, responses: Sequence[Response], *, now: float) -> list[Response]:
+        """Responses came; gives those that begin at once, the others wait for slots."""
+        self._move(now)
+        self._waiting.extend(responses)
+        began = self._admit()
+        self._foresee()
+        return began
+
+    def finish(self) -> tuple[list[Response], list[Response]]:
+        """Move to `ends_at`; gives the responses that ended, and those that began in their place."""
+        self._move(self.ends_at)
+        running, steps = self._running, self._steps + 1e-6
+        ended = []
+        while running and running[0][0] <= steps:
+            ended.append(heappop(running)[2])
+        began = self._admit() if self._waiting else []
+        self._foresee()
+        return ended, began
+
+    def stall(self, seconds: float, *, now: float, recomputes_prefixes: bool) -> None:
+        """Stop for a weight update; what runs goes on afterwards, prefilled again where that is asked."""
+        self._move(now)
+        self._stalled_until = max(self._stalled_until, now) + seconds
+        self._decodes_from = max(self._decodes_from, self._stalled_until)
+        if recomputes_prefixes:
+            tokens = sum(
+                response.num_prompt_tokens + response.num_tokens - (end - self._steps)
+                for end, _, response in self._running
+            )
+            self._decodes_from += tokens * self.prefill_s_per_token
+        self._foresee()
+
+    def _move(self, now: float) -> None:
+        num_running = len(self._running)
+        if num_running:
+            decodes_from = self._decodes_from if self._decodes_from > self.now else self.now
+            if now > decodes_from:
+                self._steps += (now - decodes_from) / self.step_seconds[num_running]
+            busy_from = self._stalled_until if self._stalled_until > self.now else self.now
+            if now > busy_from:
+                self.busy_s += now - busy_from
+        self.now = now
+
+    def _admit(self) -> list[Response]:
+        free = len(self.step_seconds) - 1 - len(self._running)
+        waiting, running, steps = self._waiting, self._running, self._steps
+        began = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+        for response in began:
+            self._num_admitted += 1
+            heappush(running, (steps + response.num_tokens, self._num_admitted, response))
+        if began and self.prefill_s_per_token:
+            tokens = sum(response.num_prompt_tokens for response in began)
+            self._decodes_from = max(self._decodes_from, self.now) + tokens * self.prefill_s_per_token
+        return began
+
+    def _foresee(self) -> None:
+        running = self._running
+        if not running:
+            self.ends_at = FOREVER
+            return
+        decodes_from = self._decodes_from if self._decodes_from > self.now else self.now
+        self.ends_at = decodes_from + (running[0][0] - self._steps) * self.step_seconds[len(running)]
+
+
+class EnginePool:
+    """Several equal engines; a response goes to the one with the fewest."""
+
+    def __init__(self, num_engines: int, step_seconds: Sequence[float], *, prefill_s_per_token: float = 0.0) -> None:
+        """They are all empty."""
+        self.engines = [
+            SimulatedEngine(step_seconds, prefill_s_per_token=prefill_s_per_token) for _ in range(num_engines)
+        ]
+        self._by_load = [(0, index) for index in range(num_engines)]
+        self._loads = [0] * num_engines
+        self._changed: set[int] = set()
+        self._by_end: list[tuple[float, int]] = []
+
+    def add(self, responses: Sequence[Response], *, now: float) -> list[Response]:
+        """Spread responses; gives those that begin at once."""
+        for index in self._changed:
+            self._set_load(index, self.engines[index].load)
+        self._changed.clear()
+        shares: dict[int, list[Response]] = {}
+        for response in responses:
+            load, index = heappop(self._by_load)
+            while load != self._loads[index]:  # an earlier one
+                load, index = heappop(self._by_load)
+            shares.setdefault(index, []).append(response)
+            self._set_load(index, load + 1)
+        began = []
+        for index, share in shares.items():
+            began += self.engines[index].add(share, now=now)
+            self._expect(index)
+        return began
+
+    def next_end(self) -> float:
+        """Time of the next end of a response; infinity while nothing runs."""
+        while self._by_end:
+            time, index = self._by_end[0]
+            if self.engines[index].ends_at == time:
+                return time
+            heappop(self._by_end)
+        return FOREVER
+
+    def finish(self) -> tuple[list[Response], list[Response]]:
+        """Move the engine of `next_end`; gives the responses that ended and those that began in their place."""
+        index = heappop(self._by_end)[1]
+        found = self.engines[index].finish()
+        self._changed.add(index)
+        self._expect(index)
+        return found
+
+    def stall(self, seconds: float, *, now: float, recomputes_prefixes: bool) -> None:
+        """Stop all for a weight update."""
+        for index, engine in enumerate(self.engines):
+            engine.stall(seconds, now=now, recomputes_prefixes=recomputes_prefixes)
+            self._expect(index)
+
+    def busy_seconds(self, *, now: float) -> float:
+        """Of all engines, up to a time that is not before any change."""
+        for index, engine in enumerate(self.engines):
+            engine.add((), now=now)
+            self._expect(index)
+        return sum(engine.busy_s for engine in self.engines)
+
+    def _set_load(self, index: int, load: int) -> None:
+        self._loads[index] = load
+        heappush(self._by_load, (load, index))
+
+    def _expect(self, index: int) -> None:
+        ends_at = self.engines[index].ends_at
+        if ends_at != FOREVER:
+            heappush(self._by_end, (ends_at, index))

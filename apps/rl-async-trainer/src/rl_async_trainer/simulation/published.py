@@ -1,0 +1,117 @@
+"""The published table beside what the simulation gives for its rows."""
+
+import tomllib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
+from rl_async_trainer.simulation.outcome import Cluster, Outcome
+from rl_async_trainer.simulation.reading import SHIPPED, built_in_workload
+from rl_async_trainer.simulation.synchronous import simulate_sync
+from rl_async_trainer.simulation.workload import Workload
+
+POLICIES = {
+    "stream": Policy(max_staleness=0, sync_every=4),
+    "partial": Policy(max_staleness=1, sync_every=4, partial_rollout=True),
+}
+"""Ours for theirs: trigger_parameter_sync_step = 4 of require_batches x ppo_mini_batch_size = 128 prompts each is
+`sync_every` = 4 steps of 128 groups; staleness_threshold = 0.5 is half a version, so 1 is the least that allows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """One row of the table.
+
+    Attributes:
+        mode: sync, stream or partial.
+        cluster: Its GPUs.
+        step_s: Seconds of a step of 512 prompts, mean of 400.
+        gen_s: Of generation; of an asynchronous row, of waiting for it.
+        update_s: Of updates.
+        logprobs_s: Of recomputed logprobs; 0 where there are none.
+        total_s: Seconds after 100, 200, 300 and 400 steps.
+        length_scale: How much longer the run's responses were than the workload's, fitted to synchronous rows.
+    """
+
+    mode: str
+    cluster: Cluster
+    step_s: float
+    gen_s: float
+    update_s: float
+    logprobs_s: float
+    total_s: tuple[float, ...]
+    length_scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """A published row and its simulation.
+
+    Attributes:
+        row: As published.
+        outcome: As simulated, with the row's length scale.
+        speedup: Published: times as fast as the synchronous row of as many GPUs.
+        simulated_speedup: The same of the simulation.
+    """
+
+    row: PublishedRow
+    outcome: Outcome
+    speedup: float
+    simulated_speedup: float
+
+    @property
+    def error(self) -> float:
+        """Of the simulated speed-up, as a share of the published one."""
+        return self.simulated_speedup / self.speedup - 1
+
+
+def published_rows() -> list[PublishedRow]:
+    """The table, in its order."""
+    table = tomllib.loads((SHIPPED / "published.toml").read_text(encoding="utf-8"))
+    return [_row(row) for row in table["row"]]
+
+
+def compare_published(*, num_versions: int, seed: int) -> list[ComparedRow]:
+    """Simulate every row of the table."""
+    workload = built_in_workload()
+    rows = published_rows()
+    outcomes = [simulate_row(workload, row, num_versions=num_versions, seed=seed) for row in rows]
+    sync = {row.cluster.gpus: (row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if row.mode == "sync"}
+    found = []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        base, base_outcome = sync[row.cluster.gpus]
+        found.append(
+            ComparedRow(
+                row=row,
+                outcome=outcome,
+                speedup=base.step_s / row.step_s,
+                simulated_speedup=base_outcome.step_s / outcome.step_s,
+            )
+        )
+    return found
+
+
+def simulate_row(workload: Workload, row: PublishedRow, *, num_versions: int, seed: int) -> Outcome:
+    """Simulate a row: its GPUs, its mode and the length of its run's responses."""
+    scaled = replace(workload, lengths=replace(workload.lengths, scale=row.length_scale))
+    if row.mode == "sync":
+        return simulate_sync(scaled, gpus=row.cluster.gpus, num_steps=num_versions, seed=seed)
+    return simulate_async(scaled, row.cluster, POLICIES[row.mode], num_versions=num_versions, seed=seed)
+
+
+def _row(table: dict[str, Any]) -> PublishedRow:
+    gpus = table["gpus"]
+    if table["mode"] == "sync":
+        cluster = Cluster(rollout_gpus=gpus, train_gpus=gpus, is_colocated=True)
+    else:
+        cluster = Cluster(rollout_gpus=table["rollout_gpus"], train_gpus=gpus - table["rollout_gpus"])
+    return PublishedRow(
+        mode=table["mode"],
+        cluster=cluster,
+        step_s=table["step_s"],
+        gen_s=table["gen_s"],
+        update_s=table["update_s"],
+        logprobs_s=table.get("logprobs_s", 0.0),
+        total_s=tuple(table["total_s"]),
+        length_scale=table.get("length_scale", 1.0),
+    )

@@ -1,0 +1,134 @@
+"""Which split of the GPUs is fastest, and which staleness is enough."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
+from rl_async_trainer.simulation.engine import FOREVER
+from rl_async_trainer.simulation.lengths import GroupLengths
+from rl_async_trainer.simulation.outcome import Cluster, Outcome, generation_seconds, total_response_tokens
+from rl_async_trainer.simulation.workload import Workload
+from rl_core.errors import SettingsError
+
+MAX_SPLITS = 33
+"""Splits looked at, evenly over all; more would differ by less than 3 % of the GPUs."""
+COARSE_SPLITS = 8
+"""Splits looked at before those around the best."""
+SEARCH_VERSIONS = 3
+"""Versions that are measured while splits are compared; the fastest is then simulated as long as was asked."""
+ENOUGH = 1.01
+"""A higher staleness is worth it where it makes steps shorter by more than this factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to take, and why.
+
+    Attributes:
+        chosen: The fastest split with the least staleness that is within 1 % of the best.
+        sentence: It in words, against the synchronous trainer.
+    """
+
+    chosen: Outcome
+    sentence: str
+
+
+def splits(workload: Workload, gpus: int) -> list[Cluster]:
+    """Splits into whole engines and a learner of whole multiples of its GPUs, at most `MAX_SPLITS`, by rollout GPUs.
+
+    Raises:
+        SettingsError: There is none.
+    """
+    size, multiple = workload.engine.gpus, workload.learner.gpus_multiple
+    found = [
+        Cluster(rollout_gpus=rollout, train_gpus=gpus - rollout)
+        for rollout in range(size, gpus, size)
+        if (gpus - rollout) % multiple == 0
+    ]
+    if not found:
+        raise SettingsError(
+            f"{gpus} GPUs cannot be split into engines of engine.gpus = {size} and a learner of a multiple of "
+            f"learner.gpus_multiple = {multiple}. Give more GPUs, or set them lower."
+        )
+    if len(found) <= MAX_SPLITS:
+        return found
+    return [found[index * (len(found) - 1) // (MAX_SPLITS - 1)] for index in range(MAX_SPLITS)]
+
+
+def middle_split(workload: Workload, gpus: int) -> Cluster:
+    """The split that is closest to halves; the larger half generates."""
+    return min(
+        splits(workload, gpus), key=lambda cluster: (abs(2 * cluster.rollout_gpus - gpus), -cluster.rollout_gpus)
+    )
+
+
+def best_split(workload: Workload, gpus: int, policy: Policy, *, num_versions: int, seed: int) -> Outcome:
+    """Simulate splits and give the fastest.
+
+    First evenly over all, then ever closer to the best. A split is left out where even the bound that no schedule
+    can beat is longer than the best so far.
+
+    Raises:
+        SettingsError: The GPUs cannot be split.
+    """
+    clusters = splits(workload, gpus)
+    bounds = _bounds(workload, clusters, seed=seed)
+    few = min(num_versions, SEARCH_VERSIONS)
+    known: dict[int, float] = {}
+
+    def look(indices: Iterable[int]) -> int:
+        for index in sorted(set(indices), key=bounds.__getitem__):
+            if index not in known and bounds[index] < min(known.values(), default=FOREVER):
+                outcome = simulate_async(workload, clusters[index], policy, num_versions=few, seed=seed)
+                known[index] = outcome.step_s
+        return min(known, key=known.__getitem__)
+
+    stride = max(1, len(clusters) // COARSE_SPLITS)
+    best = look(range(0, len(clusters), stride))
+    while stride > 1:
+        stride //= 2
+        best = look(index for index in (best - stride, best, best + stride) if 0 <= index < len(clusters))
+    return simulate_async(workload, clusters[best], policy, num_versions=num_versions, seed=seed)
+
+
+def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> Advice:
+    """What to take of the best splits of several stalenesses on equally many GPUs."""
+    best = min(outcomes, key=lambda outcome: outcome.step_s)
+    chosen = next(
+        outcome
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.max_staleness)
+        if outcome.step_s <= ENOUGH * best.step_s
+    )
+    speedup = sync.step_s / chosen.step_s
+    gpus, rollout, train = sync.cluster.gpus, chosen.cluster.rollout_gpus, chosen.cluster.train_gpus
+    if speedup <= 1:
+        sentence = (
+            f"{gpus} GPUs: stay with the synchronous trainer; the best split, {rollout} for rollouts and {train} for "
+            f"training, is {speedup:.2f} times as fast."
+        )
+        return Advice(chosen=chosen, sentence=sentence)
+    if chosen.max_staleness == max(outcome.max_staleness for outcome in outcomes):
+        more = "more staleness was not tried."
+    else:
+        more = f"more staleness gains less than {100 * (ENOUGH - 1):.0f} %."
+    sentence = (
+        f"{gpus} GPUs: {rollout} for rollouts, {train} for training, max_staleness {chosen.max_staleness}: "
+        f"{speedup:.2f} times sync; {more}"
+    )
+    return Advice(chosen=chosen, sentence=sentence)
+
+
+def _bounds(workload: Workload, clusters: Sequence[Cluster], *, seed: int) -> list[float]:
+    """Seconds of a version that no schedule can beat on each split, by the lengths of the first one."""
+    batch = workload.batch
+    lengths = GroupLengths(workload.lengths, group_size=batch.group_size, seed=seed)
+    one_engine_s = generation_seconds(workload, total_response_tokens(lengths, range(batch.groups)), num_engines=1)
+    trained = sum(map(lengths.num_tokens, range(batch.groups)))
+    updates = batch.groups // batch.mini_batch_groups
+    return [
+        max(
+            one_engine_s / cluster.num_engines(workload),
+            workload.learner.updates_seconds(trained, num_updates=updates, gpus=cluster.train_gpus),
+        )
+        for cluster in clusters
+    ]

@@ -1,0 +1,268 @@
+"""What is simulated: the batch, lengths of responses, and what everything costs in seconds."""
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rl_core.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """What a synchronous step trains, which is also what the asynchronous trainer trains in one policy version.
+
+    Attributes:
+        groups: Prompts.
+        group_size: Sessions of each.
+        mini_batch_groups: Groups of one optimizer update.
+    """
+
+    groups: int
+    group_size: int
+    mini_batch_groups: int
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: A number is below 1, or the batch is no whole number of mini-batches.
+        """
+        _require_at_least(1, "batch", groups=self.groups, group_size=self.group_size)
+        _require_at_least(1, "batch", mini_batch_groups=self.mini_batch_groups)
+        if self.groups % self.mini_batch_groups:
+            raise SettingsError(
+                f"batch.groups must be a multiple of batch.mini_batch_groups; found {self.groups} and "
+                f"{self.mini_batch_groups}."
+            )
+
+    def groups_per_step(self, sync_every: int) -> int:
+        """Groups of a learner's step, where a version is cut into this many.
+
+        Raises:
+            SettingsError: They would be no whole number of mini-batches.
+        """
+        if sync_every < 1 or self.groups % (sync_every * self.mini_batch_groups):
+            raise SettingsError(
+                f"sync_every must divide the {self.groups // self.mini_batch_groups} mini-batches of a version "
+                f"(batch.groups / batch.mini_batch_groups); found {sync_every}."
+            )
+        return self.groups // sync_every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """How long responses are: log-normal, or by quantiles; cut at the maximum.
+
+    Attributes:
+        maximum: Tokens at which a response is cut.
+        median: Of the log-normal distribution, in tokens.
+        sigma: Standard deviation of its natural logarithm.
+        quantiles: Pairs of a share and the tokens that this share of the responses has at most, in place of `median`
+            and `sigma`; in between, the logarithm of the tokens is linear in the share.
+        group_correlation: Of the normal scores of a prompt's responses; 0 means that a prompt says nothing.
+        prompt_tokens: Of each prompt.
+        scale: All lengths times this, before the cut.
+    """
+
+    maximum: int
+    median: float | None = None
+    sigma: float | None = None
+    quantiles: tuple[tuple[float, float], ...] = ()
+    group_correlation: float = 0.0
+    prompt_tokens: int = 0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no distribution.
+
+        Raises:
+            SettingsError: Both or neither are given, shares or tokens fall, or a number is out of its range.
+        """
+        _require_at_least(1, "lengths", maximum=self.maximum)
+        _require_at_least(0, "lengths", prompt_tokens=self.prompt_tokens)
+        _require_positive("lengths", scale=self.scale)
+        if not 0 <= self.group_correlation <= 1:
+            raise SettingsError(f"lengths.group_correlation must be from 0 to 1; found {self.group_correlation}.")
+        is_log_normal = self.median is not None and self.sigma is not None
+        if is_log_normal == bool(self.quantiles) or (self.median is None) != (self.sigma is None):
+            raise SettingsError("lengths takes either median and sigma, or quantiles.")
+        if self.median is not None and self.sigma is not None:
+            _require_positive("lengths", median=self.median)
+            _require_at_least(0, "lengths", sigma=self.sigma)
+            return
+        shares, tokens = zip(*self.quantiles, strict=True)
+        rises = all(a < b for a, b in pairwise(shares))
+        if shares[0] != 0 or shares[-1] != 1 or not rises or list(tokens) != sorted(tokens) or tokens[0] <= 0:
+            raise SettingsError(
+                "lengths.quantiles must be pairs [share, tokens] with shares that rise from 0 to 1 and tokens above 0 "
+                f"that do not fall; found {[list(pair) for pair in self.quantiles]}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCosts:
+    """What an engine takes.
+
+    Attributes:
+        gpus: GPUs of one engine (its tensor parallel size).
+        slots: Responses that it decodes at once; more wait.
+        decode: Pairs of responses decoded at once and seconds of one decoding step, measured; in between linear, past
+            the last as between the last two.
+        prefill_s_per_token: Seconds for a token of a prompt.
+        inflight_groups: Groups that are generated at once, for each engine; None leaves it to the staleness.
+    """
+
+    gpus: int
+    slots: int
+    decode: tuple[tuple[float, float], ...]
+    prefill_s_per_token: float = 0.0
+    inflight_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no curve.
+
+        Raises:
+            SettingsError: The curve is empty or does not rise, or a number is out of its range.
+        """
+        _require_at_least(1, "engine", gpus=self.gpus, slots=self.slots)
+        _require_at_least(0, "engine", prefill_s_per_token=self.prefill_s_per_token)
+        if self.inflight_groups is not None:
+            _require_at_least(1, "engine", inflight_groups=self.inflight_groups)
+        batches = [batch for batch, _ in self.decode]
+        seconds = [second for _, second in self.decode]
+        rises = all(a < b for a, b in pairwise(batches))
+        if not self.decode or not rises or seconds != sorted(seconds) or seconds[0] <= 0 or batches[0] < 0:
+            raise SettingsError(
+                "engine.decode must be pairs [responses, seconds] with responses that rise and seconds above 0 that "
+                f"do not fall; found {[list(pair) for pair in self.decode]}."
+            )
+
+    def step_seconds(self) -> list[float]:
+        """Seconds of one decoding step, by how many responses are decoded at once: from 0 to `slots`."""
+        points = self.decode
+        if len(points) == 1:
+            return [points[0][1]] * (self.slots + 1)
+        found, segment = [], 0
+        for batch in range(self.slots + 1):
+            while segment < len(points) - 2 and batch > points[segment + 1][0]:
+                segment += 1
+            (left, low), (right, high) = points[segment], points[segment + 1]
+            found.append(low if batch <= left else low + (high - low) * (batch - left) / (right - left))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerCosts:
+    """What the learner takes.
+
+    Attributes:
+        update_gpu_s_per_token: GPU-seconds for a token of prompt or response, forward and backward.
+        update_s: Seconds of each optimizer update, however many GPUs there are.
+        logprobs_gpu_s_per_token: GPU-seconds for a token whose logprobs are recomputed.
+        logprobs_s: Seconds of each step in which they are, however many GPUs there are.
+        step_s: Seconds of each step of the asynchronous learner beside updates and logprobs: collecting its batch.
+        sync_step_s: The same of a synchronous step: rewards, advantages.
+        colocated_slowdown: Times as long for updates where engines share the GPUs: states wait in the host's memory.
+        efficiency_per_doubling: Share of the speed that is left each time the GPUs double beyond `reference_gpus`.
+        reference_gpus: GPUs at which the GPU-seconds were measured.
+        gpus_multiple: GPUs that the learner can be enlarged by.
+        recomputes_logprobs: Whether the asynchronous learner recomputes logprobs too; the synchronous one always does.
+    """
+
+    update_gpu_s_per_token: float
+    update_s: float = 0.0
+    logprobs_gpu_s_per_token: float = 0.0
+    logprobs_s: float = 0.0
+    step_s: float = 0.0
+    sync_step_s: float = 0.0
+    colocated_slowdown: float = 1.0
+    efficiency_per_doubling: float = 1.0
+    reference_gpus: int = 1
+    gpus_multiple: int = 1
+    recomputes_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: A number is out of its range.
+        """
+        _require_positive("learner", update_gpu_s_per_token=self.update_gpu_s_per_token)
+        _require_at_least(0, "learner", update_s=self.update_s, logprobs_s=self.logprobs_s, step_s=self.step_s)
+        _require_at_least(0, "learner", logprobs_gpu_s_per_token=self.logprobs_gpu_s_per_token)
+        _require_at_least(0, "learner", sync_step_s=self.sync_step_s)
+        _require_at_least(1, "learner", gpus_multiple=self.gpus_multiple, reference_gpus=self.reference_gpus)
+        _require_at_least(1, "learner", colocated_slowdown=self.colocated_slowdown)
+        if not 0 < self.efficiency_per_doubling <= 1:
+            raise SettingsError(
+                f"learner.efficiency_per_doubling must be above 0 and at most 1; found {self.efficiency_per_doubling}."
+            )
+
+    def updates_seconds(self, num_tokens: int, *, num_updates: int, gpus: int) -> float:
+        """Of the optimizer updates of a step, on GPUs of their own."""
+        return num_tokens * self.update_gpu_s_per_token / self._speed(gpus) + num_updates * self.update_s
+
+    def logprobs_seconds(self, num_tokens: int, *, gpus: int) -> float:
+        """Of recomputing logprobs."""
+        return num_tokens * self.logprobs_gpu_s_per_token / self._speed(gpus) + self.logprobs_s
+
+    def _speed(self, gpus: int) -> float:
+        """GPUs' worth of work a second."""
+        doublings = max(0.0, math.log2(gpus / self.reference_gpus))
+        return gpus * math.pow(self.efficiency_per_doubling, doublings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCosts:
+    """What a weight update takes.
+
+    Attributes:
+        publish_s: Seconds for which the learner is busy with it.
+        swap_s: Seconds for which engines do not generate.
+        recomputes_prefixes: Whether responses that go on under new weights are prefilled again.
+    """
+
+    publish_s: float = 0.0
+    swap_s: float = 0.0
+    recomputes_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            SettingsError: A time is below 0.
+        """
+        _require_at_least(0, "weights", publish_s=self.publish_s, swap_s=self.swap_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training job and its costs.
+
+    Attributes:
+        name: For people.
+        batch: What a step trains.
+        lengths: Of the responses.
+        engine: What generation takes.
+        learner: What training takes.
+        weights: What an update of the engines' weights takes.
+    """
+
+    name: str
+    batch: BatchShape
+    lengths: Lengths
+    engine: EngineCosts
+    learner: LearnerCosts
+    weights: WeightCosts = field(default_factory=WeightCosts)
+
+
+def _require_at_least(least: float, section: str, **values: float) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise SettingsError(f"{section}.{name} must be at least {least}; found {value}.")
+
+
+def _require_positive(section: str, **values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise SettingsError(f"{section}.{name} must be above 0; found {value}.")

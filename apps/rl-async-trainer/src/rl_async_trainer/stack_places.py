@@ -1,0 +1,59 @@
+"""Where in its code a role is, read from the stacks that it, or a signal, wrote."""
+
+import re
+from pathlib import PurePath
+from typing import NamedTuple
+
+_FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (\S+)')
+_HEADER = re.compile(r"^(thread |task |Thread 0x|Current thread 0x)")
+_SERVED = "rl_core/cluster/served.py"
+_COLLECTIVES = "distributed_c10d.py"
+
+
+class _Frame(NamedTuple):
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({PurePath(self.file).name}:{self.line})"
+
+
+def place_of(stack: str, *, depth: int = 2) -> str:
+    """The innermost frames of the call that a role works on, such as "all_reduce (c10d.py:9), called by step (a.py:3)".
+
+    Empty where no call is under way, or nothing is known.
+    """
+    frames = _working_frames(stack)
+    return ", called by ".join(str(frame) for frame in reversed(frames[-depth:]))
+
+
+def is_in_collective(stack: str) -> bool:
+    """True where a call waits for other ranks of torch.distributed."""
+    return any(PurePath(frame.file).name == _COLLECTIVES for frame in _working_frames(stack))
+
+
+def _working_frames(stack: str) -> list[_Frame]:
+    """Of the thread, else the task, in which a method of the role runs; outermost first, from that method on."""
+    for frames in _blocks(stack):
+        indices = [index for index, frame in enumerate(frames) if frame.file.endswith(_SERVED)]
+        if indices and indices[-1] + 1 < len(frames):
+            return frames[indices[-1] + 1 :]
+    return []
+
+
+def _blocks(stack: str) -> list[list[_Frame]]:
+    """Frames of each thread, then of each task, outermost first."""
+    threads: list[list[_Frame]] = []
+    tasks: list[list[_Frame]] = []
+    current: list[_Frame] = []
+    for line in stack.splitlines():
+        if _HEADER.match(line):
+            current = []
+            (tasks if line.startswith("task ") else threads).append(current)
+        elif found := _FRAME.match(line):
+            frame = _Frame(*found.groups())
+            current.append(frame)
+    if "recent call first" in stack:
+        threads = [frames[::-1] for frames in threads]
+    return [*threads, *tasks]

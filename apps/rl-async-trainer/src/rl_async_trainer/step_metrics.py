@@ -1,0 +1,93 @@
+"""What a step is said to have cost, gathered from learner, rollouter, queue and scheduler."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from rl_async_trainer.learner_host import Packed, StepReport
+from rl_async_trainer.scheduler import Scheduler
+from rl_core.publish import PublishReport
+
+GENERATED = "fully_async/count/total_generated_samples"
+
+
+class StepMetrics:
+    """Metrics of the steps of one attempt at a run."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self._last_end = time.perf_counter()
+        self._dropped: Counter[str] = Counter()
+        self._updates: dict[str, float] = {}
+        self._saved_s: float | None = None
+        self._generated = 0.0
+
+    def step_ended(self) -> float:
+        """Seconds since the step before."""
+        now = time.perf_counter()
+        wall_s, self._last_end = now - self._last_end, now
+        return wall_s
+
+    def dropped(self, reason: str, count: int = 1) -> None:
+        """Count groups that no step will have, or that are generated again."""
+        self._dropped[reason] += count
+
+    def saved(self, took_s: float) -> None:
+        """A checkpoint is whole."""
+        self._saved_s = took_s
+
+    def published(self, packed: Packed, report: PublishReport) -> None:
+        """The engines have new weights."""
+        self._updates = {
+            "weights/num_tensors": float(report.num_tensors),
+            "weights/probe_max_diff": report.probe_max_diff,
+            "weights/canary_max_diff": report.canary_max_diff,
+            "timing_s/update_weights": packed.pack_s + report.update_s + report.proof_s,
+            "fully_async/weight_update/pack_s": packed.pack_s,
+            "fully_async/weight_update/update_s": report.update_s,
+            "fully_async/weight_update/proof_s": report.proof_s,
+            "fully_async/weight_update/drain_s": report.drain_s,
+            "fully_async/weight_update/stall_s": report.stall_s,
+        }
+
+    def of_step(
+        self,
+        report: StepReport,
+        window: Mapping[str, float],
+        *,
+        wall_s: float,
+        scheduler: Scheduler,
+        stats: Mapping[str, float],
+        restarts: Mapping[str, int],
+    ) -> dict[str, float]:
+        """Metrics of a step that was just trained.
+
+        Args:
+            report: The learner's.
+            window: The rollouter's, since the step before.
+            wall_s: Seconds since the step before.
+            scheduler: After the step.
+            stats: Of the queue.
+            restarts: Of each role, so far.
+        """
+        metrics = dict(window) | dict(report.metrics) | self._updates
+        self._generated += window.get(GENERATED, 0.0)
+        metrics[GENERATED] = self._generated
+        self._updates = {}
+        metrics |= {
+            "timing_s/step": wall_s,
+            "timing_s/wait_rollouts": max(wall_s - report.busy_s, 0.0),
+            "fully_async/trainer/idle_ratio": min(max(1.0 - report.busy_s / max(wall_s, 1e-9), 0.0), 1.0),
+            "fully_async/count/current_param_version": float(scheduler.served_version),
+            "fully_async/count/dropped_stale_samples": float(self._dropped["stale"]),
+            "fully_async/queue/ready_groups": float(scheduler.num_ready),
+            "fully_async/queue/inflight_groups": float(scheduler.num_inflight),
+            "fully_async/queue/issued_groups": float(scheduler.num_waiting),
+            "fully_async/queue/rows": stats.get("rows", 0.0),
+            "fully_async/queue/bytes": stats.get("bytes", 0.0),
+        }
+        metrics |= {f"fully_async/count/dropped/{reason}": float(n) for reason, n in sorted(self._dropped.items())}
+        metrics |= {f"fully_async/restarts/{role}": float(count) for role, count in restarts.items()}
+        if self._saved_s is not None:
+            metrics["timing_s/save_checkpoint"], self._saved_s = self._saved_s, None
+        return metrics

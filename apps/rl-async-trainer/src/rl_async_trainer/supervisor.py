@@ -1,0 +1,122 @@
+"""A small process that starts the run's own, and starts it again from the last checkpoint when it was killed.
+
+The run's process is the controller, whose roles end with it. It is in a session of its own, so that Ctrl-C reaches this
+process alone, which passes it on once; and it stops, with a checkpoint, when this process is gone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from rl_async_trainer.settings import AsyncSettings
+from rl_trainer.command_line import say
+from rl_trainer.run_folder import RunFolder
+
+PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
+"""Descriptor of a pipe that stays open as long as the supervisor lives."""
+
+
+def is_supervised() -> bool:
+    """True in a process that a supervisor started."""
+    return PIPE_VARIABLE in os.environ
+
+
+def end_with_supervisor() -> None:
+    """Stop this run, as SIGTERM does, when its supervisor is gone."""
+    descriptor = os.environ.pop(PIPE_VARIABLE, None)  # not for children of this process
+    if descriptor is None:
+        return
+    pipe = int(descriptor)
+    os.set_inheritable(pipe, False)
+
+    def watch() -> None:
+        with suppress(OSError):
+            while os.read(pipe, 1):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+
+
+def supervise(words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> int:
+    """Run `train` with these words in a process of its own, and again each time that it was killed.
+
+    Args:
+        words: Of the command line, behind `train`.
+        settings: That they stand for.
+        module: What python runs.
+
+    Returns:
+        The exit status of the run.
+    """
+    return _Supervisor(words, settings, module).run()
+
+
+class _Supervisor:
+    """See `supervise`."""
+
+    def __init__(self, words: Sequence[str], settings: AsyncSettings, module: str) -> None:
+        self._module = module
+        self._words = list(words)
+        self._settings_file = RunFolder(settings.run_folder).path / "settings.toml"
+        self._before = self._written()
+        self._left = settings.roles.controller_restarts
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked: int | None = None
+
+    def run(self) -> int:
+        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while True:
+                status = self._run_once()
+                if status >= 0:
+                    return status
+                if self._asked is not None or self._left < 1:
+                    say(f"error: the run's process was ended by signal {-status} ({signal.Signals(-status).name}).")
+                    return 128 - status
+                self._left -= 1
+                if "--resume" not in self._words and self._written() not in (None, self._before):
+                    self._words.append("--resume")
+                name = signal.Signals(-status).name
+                say(f"the run's process was ended by {name}; starting it again ({self._left} restarts left)")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _written(self) -> tuple[int, int] | None:
+        """Which settings file the folder has: until the run has written its own, it is none, or an earlier run's."""
+        try:
+            found = self._settings_file.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def _run_once(self) -> int:
+        """Start the process, and wait for its end; gives its exit status, negative where a signal ended it."""
+        theirs, ours = os.pipe()
+        command = [sys.executable, "-m", self._module, "train", *self._words]
+        environment = {**os.environ, PIPE_VARIABLE: str(theirs)}
+        try:
+            self._child = subprocess.Popen(  # noqa: S603 - this interpreter, with the words that the user gave it
+                command, env=environment, pass_fds=[theirs], start_new_session=True
+            )
+        finally:
+            os.close(theirs)
+        try:
+            if self._asked is not None:
+                self._child.send_signal(self._asked)
+            return self._child.wait()
+        finally:
+            os.close(ours)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._asked = number
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                self._child.send_signal(number)

@@ -1,0 +1,204 @@
+"""Validations: problems are asked in batches, of whoever answers them, and the answers are gathered in one place."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rl_async_trainer.hang_report import Wait
+from rl_async_trainer.learner_link import LearnerRestartedError
+from rl_async_trainer.run_state import AsyncState
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.validation_run import PARTITION, ValidationBatch, collect_validation, split_batches
+from rl_core import Prompt, TransferQueue
+from rl_metrics.generations import GenerationSample, draw_generations
+from rl_metrics.validation import headline
+from rl_rollout.prompts import PromptSet
+from rl_trainer.inputs import Inputs
+
+DRAW_SEED = 0
+"""The same problems are shown at every step, as far as the answers' order allows."""
+
+OnGenerations = Callable[[int, str, list[GenerationSample]], None]
+OnValidated = Callable[[int, dict[str, float]], None]
+
+
+class Answers(Protocol):
+    """Who answers validation problems: the engines or the learner's side."""
+
+    async def validate(self, batch: ValidationBatch) -> None:
+        """Put an answer to each problem into the queue's validation partition."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A batch that is being answered."""
+
+    what: str
+    is_beside: bool
+    since: float
+
+
+class Validator:
+    """Runs one validation after the other, beside the training or while it waits."""
+
+    def __init__(
+        self,
+        settings: AsyncSettings,
+        inputs: Inputs,
+        queue: TransferQueue,
+        *,
+        on_generations: OnGenerations,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Hold what is asked.
+
+        Args:
+            settings: Of the run.
+            inputs: Of the run.
+            queue: Of the run.
+            on_generations: Told the samples that were drawn of each validation, with their step.
+            progress: Told of each batch that was answered.
+        """
+        self._settings = settings
+        self._inputs = inputs
+        self._queue = queue
+        self._on_generations = on_generations
+        self._progress = progress
+        self._asked: _Asked | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lock = asyncio.Lock()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(
+        self, step: int, engines: Answers, learner: Answers, *, with_test: bool, is_beside: bool = False
+    ) -> dict[str, float]:
+        """Evaluate the policy of now; gives its metrics.
+
+        Args:
+            step: Steps done.
+            engines: Answer where the settings say so.
+            learner: The same.
+            with_test: Also the test problems.
+            is_beside: Training goes on meanwhile.
+
+        Raises:
+            LearnerRestartedError: The learner's side answered, and died.
+        """
+        answers = engines if self._settings.schedule.validate_on == "engines" else learner
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
+        async with self._lock:
+            for batches in self._batches(step, with_test=with_test):
+                await self._ask(batches, answers, is_beside=is_beside)
+                found = await self._collect(batches)
+                if batches[0].split == "validation":
+                    metrics |= found
+                elif (accuracy := headline(found)) is not None:
+                    metrics["test/accuracy"] = accuracy
+        if metrics:
+            metrics["timing_s/testing"] = time.perf_counter() - started
+        return metrics
+
+    def begin(self, step: int, engines: Answers, learner: Answers, on_validated: OnValidated) -> None:
+        """Evaluate beside the training; `on_validated` gets the metrics.
+
+        A learner's side that dies amid it gives up: the controller begins again, or trains the step again.
+        """
+
+        async def work() -> None:
+            try:
+                on_validated(step, await self.run(step, engines, learner, with_test=False, is_beside=True))
+            except LearnerRestartedError:
+                return
+            except Exception as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(work()))
+
+    async def wait(self) -> None:
+        """Wait for the validations that run.
+
+        Raises:
+            Exception: What ended one.
+        """
+        await asyncio.gather(*self._tasks)
+        if self.failed.done():
+            self.failed.result()
+
+    def awaited(self) -> tuple[Wait | None, bool]:
+        """What it waits for right now, if anything, and whether training waits with it."""
+        asked = self._asked
+        if asked is None:
+            return None, False
+        on = "rollouter" if self._settings.schedule.validate_on == "engines" else "learner"
+        return Wait(what=asked.what, on=on, since_s=time.monotonic() - asked.since), not asked.is_beside
+
+    async def cancel(self) -> None:
+        """Give up those that run."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.failed.cancel()
+
+    @staticmethod
+    def noted(state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
+        """A run's state with the results of a validation."""
+        results = dict(state.results)
+        for split, accuracy in (("validation", headline(metrics)), ("test", metrics.get("test/accuracy"))):
+            if accuracy is not None:
+                results.setdefault(f"{split}_accuracy_first", accuracy)
+                results[f"{split}_accuracy_last"] = accuracy
+        return replace(state, results=results, validated=max(step, state.validated))
+
+    def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:
+        """Of each split that has problems."""
+        limit, size = self._settings.prompts.validation_limit, self._settings.schedule.validation_batch
+        splits: dict[str, PromptSet | None] = {"validation": self._inputs.validation}
+        if with_test:
+            splits["test"] = self._inputs.test
+        for split, problems in splits.items():
+            if problems is not None:
+                chosen = [problems[index] for index in range(min(len(problems), limit or len(problems)))]
+                yield split_batches(split, step, chosen, size=size)
+
+    async def _ask(self, batches: list[ValidationBatch], answers: Answers, *, is_beside: bool) -> None:
+        await asyncio.to_thread(self._issue, batches)
+        try:
+            for batch in batches:
+                what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
+                self._asked = _Asked(what=what, is_beside=is_beside, since=time.monotonic())
+                await answers.validate(batch)
+                self._progress(what)
+        finally:
+            self._asked = None
+
+    async def _collect(self, batches: list[ValidationBatch]) -> dict[str, float]:
+        metrics, samples, numbers = await asyncio.to_thread(
+            collect_validation,
+            self._queue,
+            batches,
+            self._inputs.tokenizer,
+            deadline_s=self._settings.rollout.deadline_s,
+        )
+        count = self._settings.metrics.log_validation_generations
+        drawn = draw_generations(samples, count=count, seed=DRAW_SEED, batches=numbers)
+        if drawn:
+            self._on_generations(batches[0].step, batches[0].split, drawn)
+        return metrics
+
+    def _issue(self, batches: list[ValidationBatch]) -> None:
+        """Enter the problems; what an attempt left behind that ended amid this validation goes first."""
+        asked: list[Prompt] = [
+            replace(prompt, uid=batch.queue_uid(prompt)) for batch in batches for prompt in batch.prompts
+        ]
+        uids = {prompt.uid for prompt in asked}
+        for entry in self._queue.ledger():
+            if entry.partition == PARTITION and entry.prompt_uid in uids and entry.state in ("issued", "settled"):
+                self._queue.drop(entry.prompt_uid, reason="the validation is asked again")
+        self._queue.forget_finished(partition=PARTITION)
+        self._queue.issue(asked, num_sessions=1, partition=PARTITION)

@@ -1,0 +1,251 @@
+"""Notices that nothing happens any more, and has it explained in hang.json, also when the event loop stands still.
+
+A task looks at the clock while the event loop turns, and a thread looks whether the task still does.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from rl_async_trainer.hang_report import HangReport, RoleReport, write_hang_report
+from rl_core.cluster import process_stacks
+
+Phase = Literal["armed", "collecting", "reported"]
+MAX_LOOK_S = 5.0
+LAST_WRITE_S = 1.0
+"""For a report that is being written when the work ends; a drive that does not answer keeps nobody."""
+NAME = "controller"
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What both sides look at, under one lock.
+
+    Attributes:
+        progress_at: Of the last progress, on the watchdog's clock.
+        last: What that was.
+        beat_at: When the event loop turned last.
+        collecting_at: Since when the roles are asked.
+        phase: Whether a hang was noticed since the last progress.
+    """
+
+    progress_at: float
+    beat_at: float
+    last: str = "start"
+    collecting_at: float = 0.0
+    phase: Phase = "armed"
+
+
+class Watchdog:
+    """Reports once when there was no progress for so long; progress arms it again.
+
+    Use it as `async with` around the work; `progress` and `pause` may be called by any thread.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float,
+        *,
+        collect: Callable[[], Awaitable[HangReport]],
+        path: Path,
+        on_hang: Callable[[HangReport], None],
+        clock: Callable[[], float] = time.monotonic,
+        collect_deadline_s: float = 60.0,
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            deadline_s: Longest time without progress.
+            collect: Asks every role what it does; how long there was no progress is filled in.
+            path: Of the report, hang.json in the run's folder.
+            on_hang: Told once of each hang, when the report was written: on the event loop, or in the watchdog's thread
+                where that is blocked. It must not raise.
+            clock: Seconds.
+            collect_deadline_s: Longest wait for `collect`; then this process's own stacks must do.
+        """
+        self._deadline_s = deadline_s
+        self._collect = collect
+        self._path = path
+        self._on_hang = on_hang
+        self._clock = clock
+        self._collect_deadline_s = collect_deadline_s
+        self._lock = threading.Lock()
+        self._watched = _Watched(progress_at=clock(), beat_at=clock())
+        self._pauses: dict[int, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()
+
+    @property
+    def no_progress_s(self) -> float:
+        """Since the last progress."""
+        return self._clock() - self._watched.progress_at
+
+    @property
+    def last_progress(self) -> str:
+        """What that was."""
+        return self._watched.last
+
+    def progress(self, what: str) -> None:
+        """Something happened: a session, a step, a weight update, a checkpoint, a batch of validation."""
+        with self._lock:
+            watched = self._watched
+            watched.progress_at, watched.last, watched.phase = self._clock(), what, "armed"
+
+    @contextmanager
+    def pause(self, what: str, at_most_s: float) -> Iterator[None]:
+        """A phase that may take so long without any progress, such as the start of engines; its end is progress."""
+        with self._lock:
+            key = max(self._pauses, default=0) + 1
+            self._pauses[key] = self._clock() + at_most_s
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._pauses[key]
+            self.progress(what)
+
+    async def __aenter__(self) -> "Watchdog":
+        with self._lock:
+            self._watched = _Watched(progress_at=self._clock(), beat_at=self._clock())
+        self._task = asyncio.create_task(self._run(), name="watchdog")
+        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._thread is not None:
+            self._thread.join(LAST_WRITE_S)
+
+    async def check(self) -> HangReport | None:
+        """Look at the clock once, on the event loop; a hang that is noticed now is reported, and given."""
+        self._loop = asyncio.get_running_loop()
+        with self._lock:
+            self._watched.beat_at = self._clock()
+            if self._watched.phase != "armed" or self._clock() < self._due_after(self._watched.progress_at):
+                return None
+            self._watched.phase, self._watched.collecting_at = "collecting", self._clock()
+        found = await self._collected()
+        if not self._take("collecting"):
+            return None  # there was progress meanwhile, or the thread has reported
+        report = replace(found, no_progress_s=self.no_progress_s, last_progress=self.last_progress)
+        report = await self._written_aside(report)
+        self._on_hang(report)
+        return report
+
+    def check_loop(self) -> HangReport | None:
+        """Look once, in a thread, whether the event loop still turns; where it does not, report that, and give it."""
+        with self._lock:
+            watched, now = self._watched, self._clock()
+            is_stuck = watched.phase == "armed" and now >= self._due_after(max(watched.beat_at, watched.progress_at))
+            longest_s = self._collect_deadline_s + self._look_s
+            is_stuck |= watched.phase == "collecting" and now >= watched.collecting_at + 2 * longest_s
+            stuck_s = now - watched.beat_at
+            phase = watched.phase
+        if not is_stuck or not self._take(phase):
+            return None
+        report = self._written(
+            self._own_report(f"the event loop of {NAME} has not turned for {stuck_s:.0f} s", stuck_s)
+        )
+        self._on_hang(report)
+        return report
+
+    # -- inside
+
+    @property
+    def _look_s(self) -> float:
+        return min(self._deadline_s / 20, MAX_LOOK_S)
+
+    def _due_after(self, last_at: float) -> float:
+        return max(last_at + self._deadline_s, *self._pauses.values()) if self._pauses else last_at + self._deadline_s
+
+    def _take(self, phase: Phase) -> bool:
+        """Be the one that reports."""
+        with self._lock:
+            is_mine = self._watched.phase == phase
+            if is_mine:
+                self._watched.phase = "reported"
+            return is_mine
+
+    async def _run(self) -> None:
+        while True:
+            await self.check()
+            await asyncio.sleep(self._look_s)
+
+    def _look(self) -> None:
+        while not self._has_ended.wait(self._look_s):
+            self.check_loop()
+
+    async def _collected(self) -> HangReport:
+        """What the collector gives, however it behaves."""
+        collecting = asyncio.ensure_future(self._collect())
+        try:
+            await asyncio.wait([collecting], timeout=self._collect_deadline_s)
+        finally:
+            collecting.cancel()
+        if not collecting.done():
+            collecting.add_done_callback(_forget)
+            return self._own_report(f"the roles could not be asked within {self._collect_deadline_s:g} s", None)
+        if collecting.cancelled():
+            return self._own_report("the question to the roles was cancelled", None)
+        failure = collecting.exception()
+        if failure is not None:
+            return self._own_report(f"the roles could not be asked: {type(failure).__name__}: {failure}", None)
+        return collecting.result()
+
+    def _own_report(self, cause: str, stuck_s: float | None) -> HangReport:
+        """Of this process alone.
+
+        Args:
+            cause: Why there is no more.
+            stuck_s: How long its event loop has not turned; None where it does.
+        """
+        own = RoleReport(
+            name=NAME, since_s=stuck_s or 0.0, is_answering=stuck_s is None, stack=process_stacks(self._loop)
+        )
+        return HangReport(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            run=str(self._path.parent),
+            no_progress_s=self.no_progress_s,
+            last_progress=self.last_progress,
+            roles=(own,),
+            verdict=f"{cause[0].upper()}{cause[1:]}; what {NAME} does is in its stack.",
+            causes=(cause,),
+        )
+
+    async def _written_aside(self, report: HangReport) -> HangReport:
+        """In a thread of its own: those that the event loop lends may all hang."""
+        written: Future[HangReport] = Future()
+        threading.Thread(target=lambda: written.set_result(self._written(report)), daemon=True).start()
+        done, _ = await asyncio.wait([asyncio.wrap_future(written)], timeout=self._collect_deadline_s)
+        if done:
+            return written.result()
+        return replace(report, verdict=f"{report.verdict} ({self._path} could not be written in time.)")
+
+    def _written(self, report: HangReport) -> HangReport:
+        try:
+            write_hang_report(self._path, report)
+        except OSError as error:  # a full disk may be the very reason of the hang
+            return replace(report, verdict=f"{report.verdict} ({self._path} cannot be written: {error.strerror}.)")
+        return report
+
+
+def _forget(collecting: "asyncio.Future[HangReport]") -> None:
+    """Nobody waits for its error."""
+    if not collecting.cancelled():
+        collecting.exception()

@@ -1,0 +1,38 @@
+"""Engines and ranks beneath a role."""
+
+from rl_async_trainer.role_parts import engine_reports, rank_reports
+from rl_rollout.engines.engine_load import EngineLoad
+
+SPEAKS = "engine[0] is serving in pid 7; under way: generate.\nits event loop turns\nthread MainThread ..."
+SILENT = (
+    "rank[1] is serving in pid 8; under way: train.\nIt has not answered since 12:00:00, 4.0 s: code in C holds its "
+    "interpreter, or it is stopped, or has no processor."
+)
+
+
+def load(index: int, state: str, running: int) -> EngineLoad:
+    return EngineLoad(
+        index=index,
+        state=state,  # type: ignore[arg-type]
+        num_running=running,
+        busy_s=0.0,
+        idle_s=0.0,
+        num_tokens=0,
+        num_requests=0,
+        num_restarts=0,
+    )
+
+
+def test_engines_have_the_state_of_their_load_and_those_without_a_process_are_left_out():
+    loads = [load(0, "draining", 3), load(2, "restarting", 0), load(3, "serving", 1)]
+    first, second = engine_reports(loads, {0: SPEAKS, 2: SILENT}, asked_s=8.0)
+    assert (first.name, first.state, first.counts, first.is_answering) == ("engine[0]", "serving", {"running": 3}, True)
+    assert (second.name, second.state, second.is_answering, second.since_s) == ("engine[2]", "restarting", False, 8.0)
+    assert first.stack == SPEAKS
+
+
+def test_a_rank_that_did_not_answer_is_told_apart():
+    reports = rank_reports([SPEAKS, SILENT, "rank[2] ...\nIts stacks are not known: DeadlineError: late"], asked_s=8.0)
+    assert [report.name for report in reports] == ["rank[0]", "rank[1]", "rank[2]"]
+    assert [report.is_answering for report in reports] == [True, False, False]
+    assert [report.since_s for report in reports] == [0.0, 8.0, 8.0]

@@ -1,0 +1,104 @@
+"""Workload files: what ships is read, what is written is read again, what cannot be is refused with its place."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rl_async_trainer.simulation.reading import built_in_workload, parse_workload, read_workload, write_workload
+from rl_async_trainer.simulation.workload import EngineCosts, LearnerCosts, Lengths
+from rl_core.errors import SettingsError
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "simulate").glob("*.toml"))
+SMALL = """
+name = "small"
+[batch]
+groups = 8
+group_size = 4
+mini_batch_groups = 2
+[lengths]
+quantiles = [[0, 10], [0.5, 100.5], [1, 1000]]
+maximum = 800
+[engine]
+gpus = 2
+slots = 16
+decode = [[1, 0.01], [16, 0.025]]
+[learner]
+update_gpu_s_per_token = 1e-3
+"""
+
+
+def test_what_is_written_is_read_again() -> None:
+    for workload in (built_in_workload(), parse_workload(SMALL, where="small")):
+        assert parse_workload(write_workload(workload), where="again") == workload
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_examples_are_read(file: Path) -> None:
+    assert read_workload(file).name == file.stem
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("groups = 8", "groups = 9", "batch.groups must be a multiple of batch.mini_batch_groups; found 9 and 2"),
+        ("groups = 8", 'groups = "8"', "batch.groups must be of type int; found '8'"),
+        ("groups = 8", "groups = true", "batch.groups must be of type int; found True"),
+        ("gpus = 2", "gpu = 2", "engine has an unknown key 'gpu'; known: gpus"),
+        ("gpus = 2", "", "engine lacks 'gpus'"),
+        ("gpus = 2", "gpus = 0", "engine.gpus must be at least 1; found 0"),
+        (
+            "update_gpu_s_per_token = 1e-3",
+            "update_gpu_s_per_token = 0.0",
+            "learner.update_gpu_s_per_token must be above",
+        ),
+        ("[[1, 0.01], [16, 0.025]]", "[[16, 0.01], [1, 0.025]]", "engine.decode must be pairs"),
+        ("[[1, 0.01], [16, 0.025]]", "[1, 0.01]", "engine.decode must be a list of pairs of numbers"),
+        ("maximum = 800", "maximum = 800\nmedian = 5", "either median and sigma, or quantiles"),
+        ("[[0, 10], [0.5, 100.5], [1, 1000]]", "[[0, 10], [0.5, 5]]", "lengths.quantiles must be pairs"),
+        ("maximum = 800", "maximum = 800\ngroup_correlation = 1.5", "lengths.group_correlation must be from 0 to 1"),
+        ("[learner]", "[learner]\nefficiency_per_doubling = 0", "learner.efficiency_per_doubling must be above 0"),
+        ("[engine]", "[engine", "is no TOML"),
+        ("[engine]", "engine = 3\n[engines]", "engine"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(old: str, new: str, message: str) -> None:
+    assert old in SMALL
+    with pytest.raises(SettingsError, match=r"small\.toml") as refusal:
+        parse_workload(SMALL.replace(old, new, 1), where="small.toml")
+    assert message in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"gone\.toml cannot be read"):
+        read_workload(tmp_path / "gone.toml")
+
+
+def test_decoding_is_linear_between_points_and_goes_on_after_the_last() -> None:
+    curve = EngineCosts(gpus=1, slots=8, decode=((2, 1.0), (4, 2.0), (6, 6.0))).step_seconds()
+    assert curve == [1.0, 1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert EngineCosts(gpus=1, slots=2, decode=((1, 3.0),)).step_seconds() == [3.0, 3.0, 3.0]
+
+
+def test_learner_gets_faster_with_gpus_as_its_efficiency_says() -> None:
+    costs = LearnerCosts(
+        update_gpu_s_per_token=0.01,
+        update_s=2.0,
+        efficiency_per_doubling=0.9,
+        reference_gpus=4,
+        logprobs_gpu_s_per_token=0.002,
+    )
+    assert costs.updates_seconds(1000, num_updates=3, gpus=2) == pytest.approx(5.0 + 6.0)
+    assert costs.updates_seconds(1000, num_updates=3, gpus=16) == pytest.approx(10 / (16 * 0.81) + 6.0)
+    assert costs.logprobs_seconds(1000, gpus=4) == pytest.approx(0.5)
+
+
+def test_lengths_need_one_distribution() -> None:
+    with pytest.raises(SettingsError, match=r"either median and sigma, or quantiles"):
+        Lengths(maximum=10)
+    with pytest.raises(SettingsError, match=r"lengths\.sigma must be at least 0"):
+        replace(built_in_workload().lengths, sigma=-1.0)

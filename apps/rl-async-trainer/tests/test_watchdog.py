@@ -1,0 +1,232 @@
+"""The watchdog: when it reports, what, how often, and that nothing keeps it from it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rl_async_trainer.hang_report import FILE, HangReport, read_hang_report
+from rl_async_trainer.watchdog import Watchdog
+from rl_core.testing import FakeClock, wait_until
+
+FAR_S = 60.0
+
+
+class Watched:
+    """A watchdog of 100 s with all that it needs."""
+
+    def __init__(self, folder: Any, collect: Callable[[], Any] | None = None, **changes: Any) -> None:
+        self.clock = FakeClock()
+        self.path = folder / FILE
+        self.hangs: list[HangReport] = []
+        self.num_collected = 0
+        self.dog = Watchdog(
+            changes.pop("deadline_s", 100.0),
+            collect=collect or self.collect,
+            path=self.path,
+            on_hang=self.hangs.append,
+            **({"clock": self.clock} | changes),
+        )
+
+    async def collect(self) -> HangReport:
+        self.num_collected += 1
+        return HangReport(
+            at="now", run="run", no_progress_s=self.dog.no_progress_s, last_progress=self.dog.last_progress, verdict="x"
+        )
+
+    def check(self) -> HangReport | None:
+        return asyncio.run(self.dog.check())
+
+
+def test_nothing_is_reported_while_there_is_progress(tmp_path):
+    watched = Watched(tmp_path)
+    for number in range(5):
+        watched.clock.advance(99)
+        assert watched.check() is None
+        assert watched.dog.check_loop() is None
+        watched.dog.progress(f"step {number}")
+    assert watched.hangs == []
+    assert not watched.path.exists()
+
+
+def test_a_hang_is_written_and_told_once_until_there_is_progress_again(tmp_path):
+    watched = Watched(tmp_path)
+    watched.dog.progress("step 7")
+    watched.clock.advance(100)
+    report = watched.check()
+    assert (report.no_progress_s, report.last_progress) == (100.0, "step 7")
+    assert read_hang_report(watched.path) == report
+    watched.clock.advance(1000)
+    assert watched.check() is None
+    assert watched.dog.check_loop() is None
+    assert watched.hangs == [report]
+
+    watched.dog.progress("group p-1")
+    watched.clock.advance(99)
+    assert watched.check() is None
+    watched.clock.advance(1)
+    assert watched.check().last_progress == "group p-1"
+    assert (len(watched.hangs), watched.num_collected) == (2, 2)
+
+
+def test_a_pause_is_no_hang_until_it_takes_too_long(tmp_path):
+    watched = Watched(tmp_path)
+    with watched.dog.pause("engines to start", at_most_s=500), watched.dog.pause("the first weights", at_most_s=50):
+        watched.clock.advance(499)
+        assert watched.check() is None
+        assert watched.dog.check_loop() is None
+    assert (watched.dog.last_progress, watched.dog.no_progress_s) == ("engines to start", 0.0)
+    with watched.dog.pause("engines to start", at_most_s=500):
+        watched.clock.advance(500)
+        assert watched.check() is not None
+    watched.clock.advance(100)
+    assert watched.check().last_progress == "engines to start"
+
+
+def test_a_pause_shorter_than_the_deadline_does_not_shorten_it(tmp_path):
+    watched = Watched(tmp_path)
+    with watched.dog.pause("the first weights", at_most_s=1):
+        watched.clock.advance(99)
+        assert watched.check() is None
+
+
+def test_a_collector_that_never_ends_does_not_hang_the_watchdog(tmp_path):
+    async def collect() -> HangReport:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if may_end:
+                    raise
+
+    may_end: list[bool] = []
+    watched = Watched(tmp_path, collect, collect_deadline_s=0.01)
+    watched.clock.advance(100)
+
+    async def run() -> HangReport | None:
+        report = await watched.dog.check()
+        may_end.append(True)
+        return report
+
+    report = asyncio.run(run())
+    assert "could not be asked within 0.01 s" in report.verdict
+    assert "in collect" in report.roles[0].stack
+    assert report.roles[0].is_answering
+    assert read_hang_report(watched.path).causes == report.causes
+
+
+def test_a_collector_that_fails_is_said_to_have(tmp_path):
+    async def collect() -> HangReport:
+        raise RuntimeError("the queue is closed")
+
+    watched = Watched(tmp_path, collect)
+    watched.clock.advance(100)
+    assert watched.check().causes == ("the roles could not be asked: RuntimeError: the queue is closed",)
+    assert len(watched.hangs) == 1
+
+
+def test_progress_while_the_roles_are_asked_means_that_there_was_no_hang(tmp_path):
+    async def collect() -> HangReport:
+        watched.dog.progress("a late group")
+        return await watched.collect()
+
+    watched = Watched(tmp_path, collect)
+    watched.clock.advance(100)
+    assert watched.check() is None
+    assert watched.hangs == []
+    watched.clock.advance(100)
+    assert watched.dog.no_progress_s == 100.0
+
+
+def test_threads_of_the_event_loop_that_all_hang_do_not_keep_the_report(tmp_path):
+    watched = Watched(tmp_path)
+    watched.clock.advance(100)
+    may_end = threading.Event()
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        hanging = asyncio.ensure_future(asyncio.to_thread(may_end.wait, FAR_S))
+        try:
+            assert await asyncio.wait_for(watched.dog.check(), FAR_S / 2) is not None
+        finally:
+            may_end.set()
+            await hanging
+
+    asyncio.run(run())
+    assert watched.path.exists()
+
+
+def test_a_report_that_cannot_be_written_is_told_all_the_same(tmp_path):
+    watched = Watched(tmp_path / "is not there")
+    watched.clock.advance(100)
+    assert "cannot be written: No such file" in watched.check().verdict
+    assert len(watched.hangs) == 1
+
+
+def test_the_thread_reports_once_when_the_event_loop_has_not_turned(tmp_path):
+    watched = Watched(tmp_path)
+    watched.clock.advance(60)
+    assert watched.check() is None  # it turned
+    watched.dog.progress("step 1")
+    watched.clock.advance(99)
+    assert watched.dog.check_loop() is None
+    watched.clock.advance(1)
+    report = watched.dog.check_loop()
+    assert report.causes == ("the event loop of controller has not turned for 100 s",)
+    assert not report.roles[0].is_answering
+    assert "in test_the_thread_reports_once_when_the_event_loop_has_not_turned" in report.roles[0].stack
+    assert (watched.dog.check_loop(), watched.check()) == (None, None)
+    assert watched.hangs == [report]
+
+
+@pytest.mark.parametrize("blocks_in", ["work", "collector"])
+def test_a_blocked_event_loop_is_reported_with_its_stacks(tmp_path, blocks_in):
+    """By the real thread and clock; what blocks ends when the report is there."""
+
+    def block_the_loop() -> None:
+        wait_until(watched.path.exists, "the report", deadline_s=FAR_S)
+
+    async def collect() -> HangReport:
+        block_the_loop()
+        return await watched.collect()
+
+    watched = Watched(tmp_path, collect, deadline_s=0.2, collect_deadline_s=0.1, clock=time.monotonic)
+
+    async def work() -> None:
+        async with watched.dog:
+            if blocks_in == "work":
+                await asyncio.sleep(0)  # its tasks are there
+                block_the_loop()
+            await asyncio.to_thread(wait_until, lambda: watched.hangs, "the hang to be told", deadline_s=FAR_S)
+
+    asyncio.run(work())
+    assert len(watched.hangs) == 1
+    report = read_hang_report(watched.path)
+    assert "has not turned for" in report.verdict
+    assert "in block_the_loop" in report.roles[0].stack
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+
+
+def test_a_hang_is_noticed_by_itself(tmp_path):
+    hangs: list[HangReport] = []
+
+    async def work() -> None:
+        has_hung = asyncio.Event()
+
+        def on_hang(report: HangReport) -> None:
+            hangs.append(report)
+            has_hung.set()
+
+        async def collect() -> HangReport:
+            return HangReport(at="now", run="run", no_progress_s=dog.no_progress_s)
+
+        async with Watchdog(0.05, collect=collect, path=tmp_path / FILE, on_hang=on_hang) as dog:
+            await asyncio.wait_for(has_hung.wait(), FAR_S)
+
+    asyncio.run(work())
+    assert len(hangs) == 1
+    assert hangs[0].no_progress_s >= 0.05

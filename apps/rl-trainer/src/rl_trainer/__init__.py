@@ -1,0 +1,1 @@
+"""What the trainers share: settings, checks, run folders, and assembly; no algorithm, no command."""

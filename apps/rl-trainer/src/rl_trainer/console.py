@@ -1,0 +1,19 @@
+"""The console that the settings ask for."""
+
+import io
+
+from rich.console import Console
+
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.console_views import RunConsole
+from rl_trainer.settings import Settings
+
+
+def make_console(settings: Settings) -> ConsoleTracker:
+    """A progress bar in a terminal, plain lines elsewhere, or what `metrics.console` says."""
+    kind = settings.metrics.console
+    if kind == "off":
+        return ConsoleTracker(console=Console(file=io.StringIO()))
+    if kind == "auto":
+        return ConsoleTracker()
+    return ConsoleTracker(console=RunConsole(force_terminal=kind == "bar", force_interactive=kind == "bar"))

@@ -1,0 +1,157 @@
+"""What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core.cluster.shares import count_room, describe, machine_shares
+from rl_trainer.engines import replica_pool
+from rl_trainer.learners import gpus_per_rank, needs_critic
+from rl_trainer.settings import Settings
+from rl_trainer.teacher_plan import describe_teachers, teacher_memory
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ADAM_BYTES = 8
+GRADIENT_BYTES = 4
+MASTER_BYTES = 4
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """How many problems each file gives."""
+
+    train: int
+    validation: int
+    test: int
+
+
+def describe_plan(settings: Settings, counts: PromptCounts) -> str:
+    """The plan as lines of text."""
+    return "\n".join([*_roles(settings), *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in a folder's safetensors files, read from their headers."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                size = 1
+                for length in entry["shape"]:
+                    size *= length
+                total += size
+    return total
+
+
+def _roles(settings: Settings) -> Iterator[str]:
+    rollout = settings.rollout
+    where = _engine_place(settings)
+    yield "Roles"
+    yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
+    yield from _ranks(settings)
+    yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
+    yield f"  reward     {settings.reward.label}"
+    if settings.algorithm.kl_coefficient:
+        yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"
+    if needs_critic(settings):
+        start = settings.critic.path or "the policy's layers under a value head of zeros"
+        yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
+    yield from describe_teachers(settings)
+
+
+def _engine_place(settings: Settings) -> str:
+    if settings.rollout.placement == "inline":
+        return "in the learner's process"
+    count = settings.replicas.count
+    kind = "process" if settings.rollout.placement == "process" else "actor of Ray"
+    plural = {"process": "processes", "actor of Ray": "actors of Ray"}[kind]
+    where = f"in {count} {plural}" if count > 1 else f"in a {kind} of its own".replace("a actor", "an actor")
+    pool = replica_pool(settings)
+    return where if pool is None else f"{where} with {describe(pool.cpus, pool.gpus)} each"
+
+
+def _ranks(settings: Settings) -> Iterator[str]:
+    parallel, cluster = settings.parallel, settings.cluster
+    if cluster.kind == "inline":
+        yield "             one rank, in this process"
+        return
+    where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
+    sizes = {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "data": parallel.data,
+        "expert": parallel.expert,
+    }
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
+    yield f"             {parallel.ranks} ranks in {where}: {layout}"
+    gpus = gpus_per_rank(settings)
+    if cluster.cpus_per_rank or gpus:
+        yield f"             set aside for each: {describe(cluster.cpus_per_rank, gpus)}"
+        yield from _room(settings)
+
+
+def _room(settings: Settings) -> Iterator[str]:
+    """Whether this machine has it; what Ray joins, only Ray knows."""
+    if settings.cluster.ray_address is not None:
+        return
+    there, ranks = machine_shares(), settings.parallel.ranks
+    room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
+    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks: a run here would be refused"
+    yield f"             this machine has {describe(there.cpus, len(there.gpus))}{verdict}"
+
+
+def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
+    rollout, trainer = settings.rollout, settings.trainer
+    samples = rollout.prompts_per_step * rollout.group_size
+    longest = settings.prompts.max_tokens + rollout.max_response_tokens
+    epochs = trainer.steps * rollout.prompts_per_step / counts.train
+    micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
+    yield "Batches"
+    yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
+    if settings.refill.filter:
+        refill = settings.refill
+        yield f"             of groups that {refill.filter} keeps, in at most {refill.max_rounds} rounds of generation"
+    if settings.skip.enabled:
+        skip = settings.skip
+        yield f"             steps {skip.steps} from the skip cache {skip.directory} (skip.action = {skip.action})"
+    updates = trainer.minibatches * trainer.epochs
+    yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
+    yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
+    if longest > settings.learner.micro_batch_tokens:
+        yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
+        yield "             makes a micro-batch of its own, of its length"
+    yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
+    yield f"  problems   {counts.train} to train on, {counts.test} to test at both ends,"
+    yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
+
+
+def _memory(settings: Settings) -> Iterator[str]:
+    count = count_parameters(settings.policy.path)
+    weight = BYTES[settings.learner.dtype]
+    learner = count * (weight + GRADIENT_BYTES + ADAM_BYTES + (MASTER_BYTES if weight == 2 else 0))
+    critic = learner if needs_critic(settings) else 0
+    reference = count * weight if settings.algorithm.kl_coefficient else 0
+    engine = count * BYTES[settings.engine.dtype]
+    yield f"Memory, without activations, for {count:,} parameters"
+    shared = f", over {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
+    yield f"  learner    {learner / GIB:.2f} GiB (weights, gradients, optimizer){shared}"
+    if critic:
+        yield f"  critic     {critic / GIB:.2f} GiB"
+    if reference:
+        yield f"  reference  {reference / GIB:.2f} GiB"
+    yield from teacher_memory(settings, count_parameters)
+    yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+
+
+def _files(settings: Settings) -> Iterator[str]:
+    folder = settings.run_folder
+    every = settings.trainer.checkpoint_every
+    when = f"every {every} steps and at the end" if every else "at the end"
+    yield f"Writes to {folder}/"
+    yield "  settings.toml metrics.jsonl events.jsonl generations/ summary.json"
+    yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints} kept"

@@ -1,0 +1,97 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import structlog
+
+from rl_core.errors import DeadlineError
+
+Result = TypeVar("Result")
+
+log = structlog.get_logger(__name__)
+
+
+class StopRequestedError(Exception):
+    """The user asked the run to stop."""
+
+
+class StopSignal:
+    """Remembers the first signal, and wakes whoever waits for it."""
+
+    def __init__(self) -> None:
+        """Nothing was asked yet."""
+        self.number: int | None = None
+        self._event = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def exit_status(self) -> int:
+        """130 after SIGINT, 143 after SIGTERM."""
+        return 128 + (self.number or signal.SIGTERM)
+
+    def __enter__(self) -> "StopSignal":
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = number
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    def check(self) -> None:
+        """Raise StopRequestedError once a signal came."""
+        if self.number is not None:
+            raise StopRequestedError
+
+    async def wait(self) -> None:
+        """Return when the first signal comes."""
+        await self._event.wait()
+
+    async def run(self, work: Coroutine[Any, Any, Result], *, what: str, deadline_s: float) -> Result:
+        """Wait for work; cancel it when a signal comes, or when it takes too long.
+
+        Args:
+            work: What to wait for.
+            what: Its name in the error, such as "rollouts of step 3".
+            deadline_s: Longest wait.
+
+        Raises:
+            StopRequestedError: A signal came first; the work was cancelled and has ended.
+            DeadlineError: The time ran out; likewise.
+        """
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({task, stop}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                error = None if task.cancelled() else task.exception()
+                if error is not None and self.number is not None:  # Ctrl-C reaches child processes too
+                    log.warning("failed_while_stopping", waited_for=what, error=f"{type(error).__name__}: {error}")
+                    raise StopRequestedError from error
+                return task.result()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if stop.done():
+                raise StopRequestedError
+            raise DeadlineError(f"waited {deadline_s:g} s for the {what}, and gave up.")
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()

@@ -1,0 +1,48 @@
+"""The trackers that the settings ask for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_metrics.trackers.background import BackgroundTracker
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.jsonl import JsonlTracker
+from rl_metrics.trackers.protocol import Tracker
+from rl_trainer.run_folder import plain_settings
+from rl_trainer.settings import Settings
+
+
+def make_trackers(settings: Settings, folder: Path, console: ConsoleTracker) -> Fanout:
+    """metrics.jsonl and the console, and what `metrics.trackers` names.
+
+    Args:
+        settings: Of the run.
+        folder: The run's.
+        console: Shows progress.
+
+    Raises:
+        MissingExtraError: A tracker's library is not installed.
+        SettingsError: A tracker cannot start.
+    """
+    trackers: dict[str, Tracker] = {"jsonl": JsonlTracker(folder / "metrics.jsonl"), "console": console}
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: _tensorboard(folder),
+        "wandb": lambda: _wandb(settings, folder),
+    }
+    for name in settings.metrics.trackers:
+        trackers[name] = BackgroundTracker(makers[name](), name=name)
+    return Fanout(trackers)
+
+
+def _tensorboard(folder: Path) -> Tracker:
+    from rl_metrics.trackers.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(folder / "tensorboard")
+
+
+def _wandb(settings: Settings, folder: Path) -> Tracker:
+    from rl_metrics.trackers.wandb import WandbTracker
+
+    return WandbTracker(
+        folder, project=settings.metrics.wandb_project, name=settings.run.name, config=plain_settings(settings)
+    )

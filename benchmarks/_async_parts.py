@@ -1,0 +1,192 @@
+"""Engines and a learner that sleep for as long as real ones would work, and write down what they did when.
+
+They are put where the trainers have vLLM and Megatron; all the rest is the trainers' own.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.ma  # numpy itself does so when it first needs it, which would be amid the first step
+import torch
+from _async_workload import Script
+
+from rl_async_trainer.learner_host import LearnerHost
+from rl_async_trainer.rollouter import Rollouter
+from rl_core import Batch, Ragged
+from rl_core.records import NO_VERSION, IntArray
+from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_distill.learner import Objective, StepResult
+from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.scripted import ScriptedEngine
+from rl_trainer.learners import Learners
+
+END_TOKEN = 1
+FIRST_DIGIT = 2
+"""Token of "0" in the tokenizer that `_async_runs` writes."""
+
+
+class SleepingEngine(ScriptedEngine):
+    """A GPU with slots: a response takes its slot for its tokens times the seconds of one."""
+
+    def __init__(self, script: Script, *, index: int) -> None:
+        """Nothing is decoded yet.
+
+        Args:
+            script: Lengths and costs.
+            index: Names its trace.
+        """
+        super().__init__(self._decode, end_token_ids=[END_TOKEN])
+        self._plan = script
+        self._index = index
+        self._slots = asyncio.Semaphore(script.workload.engine.slots)
+        self._stalled_s = 0.0
+        self._swaps: list[tuple[float, int]] = []
+        self._spans: dict[tuple[int, int], tuple[float, float]] = {}
+        self._trace: list[tuple[float, float]] = []
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """As scripted, each token with the version of the weights at its time."""
+        generations = await super().generate(request)
+        number = _number(request.input_ids)
+        return [
+            replace(one, policy_versions=self._versions(self._spans.pop((number, index)), len(one.token_ids)))
+            for index, one in enumerate(generations)
+        ]
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Nothing is decoded while they are replaced."""
+        swap_s = self._plan.workload.weights.swap_s
+        self._stalled_s += swap_s
+        await asyncio.sleep(swap_s)
+        receipt = await super().update_weights(update)
+        self._swaps.append((time.perf_counter(), update.version))
+        return receipt
+
+    async def close(self) -> None:
+        """Write the trace."""
+        await super().close()
+        found = {"responses": self._trace, "updates": [at for at, _ in self._swaps]}
+        write_trace(self._plan, f"engine-{self._index}", found)
+
+    async def _decode(self, request: GenerateRequest, index: int) -> list[int]:
+        number = _number(request.input_ids)
+        num_tokens = self._plan.lengths[number][index]
+        async with self._slots:
+            began_at, stalled_s = time.perf_counter(), self._stalled_s
+            ends_at = began_at + num_tokens * self._plan.token_s
+            while (rest_s := ends_at + self._stalled_s - stalled_s - time.perf_counter()) > 0:
+                await asyncio.sleep(rest_s)
+            span = (began_at, time.perf_counter())
+        self._spans[number, index] = span
+        self._trace.append(span)
+        return [FIRST_DIGIT] * (num_tokens - 1) + [END_TOKEN]
+
+    def _versions(self, span: tuple[float, float], num_tokens: int) -> IntArray:
+        """[num_tokens] int32, by when each was drawn."""
+        began_at, ended_at = span
+        drawn_at = began_at + (ended_at - began_at) * np.arange(num_tokens) / num_tokens
+        times = [at for at, _ in self._swaps]
+        versions = np.asarray([0, *(version for _, version in self._swaps)], dtype=np.int32)
+        return versions[np.searchsorted(times, drawn_at, side="right")]
+
+
+class SleepingPolicy:
+    """A `Learner` whose step sleeps for the tokens of its batch."""
+
+    def __init__(self, script: Script) -> None:
+        """Nothing is trained yet."""
+        self.step = 0
+        self.num_parameters = 1
+        self.tied: Mapping[str, str] = {}
+        self._plan = script
+        self._trace: list[tuple[float, float]] = []
+        self._staleness: list[float] = []
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """What the scripted engine says too."""
+        del temperature
+        rows = [np.where(np.arange(len(row)), -1.0, 0.0) for row in batch.ragged("input_ids")]
+        return Ragged.from_rows(rows, dtype="float32")
+
+    def train_step(
+        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> StepResult:
+        """Sleep."""
+        del objective, temperature, with_entropy
+        began_at = time.perf_counter()
+        versions = [row[row != NO_VERSION] for row in batch.ragged("policy_versions")]
+        self._staleness += [float(self.step - row.min()) for row in versions]
+        ends_at = began_at + self._plan.train_s(len(batch.ragged("input_ids").values))
+        while (rest_s := ends_at - time.perf_counter()) > 0:
+            time.sleep(rest_s)
+        self._trace.append((began_at, time.perf_counter()))
+        self.step += 1
+        return StepResult(step=self.step, loss=0.0, grad_norm=1.0, learning_rate=1e-6, metrics={})
+
+    def export_weights(self) -> Mapping[str, torch.Tensor]:
+        """One number: the steps."""
+        return {"steps": torch.tensor([[float(self.step)]])}
+
+    def save(self, directory: Path, *, in_background: bool = False) -> "SleepingPolicy":
+        """One number."""
+        del in_background
+        (directory / "step").write_text(str(self.step))
+        return self
+
+    def wait(self) -> None:
+        """It is written."""
+
+    def load(self, directory: Path) -> None:
+        """As it was saved."""
+        self.step = int((directory / "step").read_text())
+
+    def offload(self) -> int:
+        """There is nothing to free."""
+        return 0
+
+    def close(self) -> None:
+        """Write the trace."""
+        write_trace(self._plan, "learner", {"steps": self._trace, "staleness": self._staleness})
+
+
+class ScriptedRollouter(Rollouter):
+    """The trainer's rollouter on engines that sleep."""
+
+    def make_engine(self) -> ReplicatedEngine:
+        """As many as the script says."""
+        return make_engines(Script.read(self._settings.policy.path))
+
+
+class ScriptedLearnerHost(LearnerHost):
+    """The trainer's learner host with a learner that sleeps."""
+
+    def make_learners(self) -> Learners:
+        """One policy, nothing else."""
+        return make_learners(Script.read(self._settings.policy.path))
+
+
+def make_engines(script: Script) -> ReplicatedEngine:
+    """The engines of a run, not started."""
+    return ReplicatedEngine([SleepingEngine(script, index=index) for index in range(script.num_engines)])
+
+
+def make_learners(script: Script) -> Learners:
+    """The learner of a run."""
+    policy = SleepingPolicy(script)
+    return Learners(policy=policy, reference=None, critic=None, close=policy.close)
+
+
+def write_trace(script: Script, name: str, found: Mapping[str, object]) -> None:
+    """Leave what was seen for the benchmark."""
+    (script.trace / f"{name}.json").write_text(json.dumps(found))
+
+
+def _number(input_ids: IntArray) -> int:
+    """Of a prompt, whose text is its number."""
+    return int("".join(str(token - FIRST_DIGIT) for token in input_ids.tolist()))

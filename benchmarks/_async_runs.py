@@ -1,0 +1,253 @@
+"""One run of either trainer on scripted parts, in a folder of its own, and what came of it."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _async_parts import END_TOKEN, FIRST_DIGIT, make_engines, make_learners
+from _async_workload import Plan, Script, bound_of
+
+from rl_async_trainer.assemble import RoleFactories
+from rl_async_trainer.session import Session
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.simulation.workload import Workload
+from rl_core.transports import TensorTransport
+from rl_distill.checkpoint_store import CheckpointStore
+from rl_distill.skipping import SkippedUpdates
+from rl_metrics.events import EventLog
+from rl_metrics.json_lines import read_json_lines
+from rl_rollout.prompts import PromptSource
+from rl_sync_trainer.assemble import Parts, make_queue
+from rl_sync_trainer.loop import train
+from rl_trainer.checkpoints import TrainerState
+from rl_trainer.console import make_console
+from rl_trainer.flow import open_rollout
+from rl_trainer.inputs import Inputs, read_inputs
+from rl_trainer.objective import make_kl_control, make_objective, make_selection
+from rl_trainer.replay import Replay
+from rl_trainer.run_folder import RunFolder, open_run
+from rl_trainer.settings import Settings
+from rl_trainer.stopping import StopSignal
+from rl_trainer.trackers import make_trackers
+
+SYNC, ASYNC = "sync", "async"
+MODES = (SYNC, ASYNC)
+WORK = {SYNC: ("timing_s/adv", "timing_s/update_actor"), ASYNC: ("perf/time_per_step",)}
+"""Metrics that are the seconds of a step in which the learner works on it, all of its rows being there."""
+FACTORIES = RoleFactories(rollouter="_async_parts:ScriptedRollouter", learner="_async_parts:ScriptedLearnerHost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run.
+
+    Attributes:
+        mode: "sync" or "async".
+        wall_s: From the first request to an engine until all engines have the last weights.
+        steps: That were trained.
+        idle_learner: Share of it in which the learner worked on no step, as the trainer's own metrics say.
+        slept_learner: Share of it in which the learner slept a step: what is missing to 1 is idleness and overhead.
+        idle_engine: Share of it in which an engine decoded nothing, mean of the engines.
+        slots_used: Share of the slots that decoded, over all of it.
+        staleness_mean: Policy versions that the oldest token of a trajectory was behind, mean of those trained.
+        longest_over_mean: Longest response over the mean.
+        bound_s: That no schedule can beat; None for sync, whose GPUs take turns.
+    """
+
+    mode: str
+    wall_s: float
+    steps: int
+    idle_learner: float
+    slept_learner: float
+    idle_engine: float
+    slots_used: float
+    staleness_mean: float
+    longest_over_mean: float
+    bound_s: float | None
+
+
+def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: Path, roles: str) -> Measured:
+    """Train with one of the trainers.
+
+    Args:
+        mode: Which.
+        file: The benchmark's file.
+        plan: How it runs.
+        workload: What is generated and trained.
+        folder: Empty, for everything of the run.
+        roles: Where rollouter and learner of the asynchronous trainer live.
+    """
+    is_async = mode == ASYNC
+    script = Script(
+        file=file,
+        trace=folder / "trace",
+        seed=plan.seed,
+        num_engines=plan.rollout_gpus if is_async else plan.gpus,
+        train_gpus=plan.gpus - plan.rollout_gpus if is_async else plan.gpus,
+    )
+    num_steps = plan.steps if is_async else plan.sync_steps
+    settings = make_settings(plan, workload, num_steps=num_steps, folder=folder)
+    write_inputs(script, num_prompts=num_steps * workload.batch.groups, folder=folder)
+    if is_async:
+        schedule = {"max_staleness": plan.max_staleness, "max_inflight_groups": max_inflight(plan, workload)}
+        found = AsyncSettings.model_validate({**settings, "schedule": schedule, "roles": {"kind": roles}})
+        inputs = read_inputs(found)
+        with open_run(found, resume=False, say=_nothing) as run:
+            asyncio.run(Session(found, inputs, run, make_console(found), factories=FACTORIES).run())
+    else:
+        chosen = Settings.model_validate(settings)
+        inputs = read_inputs(chosen)
+        with open_run(chosen, resume=False, say=_nothing) as run:
+            asyncio.run(_train_sync(chosen, inputs, run, script))
+    groups = issued_groups(inputs, num_steps * workload.batch.groups, seed=plan.seed)
+    return measure(mode, script, plan, groups, metrics=folder / "run" / "metrics.jsonl")
+
+
+def max_inflight(plan: Plan, workload: Workload) -> int | None:
+    """Groups that are generated at once: as the workload says for each engine, or as many as staleness allows."""
+    each = workload.engine.inflight_groups
+    return None if each is None else each * plan.rollout_gpus
+
+
+def make_settings(plan: Plan, workload: Workload, *, num_steps: int, folder: Path) -> dict[str, Any]:
+    """What both trainers are told; neither validates, and both write a checkpoint in the end."""
+    return {
+        "run": {"name": "run", "directory": folder, "seed": plan.seed},
+        "policy": {"path": folder / "policy"},
+        "prompts": {"train": folder / "train.jsonl", "max_tokens": workload.lengths.prompt_tokens},
+        "reward": {"function": "exact_match"},
+        "rollout": {
+            "prompts_per_step": workload.batch.groups,
+            "group_size": workload.batch.group_size,
+            "max_response_tokens": workload.lengths.maximum,
+            "deadline_s": 300.0,
+        },
+        "trainer": {"steps": num_steps, "validate_first": False, "validate_every": 0, "checkpoint_every": 0},
+        "metrics": {"console": "off"},
+    }
+
+
+def write_inputs(script: Script, *, num_prompts: int, folder: Path) -> None:
+    """A tokenizer of ten digits, prompts that are their numbers, and what the scripted parts are told."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    policy = folder / "policy"
+    policy.mkdir()
+    script.trace.mkdir()
+    script.write(policy)
+    digits = {str(digit): FIRST_DIGIT + digit for digit in range(10)}
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": END_TOKEN, **digits}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    wrapped.save_pretrained(policy)
+    width = script.workload.lengths.prompt_tokens
+    rows = [{"data_source": "none", "prompt": f"{number:0{width}}", "answer": "none"} for number in range(num_prompts)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def issued_groups(inputs: Inputs, num_groups: int, *, seed: int) -> list[int]:
+    """Numbers of the prompts in the order in which a run issues them."""
+    prompts = PromptSource(inputs.train, seed=seed).next(num_groups)
+    return [int("".join(str(token - FIRST_DIGIT) for token in prompt.input_ids.tolist())) for prompt in prompts]
+
+
+async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script: Script) -> None:
+    """The synchronous trainer's loop on the scripted parts, which is put together as its own session does it."""
+    async with AsyncExitStack() as stack:
+        learners, engine = make_learners(script), make_engines(script)
+        stack.callback(learners.close)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        events = EventLog(run.path / "events.jsonl")
+        stack.callback(events.close)
+        trackers = make_trackers(settings, run.path, make_console(settings))
+        stack.callback(trackers.close)
+        queue = make_queue(settings)
+        stack.callback(queue.close)
+        source = PromptSource(inputs.train, seed=settings.run.seed)
+        store = CheckpointStore(run.checkpoints, keep=1)
+        stack.callback(store.close)
+
+        def save(state: TrainerState) -> None:
+            store.begin(state.step, {}, learners.save)
+
+        parts = Parts(
+            settings=settings,
+            inputs=inputs,
+            folder=run,
+            learners=learners,
+            engine=engine,
+            rollout=stack.enter_context(open_rollout(settings, inputs.tokenizer, engine)),
+            replay=Replay(settings, inputs.tokenizer, say=events.write),
+            source=source,
+            queue=queue,
+            teachers=None,
+            transport=TensorTransport(),
+            objective=make_objective(settings),
+            kl=make_kl_control(settings),
+            select_tokens=make_selection(settings),
+            skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=run.path / "skipped"),
+            stop=stack.enter_context(StopSignal()),
+            on_state=_nothing,
+            say=events.write,
+            log_metrics=trackers.log,
+            save_checkpoint=save,
+        )
+        await train(parts, TrainerState(prompt_source=source.state()))
+
+
+def measure(mode: str, script: Script, plan: Plan, groups: Sequence[int], *, metrics: Path) -> Measured:
+    """What the traces of a run say, and its metrics.
+
+    Args:
+        mode: Of the run.
+        script: Of the run.
+        plan: Of the run.
+        groups: Numbers of its prompts, in the order of issue.
+        metrics: Its metrics.jsonl.
+    """
+    learner = json.loads((script.trace / "learner.json").read_text())
+    engines = [json.loads((script.trace / f"engine-{n}.json").read_text()) for n in range(script.num_engines)]
+    spans = [engine["responses"] for engine in engines]
+    first = min(began_at for responses in spans for began_at, _ in responses)
+    last = max(engine["updates"][-1] for engine in engines)
+    wall_s = last - first
+    work_s = sum(step[name] for step in read_json_lines(metrics) for name in WORK[mode])
+    slept_s = sum(ended_at - began_at for began_at, ended_at in learner["steps"])
+    decoded_s = sum(ended_at - began_at for responses in spans for began_at, ended_at in responses)
+    busy_s = sum(map(union_s, spans))
+    num_slots = script.workload.engine.slots * script.num_engines
+    lengths = [tokens for group in groups for tokens in script.lengths[group]]
+    size = script.workload.batch.groups
+    bound = bound_of(script, groups, groups_per_step=size, num_startable=(plan.max_staleness + 1) * size)
+    return Measured(
+        mode=mode,
+        wall_s=wall_s,
+        steps=len(learner["steps"]),
+        idle_learner=1 - work_s / wall_s,
+        slept_learner=slept_s / wall_s,
+        idle_engine=1 - busy_s / (wall_s * script.num_engines),
+        slots_used=decoded_s / (wall_s * num_slots),
+        staleness_mean=sum(learner["staleness"]) / len(learner["staleness"]),
+        longest_over_mean=max(lengths) * len(lengths) / sum(lengths),
+        bound_s=bound.seconds if mode == ASYNC else None,
+    )
+
+
+def union_s(spans: Sequence[Sequence[float]]) -> float:
+    """Seconds in which at least one of the spans [began, ended] runs."""
+    total, until = 0.0, float("-inf")
+    for began_at, ended_at in sorted((span[0], span[1]) for span in spans):
+        total += max(0.0, ended_at - max(began_at, until))
+        until = max(until, ended_at)
+    return total
+
+
+def _nothing(_: object) -> None:
+    """Nobody listens."""

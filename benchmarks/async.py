@@ -1,0 +1,147 @@
+"""The asynchronous trainer beside the synchronous one, on engines and a learner that sleep as long as real ones work.
+
+    nox -s bench -- async [--rounds 2] [--roles process] [--realtime] [--quick] [--json FILE]
+
+The trainers take turns, a run each; benchmarks/README.md says what is timed, and what the bound is.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _async_summary import BOUND, IDLE, SPEED, mode_row, round_row, verdicts
+
+BENCHMARKS = Path(__file__).resolve().parent
+FILE = BENCHMARKS / "async.toml"
+ROLES = ("inline", "process", "ray")
+QUICK = {"steps": 4, "sync_steps": 1}
+WORDS = {
+    SPEED: "{found:.2f} times the speed of sync ({rounds}); wanted {wanted:g}",
+    IDLE: "the learner idles {found:.3f} of the time ({rounds}); wanted at most {wanted:g}",
+    BOUND: "{found:.3f} of the speed that no schedule can beat ({rounds}); wanted {wanted:g}",
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the comparison and give the exit status: 0 unless a run fails; targets are reported."""
+    options = parse(words)
+    if options.rounds < 1:
+        sys.stderr.write(f"error: --rounds must be at least 1; found {options.rounds}\n")
+        return 2
+    if options.realtime and not takes_precedence():
+        sys.stderr.write("error: --realtime needs the right to real-time priority, which root has\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # roles are then stopped as after Ctrl-C
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the roles' processes, which import torch
+    load = os.getloadavg()[0]
+    runs = run_rounds(options)
+    report: dict[str, Any] = {
+        "benchmark": "async",
+        "date": time.strftime("%Y-%m-%d"),
+        "rounds": options.rounds,
+        "roles": options.roles,
+        "is_realtime": options.realtime,
+        "environment": {"cores": os.cpu_count(), "load_before": load},
+        "bound_s": round(median(run["bound_s"] for run in runs["async"]), 4),
+        "results": [mode_row(mode, rounds) for mode, rounds in runs.items()],
+        "verdicts": verdicts(runs["sync"], runs["async"]),
+    }
+    print_report(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {options.json}")
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="nox -s bench -- async", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer")
+    parser.add_argument("--roles", choices=ROLES, default="process", help="where rollouter and learner live")
+    parser.add_argument("--realtime", action="store_true", help="run before everything else on a busy machine (root)")
+    parser.add_argument("--quick", action="store_true", help="one round of a few steps in one process: does it run")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args(words)
+    if options.quick:
+        options.rounds, options.roles = 1, "inline"
+    return options
+
+
+def takes_precedence() -> bool:
+    """Run this process, and those that it starts, before all others of the machine; False where that is not allowed.
+
+    What sleeps most of the time measures the machine's other work as soon as it has to queue behind it.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        return False
+    return True
+
+
+def run_rounds(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Runs of both trainers in turns, by mode."""
+    from _async_runs import MODES, run_mode
+    from _async_workload import read_plan
+
+    from rl_trainer.command_line import configure_logs
+
+    configure_logs()
+    plan, workload = read_plan(FILE)
+    if options.quick:
+        plan = replace(plan, **QUICK)
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    with tempfile.TemporaryDirectory(prefix="ba-", dir="/tmp") as temporary:
+        for number in range(options.rounds):
+            of_round = replace(plan, seed=plan.seed + number)
+            for mode in MODES:
+                folder = Path(temporary) / f"{mode}-{number}"
+                folder.mkdir()
+                found = run_mode(mode, FILE, of_round, workload, folder=folder, roles=options.roles)
+                runs[mode].append(round_row(asdict(found)))
+                tell(number, runs[mode][-1])
+                shutil.rmtree(folder)
+    return runs
+
+
+def tell(number: int, run: dict[str, Any]) -> None:
+    """One line as a run ends."""
+    say(
+        f"{time.strftime('%H:%M:%S')}  round {number + 1}, {run['mode']}: {run['steps']} steps in "
+        f"{run['wall_s']:.1f} s, learner idle {run['idle_learner']:.3f}"
+    )
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The tables."""
+    heads = ("wall s", "steps", "s/step", "idle learner", "idle engine", "staleness")
+    say("\n  " + f"{'mode':8}" + "".join(f"{head:>14}" for head in heads))
+    for row in report["results"]:
+        values = (row["wall_s"], row["steps"], row["step_s"], row["idle_learner"], row["idle_engine"])
+        cells = [f"{value:>14}" if isinstance(value, int) else f"{value:>14.3f}" for value in values]
+        say(f"  {row['mode']:8}" + "".join(cells) + f"{row['staleness_mean']:>14.2f}")
+    say(f"\n  bound of async: {report['bound_s']:.2f} s\n\ntargets")
+    for one in report["verdicts"]:
+        rounds = ", ".join(f"{value:.3g}" for value in one["of_rounds"])
+        line = WORDS[one["what"]].format(found=one["found"], wanted=one["wanted"], rounds=rounds)
+        say(f"  {line}: {'met' if one['is_met'] else 'missed'}")
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""The Python stacks of a process that does not answer: a signal has them written, without its interpreter.
+
+Each process of a role registers a handler in C, which needs no lock of the interpreter: it answers where code in C
+holds that lock, or waits for ever. It reads frames that other threads may be changing, and is therefore asked last.
+"""
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from rl_core.cluster.stacks import MAX_TEXT, cut
+
+POLL_S = 0.01
+SETTLED_S = 0.1
+"""A dump that has not grown for so long is whole; nothing marks its end."""
+_STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits in the kernel", "Z": "has ended"}
+
+
+def register_dump(mark: str) -> None:
+    """Have this process write its stacks on a signal, into a file in memory; nothing where there is no such signal.
+
+    Args:
+        mark: Of this role's incarnation; whoever asks finds the file by it.
+    """
+    if sys.platform == "linux":
+        descriptor = os.memfd_create(_file_name(mark))
+        faulthandler.register(_stack_signal(), file=descriptor, all_threads=True, chain=False)
+
+
+def dump_of(pid: int, mark: str, *, deadline_s: float) -> str:
+    """The stacks of a process of this host that has registered with this mark; or that there are none, and why."""
+    if sys.platform != "linux":
+        return f"Stacks cannot be asked for by a signal on {sys.platform}."
+    try:
+        process = os.pidfd_open(pid)  # it stays the same process, whatever becomes of its number
+        try:
+            file = os.open(_find_file(pid, mark), os.O_RDONLY)
+            try:
+                start = os.fstat(file).st_size
+                signal.pidfd_send_signal(process, _stack_signal())
+                text = _read_settled(file, start, time.monotonic() + deadline_s)
+            finally:
+                os.close(file)
+        finally:
+            os.close(process)
+    except OSError as error:
+        return f"It cannot be asked by a signal: {error.strerror}."
+    if not text.strip():
+        return f"It did not answer a signal within {deadline_s:.1f} s either: pid {pid} {process_state(pid)}."
+    return f"What a signal had it write (most recent call first):\n{text.strip()}"
+
+
+async def ask_then_dump(
+    ask: Callable[[], Awaitable[str]], dump: Callable[[float], Awaitable[str]], deadline_s: float
+) -> str:
+    """Ask a process, and where it does not answer in half of the time, by a signal, with the rest.
+
+    Args:
+        ask: What its own code says.
+        dump: What a signal makes it write, in so many seconds.
+        deadline_s: For both.
+    """
+    half_s = deadline_s / 2
+    limit = asyncio.timeout(half_s)
+    try:
+        async with limit:
+            return await ask()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - half_s))
+    late = (
+        f"It has not answered since {since}, {half_s:.1f} s: code in C holds its interpreter, or it is stopped, or has "
+        "no processor. Its tasks are not known."
+    )
+    limit = asyncio.timeout(half_s)
+    try:
+        async with limit:
+            return f"{late}\n{await dump(0.8 * half_s)}"
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return f"{late}\nNor could a signal be sent to it within {half_s:.1f} s."
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of a process of this host, such as "is stopped by a signal (state T)"."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "is not there"
+    return f"{_STATES.get(letter, 'runs')} (state {letter})"
+
+
+def _stack_signal() -> int:
+    """One that nobody else uses; a process that has not registered for it would be killed."""
+    if sys.platform == "linux":
+        return int(signal.SIGRTMAX) - 5
+    raise NotImplementedError("stacks are asked for by a signal on Linux alone.")
+
+
+def _file_name(mark: str) -> str:
+    return f"role-stacks-{mark}"
+
+
+def _find_file(pid: int, mark: str) -> str:
+    """The process's own name of the file.
+
+    Raises:
+        OSError: It is gone, another user's, or has no such file.
+    """
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if _file_name(mark) in str(path.readlink()):
+                return str(path)
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    raise FileNotFoundError(2, "it has not said yet that it would answer")
+
+
+def _read_settled(file: int, start: int, ends_at: float) -> str:
+    never, size, since = threading.Event(), start, time.monotonic()
+    while (now := time.monotonic()) < ends_at:
+        found = os.fstat(file).st_size
+        if found != size:
+            size, since = found, now
+        elif size > start and now - since >= SETTLED_S:
+            break
+        never.wait(POLL_S)
+    return cut(os.pread(file, max(size - start, 0), start).decode(errors="replace"), MAX_TEXT)

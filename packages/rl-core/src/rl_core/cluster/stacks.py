@@ -1,0 +1,145 @@
+"""What a process does right now, in words: the Python stacks of its threads, and where an event loop's tasks wait."""
+
+import asyncio
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+MAX_TEXT = 64_000
+TURN_S = 0.2
+"""How long an event loop may take to turn before it is called blocked."""
+MAX_DEPTH = 100
+
+
+def process_stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
+    """The Python stacks of all threads of this process, and those of an event loop's tasks.
+
+    Any thread may ask, also while the loop or the main thread is blocked; only code that holds the interpreter delays
+    the answer. Threads, and tasks, that stand at the same place are told once.
+
+    Args:
+        loop: Whose tasks are meant; None leaves tasks out.
+
+    Returns:
+        At most MAX_TEXT characters.
+    """
+    at = time.strftime("%H:%M:%S")
+    parts = [f"pid {os.getpid()} at {at}", *_describe_threads()]
+    if loop is not None:
+        parts += [_describe_loop(loop), *_describe_tasks(loop)]
+    return cut("\n".join(parts), MAX_TEXT)
+
+
+def cut(text: str, length: int) -> str:
+    """A text that is no longer; its middle is left out."""
+    if len(text) <= length:
+        return text
+    half = max((length - 60) // 2, 0)
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n... {left_out} characters are left out ...\n{text[len(text) - half :]}"
+
+
+def _describe_threads() -> list[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    asking = threading.get_ident()
+    frames = sys._current_frames()
+    found = []
+    for ident in sorted(frames, key=lambda one: one != threading.main_thread().ident):
+        name = names.get(ident, f"thread {ident}, which Python did not start")
+        asks = " (asks this)" if ident == asking else ""
+        found.append((f"{name}{asks}", "".join(traceback.format_stack(frames[ident])).rstrip()))
+    return [f"thread {who} (most recent call last):\n{stack}" for who, stack in _merged(found)]
+
+
+def _describe_loop(loop: asyncio.AbstractEventLoop) -> str:
+    if loop.is_closed() or not loop.is_running():
+        return "its event loop does not run"
+    if _runs_here(loop):
+        return "its event loop turns: it answers this itself"
+    has_turned = threading.Event()
+    try:
+        loop.call_soon_threadsafe(has_turned.set)
+    except RuntimeError:  # it was closed meanwhile
+        return "its event loop does not run"
+    if has_turned.wait(TURN_S):
+        return "its event loop turns"
+    return f"its event loop did not turn within {TURN_S:g} s: a plain method or another blocking call holds it"
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _describe_tasks(loop: asyncio.AbstractEventLoop) -> list[str]:
+    try:
+        tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    except RuntimeError as error:  # it changes all the time
+        return [f"its tasks cannot be listed: {error}"]
+    found = [(task.get_name(), _describe_task(task)) for task in tasks]
+    return [f"task {who} (most recent call last):\n{stack}" for who, stack in _merged(found)] or ["it has no tasks"]
+
+
+def _describe_task(task: "asyncio.Task[Any]") -> str:
+    """Where it waits: the coroutines that wait for one another, which a task's own stack stops short of."""
+    lines: list[str] = []
+    waits: Any = task.get_coro()
+    for _ in range(MAX_DEPTH):
+        frame = _frame_of(waits)
+        if frame is None:
+            break
+        lines.append(_describe_frame(frame))
+        waits = _awaited_by(waits)
+    if waits is not None:
+        lines.append(f"  waits for {_describe_awaited(waits)}")
+    return "\n".join(lines) or "  (it has just ended)"
+
+
+def _frame_of(coroutine: Any) -> FrameType | None:
+    for name in ("cr_frame", "gi_frame", "ag_frame"):
+        frame = getattr(coroutine, name, None)
+        if frame is not None:
+            return frame  # type: ignore[no-any-return]
+    return None
+
+
+def _awaited_by(coroutine: Any) -> Any:
+    for name in ("cr_await", "gi_yieldfrom", "ag_await"):
+        if hasattr(coroutine, name):
+            return getattr(coroutine, name)
+    return None
+
+
+def _describe_frame(frame: FrameType) -> str:
+    code = frame.f_code
+    source = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    place = f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'
+    return f"{place}\n    {source}" if source else place
+
+
+def _describe_awaited(awaited: Any) -> str:
+    """Without addresses and numbers, so that equal waits read alike."""
+    if isinstance(awaited, asyncio.Task):
+        return f"a task of {getattr(awaited.get_coro(), '__qualname__', 'a coroutine')}"
+    return f"a {type(awaited).__name__}"
+
+
+def _merged(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those with the same stack become one, which names them."""
+    names: dict[str, list[str]] = {}
+    for name, stack in found:
+        names.setdefault(stack, []).append(name)
+    return [(_several(them), stack) for stack, them in names.items()]
+
+
+def _several(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

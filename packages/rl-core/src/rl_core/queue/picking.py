@@ -1,0 +1,187 @@
+"""Which groups a request is for: those that come next in the task's order, or those that it names."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rl_core.errors import DataError
+from rl_core.queue.group import QueuedGroup
+from rl_core.queue.index import GroupIndex, TaskGroups
+from rl_core.queue.messages import GENERATE, Finish, LeaseRequest
+
+LARGEST_LIST = 20
+"""Prompts that an error names one by one."""
+
+DropStale = Callable[[QueuedGroup], bool]
+"""Drops a group that is too stale for the task, and says whether it did."""
+
+
+class Blocked:
+    """What a lease that names its prompts waits for: asked again, it costs the same however many it names."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._task: TaskGroups | None = None
+        self._group: QueuedGroup | None = None
+        self._mark = (0, 0)
+
+    def is_still(self, task: TaskGroups, *, policy_version: int) -> bool:
+        """True while the same group is not ready, none was lost to the task, and none can have become stale."""
+        return (
+            self._task is task  # not one of a state that was given up
+            and self._group is not None
+            and not task.is_ready(self._group)
+            and self._mark == (task.num_left, policy_version)
+        )
+
+    def note(self, groups: GroupIndex, request: LeaseRequest, *, policy_version: int) -> None:
+        """Remember a group that is not ready, the last: most come in the order in which they are named."""
+        self._task = groups.tasks[request.task]
+        named = (groups.find_open(uid) for uid in reversed(request.prompts))
+        self._group = next(group for group in named if not self._task.is_ready(group))
+        self._mark = (self._task.num_left, policy_version)
+
+
+def pick_next(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropStale) -> list[QueuedGroup] | None:
+    """Groups in the task's order, as many as are asked for; None while they are not there."""
+    task = groups.task_of(request)
+    picked: list[QueuedGroup] = []
+    total = 0
+    if _may_suffice(task, request):
+        while not _is_full(task, request, total):
+            group = task.peek()
+            if group is None or not task.is_ready(group):
+                break
+            if drop_stale(group):
+                continue
+            picked.append(task.take())
+            total += _size(group, request.unit)
+    is_all = request.task == GENERATE or (request.allow_fewer and len(picked) == task.num_possible)
+    is_enough = bool(picked) and (is_all or _is_full(task, request, total))
+    for group in picked:
+        if is_enough:
+            task.let_go(group)
+        else:
+            task.put_back(group)
+    return picked if is_enough else None
+
+
+def pick_named(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropStale) -> list[QueuedGroup] | None:
+    """The groups that are named, in that order; None while one of them is not ready.
+
+    Raises:
+        DataError: One will never be, or was too stale and is dropped.
+    """
+    task = groups.tasks[request.task]
+    named = [unacked_group(groups, task, uid) for uid in request.prompts]
+    stale = [group.uid for group in named if task.is_ready(group) and drop_stale(group)]
+    if stale:
+        raise DataError(
+            f"{len(stale)} of {len(named)} prompts are too stale for task {task.name!r}, max_staleness "
+            f"{task.spec.max_staleness}, and were dropped: {listed(stale)}. Lease the others without them."
+        )
+    return named if all(task.is_ready(group) for group in named) else None
+
+
+def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
+    """Groups that a task may ack without a lease: it could have read them, and nobody holds them for it.
+
+    Raises:
+        DataError: The task gives columns, or one of the groups is not so.
+    """
+    task = groups.find_task(finish.task)
+    if task.spec.gives:
+        raise DataError(f"task {task.name!r} gives {sorted(task.spec.gives)}, which come with the ack of a lease.")
+    check_once(finish.prompts)
+    found = [(uid, groups.get(uid)) for uid in finish.prompts]
+    acked = [uid for uid, group in found if group is not None and task.name in group.acked]
+    if acked:
+        raise DataError(
+            f"{len(acked)} of {len(found)} prompts were acked by task {task.name!r} before: {listed(acked)}. Nothing "
+            "is acked now; each task acks a prompt once."
+        )
+    named = [_seen_group(groups, task, uid) for uid in finish.prompts]
+    lacking = [_why_not_ready(task, group) for group in named if not task.is_ready(group)]
+    if lacking:
+        raise DataError(
+            f"task {task.name!r} cannot finish {len(lacking)} of {len(named)} prompts: "
+            f"{listed(lacking, quoted=False)}. Nothing is acked now; it finishes what it has read and released."
+        )
+    return named
+
+
+def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup:
+    """A group that a task has not acked yet.
+
+    Raises:
+        DataError: It has, or there is no such group, or it is done, dropped or of another partition.
+    """
+    group = _seen_group(groups, task, uid)
+    if task.name in group.acked:
+        raise DataError(f"prompt {uid!r} was acked by task {task.name!r} before; each task acks a prompt once.")
+    return group
+
+
+def check_once(uids: Sequence[str]) -> None:
+    """Refuse prompts of which one is named twice.
+
+    Raises:
+        DataError: One is.
+    """
+    doubled = [uid for uid, count in Counter(uids).items() if count > 1]
+    if doubled:
+        raise DataError(f"each prompt may be named once; found {listed(doubled)} more than once.")
+
+
+def describe_named(groups: GroupIndex, request: LeaseRequest) -> str:
+    """Which of the groups that are named are not ready, and why."""
+    task = groups.tasks[request.task]
+    named = [groups.find_open(uid) for uid in request.prompts]
+    lacking = [_why_not_ready(task, group) for group in named if not task.is_ready(group)]
+    return f"{len(lacking)} not ready: {listed(lacking, quoted=False)}"
+
+
+def listed(items: list[str], *, quoted: bool = True) -> str:
+    """The first of some items, and how many there are besides."""
+    shown = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
+    return shown + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
+
+
+def _seen_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup:
+    group = groups.find_open(uid)
+    if group.partition != task.spec.partition:
+        raise DataError(
+            f"prompt {uid!r} was issued to partition {group.partition!r}; task {task.name!r} is of "
+            f"{task.spec.partition!r}."
+        )
+    return group
+
+
+def _why_not_ready(task: TaskGroups, group: QueuedGroup) -> str:
+    if group.state == "issued":
+        return f"{group.uid!r} lacks {len(group.missing_sessions)} of {group.num_sessions} sessions"
+    if task.name in group.leased:
+        return f"{group.uid!r} is leased by a consumer of this task (lease {group.leased[task.name]})"
+    return f"{group.uid!r} lacks columns {sorted(task.needs - group.columns)}"
+
+
+def _may_suffice(task: TaskGroups, request: LeaseRequest) -> bool:
+    """False when counts alone say that there is not enough."""
+    ready = {"groups": task.num_ready, "rows": task.ready_rows, "tokens": task.ready_tokens}[request.unit]
+    if request.task == GENERATE:
+        return task.num_ready > 0
+    return ready >= request.amount or (request.allow_fewer and 0 < task.num_ready == task.num_possible)
+
+
+def _is_full(task: TaskGroups, request: LeaseRequest, total: int) -> bool:
+    """True when what is picked is enough: the amount is there, or the next group does not fit into it."""
+    if total >= request.amount:
+        return True
+    following = task.peek() if total else None
+    if following is None or not task.is_ready(following):
+        return False
+    return total + _size(following, request.unit) > request.amount
+
+
+def _size(group: QueuedGroup, unit: str) -> int:
+    """What a group counts for a lease in groups, rows or tokens."""
+    return 1 if unit == "groups" else group.num_rows if unit == "rows" else group.num_tokens

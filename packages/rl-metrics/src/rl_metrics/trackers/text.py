@@ -1,0 +1,31 @@
+"""Text of models, made safe to show: it may hold anything."""
+
+GAP = " ... "
+
+
+def plain_text(text: str, *, limit: int) -> str:
+    r"""The text on one line: what cannot be seen is escaped (`\n`, `\x1b`, `\u202e`), and the middle of long ones cut.
+
+    Args:
+        text: Anything.
+        limit: Most characters of the result; at least as many as the gap in the middle.
+    """
+    if len(text) > limit:  # before it is escaped: a response may be long
+        text = text[:limit] + text[-limit:]
+        return _cut(_escaped(text), limit)
+    return _cut(_escaped(text), limit)
+
+
+def _escaped(text: str) -> str:
+    return text if text.isprintable() else "".join(map(_escaped_character, text))
+
+
+def _escaped_character(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    room = limit - len(GAP)
+    return text[: room - room // 2] + GAP + text[len(text) - room // 2 :]

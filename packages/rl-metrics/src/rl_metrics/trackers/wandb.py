@@ -1,0 +1,189 @@
+"""Weights & Biases: the same run again after a resume, online or offline."""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+import structlog
+
+from rl_core.durable_files import write_durably
+from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
+from rl_core.records import Json
+from rl_metrics.generations import GenerationSample
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+log = structlog.get_logger(__name__)
+
+Mode = Literal["online", "offline", "disabled"]
+"""Where rows go: to the server, to files only, nowhere."""
+
+STEP = "training/global_step"
+"""The step axis. wandb's own counts rows, and a row that repeats a step of it, as after a resume, would be dropped."""
+
+RUN_ID_FILE = "wandb_run_id"
+RUN_ID = re.compile(r"[a-z0-9]{1,64}")
+LOGIN_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = 90.0
+COLUMNS = (
+    "step",
+    "prompt_uid",
+    "input",
+    "output",
+    "score",
+    "ground_truth",
+    "oldest_version",
+    "newest_version",
+    "source",
+    "failure",
+    "components",
+)
+
+
+class WandbTracker:
+    """Logs rows and tables to one run of wandb, at the trainer's steps.
+
+    The run's id lies in the run's folder, so that a resumed run goes on with it. Offline, each attempt is a folder of
+    its own under `wandb/`, all with this id; nothing reaches the network, and `wandb sync` sends them later.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        project: str,
+        name: str | None = None,
+        mode: Mode | None = None,
+        config: Mapping[str, Json] | None = None,
+    ) -> None:
+        """Start the run, or go on with it.
+
+        Args:
+            directory: The run's folder; wandb writes below `wandb/` in it.
+            project: Of wandb; its entity, key and server are as wandb finds them.
+            name: What wandb shows; None lets wandb choose.
+            mode: None takes WANDB_MODE, and "online" without it.
+            config: The run's settings, to be shown beside it.
+
+        Raises:
+            MissingExtraError: wandb is not installed.
+            SettingsError: The mode is another, or wandb cannot start: no key, no server.
+            DataError: The file with the run's id is broken.
+        """
+        chosen = _checked_mode(mode)
+        if chosen != "online":
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else its own faults are sent; it is read at the import
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("this tracker needs wandb. Run: pip install 'rl-metrics[wandb]'") from error
+        directory.mkdir(parents=True, exist_ok=True)
+        run_id = _run_id(directory / RUN_ID_FILE)
+        try:
+            run = wandb.init(
+                dir=str(directory),
+                project=project,
+                name=name,
+                id=run_id,
+                resume="allow",
+                mode=chosen,
+                config=None if config is None else dict(config),
+                settings=wandb.Settings(
+                    console="off",  # the terminal is the console tracker's
+                    silent=True,
+                    login_timeout=LOGIN_TIMEOUT_S,
+                    init_timeout=INIT_TIMEOUT_S,
+                ),
+            )
+        except wandb.errors.Error as error:
+            reason = str(error).rstrip(".")
+            raise SettingsError(
+                f"wandb must start in mode {chosen!r}; found: {reason}. Run `wandb login`, or choose mode offline "
+                "(WANDB_MODE=offline) and `wandb sync` later."
+            ) from error
+        if run.disabled and chosen != "disabled":
+            run.finish()
+            raise SettingsError(
+                f"wandb must start in mode {chosen!r}; found no login within {LOGIN_TIMEOUT_S:g} s. Run `wandb login`, "
+                "or choose mode offline."
+            )
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP)
+        self._table = wandb.Table
+        self._run: Run | None = run
+        log.info("wandb_run", id=run_id, mode=chosen, url=run.url if chosen == "online" else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one row.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        self._append({**{name: float(value) for name, value in metrics.items()}, STEP: step})
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The same as `log`: every value has a step of its own."""
+        self.log(step, metrics)
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Log a table under the name.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        rows = [_row(step, sample) for sample in samples]
+        self._append({name: self._table(columns=list(COLUMNS), data=rows), STEP: step})
+
+    def close(self) -> None:
+        """Finish the run: online, when everything is sent. Can be called twice."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish()
+
+    def _append(self, row: dict[str, Json]) -> None:
+        if self._run is None:
+            raise NotReadyError("the run of wandb is finished; make a new WandbTracker to go on with it.")
+        self._run.log(row)  # never with a step of wandb's own
+
+
+def _checked_mode(mode: str | None) -> Mode:
+    chosen = mode or os.environ.get("WANDB_MODE") or "online"
+    if chosen not in get_args(Mode):
+        raise SettingsError(f"wandb's mode must be one of {', '.join(get_args(Mode))}; found {chosen!r}.")
+    return cast("Mode", chosen)
+
+
+def _run_id(file: Path) -> str:
+    """The id in the file; a new one is there before wandb knows of it."""
+    if not file.exists():
+        write_durably(file, secrets.token_hex(8).encode())
+    found = file.read_bytes().decode("utf-8", errors="replace").strip()
+    if not RUN_ID.fullmatch(found):
+        raise DataError(
+            f"{file} must hold the id of wandb's run, small letters and digits; found {found[:80]!r}. Write the id "
+            "into it, or remove it to begin a new run."
+        )
+    return found
+
+
+def _row(step: int, sample: GenerationSample) -> list[Json]:
+    oldest, newest = sample.policy_version
+    plain = sample.to_json()  # wandb would write NaN as it is, which no browser reads
+    return [
+        step,
+        sample.prompt_uid,
+        sample.input,
+        sample.output,
+        plain["score"],
+        sample.ground_truth,
+        oldest,
+        newest,
+        sample.source,
+        sample.failure,
+        json.dumps(plain["components"], ensure_ascii=False),
+    ]

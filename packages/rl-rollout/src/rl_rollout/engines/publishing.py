@@ -1,0 +1,57 @@
+"""Weights for an engine, whatever kind it is: with their proof, and to whole responses where that is asked."""
+
+import time
+from dataclasses import replace
+
+from rl_core.errors import EngineError
+from rl_core.publish import ProofTolerances, PublishReport, publish_weights
+from rl_core.weights import Canary, WeightUpdate
+from rl_rollout.engines.gate import DRAIN_DEADLINE_S, Gate
+from rl_rollout.engines.protocol import RolloutEngine
+
+
+async def publish_to(
+    engine: RolloutEngine,
+    update: WeightUpdate,
+    *,
+    canary: Canary,
+    tolerances: ProofTolerances,
+    drain: bool = False,
+    drain_deadline_s: float = DRAIN_DEADLINE_S,
+) -> PublishReport:
+    """Give an update to an engine, or to all replicas of one, and prove that each serves it.
+
+    Args:
+        engine: The engine.
+        update: What it shall serve.
+        canary: To prove it.
+        tolerances: Of the proof.
+        drain: Let requests end under the weights under which they began, and hold new ones back meanwhile: every
+            response has one policy version. Otherwise they go on under the new weights.
+        drain_deadline_s: How long they may take.
+
+    Raises:
+        WeightProofError: An engine serves something else; the message names the first tensor that differs.
+        EngineDiedError: None is left to take it.
+        EngineError: It cannot be drained: it is paused, or cannot hold requests back.
+        DeadlineError: Requests did not end.
+    """
+    publish = getattr(engine, "publish", None)
+    if publish is not None:
+        report: PublishReport = await publish(
+            update, canary=canary, tolerances=tolerances, drain=drain, drain_deadline_s=drain_deadline_s
+        )
+        return report
+    if not drain:
+        return await publish_weights(update, [engine], canary=canary, tolerances=tolerances)
+    gate = getattr(engine, "gate", None)
+    if not isinstance(gate, Gate):
+        raise EngineError(
+            f"{engine.traits.name} cannot hold requests back; put it behind ReplicatedEngine([engine]), or publish "
+            "without drain."
+        )
+    began_at = time.perf_counter()
+    async with gate.drained(drain_deadline_s):
+        drain_s = time.perf_counter() - began_at
+        report = await publish_weights(update, [engine], canary=canary, tolerances=tolerances)
+    return replace(report, drain_s=drain_s, stall_s=report.update_s + report.proof_s)

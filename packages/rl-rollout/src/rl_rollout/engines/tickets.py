@@ -1,0 +1,64 @@
+"""Requests on their way to an engine: they can be stopped while they wait, and moved while they run."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from rl_core.errors import EngineError
+
+
+class StoppedError(Exception):
+    """A request was stopped before its engine had answered."""
+
+
+class AbortedError(EngineError):
+    """A request was aborted before an engine was asked."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request under way.
+
+    Attributes:
+        num_samples: How many responses, or scores, it is.
+        request_id: What `RolloutEngine.abort` knows it by.
+        is_aborted: Nobody is to be asked any more.
+        is_asked: An engine is at it.
+    """
+
+    num_samples: int
+    request_id: str | None = None
+    is_aborted: bool = False
+    is_asked: bool = False
+    _limit: asyncio.Timeout | None = field(default=None, init=False)
+
+    @asynccontextmanager
+    async def stoppable(self) -> AsyncIterator[None]:
+        """In here `stop` ends what the request waits for.
+
+        Raises:
+            StoppedError: It did.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limit = limit
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise StoppedError from None
+        finally:
+            self._limit = None
+
+    def stop(self) -> None:
+        """End what it waits for now, if anything."""
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def abort(self) -> None:
+        """Ask nobody any more; an engine that is at it is told by whoever aborts, and gives what it has."""
+        self.is_aborted = True
+        if not self.is_asked:
+            self.stop()

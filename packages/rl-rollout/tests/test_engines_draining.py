@@ -1,0 +1,291 @@
+"""Weights that come between responses: each response has one policy version."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, until
+
+from rl_core.errors import DeadlineError, EngineError, WeightProofError
+from rl_core.publish import PublishReport
+from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_rollout.engines.protocol import Generation
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
+
+
+def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        engine = ReplicatedEngine([one.engine for one in held])
+        await engine.start()
+        try:
+            async with asyncio.timeout(20):
+                return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(go())
+
+
+def drain(engine: Any, version: int, **options: Any) -> "asyncio.Future[PublishReport]":
+    return asyncio.ensure_future(
+        publish_to(engine, an_update(version), canary=a_canary(), tolerances=EXACT, drain=True, **options)
+    )
+
+
+def ask(engine: Any, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
+    return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
+
+
+def versions_of(answers: Sequence[Sequence[Generation]]) -> list[list[int]]:
+    return [one.policy_versions.tolist() for samples in answers for one in samples]
+
+
+def is_draining(engine: ReplicatedEngine, index: int) -> bool:
+    return engine._replicas.get(index).state == "draining"
+
+
+def test_each_replica_ends_its_requests_before_it_takes_the_weights() -> None:
+    """The first that is empty serves the new ones, while the second still ends what it has."""
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        old = ask(engine, 0, 1)
+        await until(lambda: held[0].num_running == held[1].num_running == 1, "both to be asked")
+        publishing = drain(engine, 5)
+        await until(lambda: is_draining(engine, 0) and is_draining(engine, 1), "both to drain")
+        waiting = ask(engine, 2, 3)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [len(one.engine.requests) for one in held] == [1, 1]
+        held[0].finish()
+        await until(lambda: held[0].num_running == 2, "those that waited to be asked of the first")
+        assert held[0].engine.updates
+        assert not held[1].engine.updates
+        assert not publishing.done()
+        later = ask(engine, 4)
+        await until(lambda: held[0].num_running == 3, "a later one to be asked of the first")
+        held[1].finish()
+        report = await publishing
+        last = ask(engine, 5)
+        await until(lambda: held[1].num_running == 1, "the second to be asked again")
+        for one in held:
+            one.finish()
+        assert versions_of(await asyncio.gather(*old)) == [[0], [0]]
+        assert versions_of(await asyncio.gather(*waiting, *later, *last)) == [[5]] * 4
+        assert report.version == 5
+        assert report.drain_s > 0
+        assert report.stall_s > 0
+
+    run_with(held, work)
+
+
+def test_requests_go_on_where_nobody_drains() -> None:
+    held = [Held(1)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0)
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        report = await engine.publish(an_update(5), canary=a_canary(), tolerances=EXACT)
+        held[0].finish()
+        assert versions_of(await asyncio.gather(*running)) == [[5]]
+        assert report.drain_s == 0
+        assert report.stall_s == report.update_s > 0
+
+    run_with(held, work)
+
+
+def test_what_waits_can_be_aborted() -> None:
+    held = [Held(1)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0, request_id="old")
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        publishing = drain(engine, 5)
+        await until(lambda: is_draining(engine, 0), "it to drain")
+        named = ask(engine, 1, request_id="a", num_samples=3)
+        other, scoring = ask(engine, 2, request_id="b"), asyncio.ensure_future(engine.score(a_canary().sequences))
+        await asyncio.sleep(0)  # they wait
+        await engine.abort(["a"])
+        (aborted,) = await asyncio.gather(*named)
+        assert [(len(one.token_ids), one.finish_reason) for one in aborted] == [(0, "abort")] * 3
+        assert not other[0].done()
+        assert not running[0].done()
+        await engine.abort_all()
+        (last,) = await other[0]
+        assert last.finish_reason == "abort"
+        with pytest.raises(EngineError, match="aborted before an engine had begun"):
+            await scoring
+        await asyncio.gather(publishing, *running)
+        assert len(held[0].engine.requests) == 1
+
+    run_with(held, work)
+
+
+def test_a_replica_that_does_not_end_its_requests_is_named_and_nothing_is_published() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        await engine.publish(an_update(4), canary=a_canary(), tolerances=EXACT)
+        running = ask(engine, 0, num_samples=3)
+        await until(lambda: held[0].num_running == 3, "it to be asked")
+        with pytest.raises(DeadlineError, match=r"replica 0 had not ended 3 samples 0\.01 s after"):
+            await drain(engine, 5, drain_deadline_s=0.01)
+        new = ask(engine, 1)
+        await until(lambda: held[1].num_running == 1, "the other to be asked")
+        for one in held:
+            one.finish()
+        assert versions_of(await asyncio.gather(*running, *new)) == [[4]] * 4
+        assert [update.version for update in held[1].engine.updates] == [4, 5, 4]
+
+    run_with(held, work)
+
+
+def test_a_proof_that_fails_stops_the_drain_of_the_others() -> None:
+    def receive(update: WeightUpdate) -> WeightReceipt:
+        return replace(honest_receipt(update), version=update.version if update.version != 5 else 3)
+
+    held = [Held(1, receive=receive), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        await engine.publish(an_update(4), canary=a_canary(), tolerances=EXACT)
+        running = ask(engine, 0, 1)
+        await until(lambda: held[1].num_running == 1, "both to be asked")
+        publishing = drain(engine, 5)
+        await until(lambda: is_draining(engine, 0) and is_draining(engine, 1), "both to drain")
+        held[0].finish()
+        with pytest.raises(WeightProofError, match="replica 0: the engine serves version 3"):
+            await publishing
+        assert held[1].num_running == 1
+        assert engine.num_serving == 2
+        new = ask(engine, 2, 3)
+        await until(lambda: held[0].num_running + held[1].num_running == 3, "new ones to be asked")
+        for one in held:
+            one.finish()
+        assert versions_of(await asyncio.gather(*running, *new)) == [[4]] * 4
+        assert [update.version for update in held[1].engine.updates] == [4]
+
+    run_with(held, work)
+
+
+def test_a_replica_that_joins_or_goes_meanwhile_serves_one_version_only() -> None:
+    held, third = [Held(1), Held(2)], Held(3)
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0, 1)
+        await until(lambda: held[1].num_running == 1, "both to be asked")
+        publishing = drain(engine, 5)
+        await until(lambda: is_draining(engine, 0), "them to drain")
+        waiting = ask(engine, 2)
+        removing = asyncio.ensure_future(engine.remove(1))
+        await engine.add(third.engine)
+        await until(lambda: third.num_running == 1, "the third to be asked")
+        for one in held:
+            one.finish()
+        await asyncio.gather(publishing, removing)
+        third.finish()
+        assert versions_of(await asyncio.gather(*running)) == [[0], [0]]
+        assert versions_of(await asyncio.gather(*waiting)) == [[5]]
+        assert engine.num_serving == 2
+
+    run_with(held, work)
+
+
+def test_what_a_replica_that_dies_meanwhile_had_begins_anew_under_the_new_weights() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0, 1)
+        await until(lambda: held[1].num_running == 1, "both to be asked")
+        publishing = drain(engine, 5)
+        await until(lambda: is_draining(engine, 0) and is_draining(engine, 1), "both to drain")
+        held[0].die()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(held[1].engine.requests) == 1
+        held[1].finish()
+        await publishing
+        await until(lambda: held[1].num_running == 1, "the request to begin anew")
+        held[1].finish()
+        assert versions_of(await asyncio.gather(*running)) == [[5], [0]]
+
+    run_with(held, work)
+
+
+def test_a_paused_engine_is_not_drained() -> None:
+    async def work(engine: ReplicatedEngine) -> None:
+        await engine.pause()
+        with pytest.raises(EngineError, match="resume it, or publish without drain"):
+            await drain(engine, 5)
+
+    run_with([Held(1)], work)
+
+
+def test_closing_ends_what_waits() -> None:
+    held = [Held(1)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0)
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        publishing = drain(engine, 5)
+        await until(lambda: is_draining(engine, 0), "it to drain")
+        waiting = ask(engine, 1)
+        await asyncio.sleep(0)
+        await engine.close()
+        for one in (*running, *waiting, publishing):
+            with pytest.raises(Exception, match="closed"):
+                await one
+
+    run_with(held, work)
+
+
+# -- engines by themselves
+
+
+def test_a_plain_engine_holds_requests_back() -> None:
+    held = Held(1)
+
+    async def work() -> None:
+        engine = held.engine
+        await engine.start()
+        running = ask(engine, 0)
+        await until(lambda: held.num_running == 1, "it to be asked")
+        publishing = drain(engine, 5)
+        await asyncio.sleep(0)
+        waiting, gone = ask(engine, 1), ask(engine, 2, request_id="a")
+        await asyncio.sleep(0)
+        await engine.abort(["a"])
+        assert (await gone[0])[0].finish_reason == "abort"
+        assert not engine.updates
+        held.finish()
+        report = await publishing
+        await until(lambda: held.num_running == 1, "the one that waited to be asked")
+        held.finish()
+        assert versions_of(await asyncio.gather(*running, *waiting)) == [[0], [5]]
+        assert report.drain_s > 0
+        assert report.stall_s > 0
+        running = ask(engine, 3)
+        await until(lambda: held.num_running == 1, "it to be asked")
+        with pytest.raises(DeadlineError, match=r"1 requests had not ended 0\.01 s after"):
+            await drain(engine, 6, drain_deadline_s=0.01)
+        held.finish()
+        assert versions_of(await asyncio.gather(*running)) == [[5]]
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_cannot_hold_requests_back_says_so() -> None:
+    class Ungated(ScriptedEngine):
+        gate: Any = None
+
+    async def work() -> None:
+        engine = Ungated({})
+        engine.gate = None
+        await engine.start()
+        with pytest.raises(EngineError, match=r"scripted cannot hold requests back; put it behind ReplicatedEngine"):
+            await drain(engine, 5)
+
+    asyncio.run(work())

@@ -1,0 +1,334 @@
+"""Replicas that come and go while requests run."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, until
+
+from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, WeightProofError
+from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_rollout.engines import replica_weights
+from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
+
+
+def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        engine = ReplicatedEngine([one.engine for one in held])
+        await engine.start()
+        try:
+            async with asyncio.timeout(20):
+                return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(go())
+
+
+async def publish(engine: ReplicatedEngine, version: int) -> Any:
+    return await engine.publish(an_update(version), canary=a_canary(), tolerances=EXACT)
+
+
+def ask(engine: ReplicatedEngine, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
+    return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
+
+
+def versions(engine: ScriptedEngine) -> list[int]:
+    return [update.version for update in engine.updates]
+
+
+def test_a_replica_that_is_added_has_the_present_weights_before_it_is_asked() -> None:
+    first, second = Held(1), Held(2)
+
+    async def work(engine: ReplicatedEngine) -> list[Generation]:
+        await publish(engine, 3)
+        await publish(engine, 4)
+        running = ask(engine, 0, 1, 2)
+        assert await engine.add(second.engine) == 1
+        assert (engine.num_replicas, engine.num_serving) == (2, 2)
+        (new,) = ask(engine, 3)
+        await until(lambda: second.num_running == 1, "the new replica to be asked")
+        first.finish()
+        second.finish()
+        await asyncio.gather(*running)
+        return await new
+
+    (sample,) = run_with([first], work)
+    assert sample.token_ids.tolist() == [2]
+    assert sample.policy_versions.tolist() == [4]
+    assert versions(second.engine) == [4]
+
+
+def test_a_publication_while_a_replica_is_added_reaches_it_before_it_serves() -> None:
+    """Version 5 is published while the new one proves version 4."""
+    first, second = Held(1), Held(2)
+    published: list[asyncio.Future[Any]] = []
+
+    async def work(engine: ReplicatedEngine) -> None:
+        def receive(update: WeightUpdate) -> WeightReceipt:
+            if update.version == 4:
+                published.append(asyncio.ensure_future(publish(engine, 5)))
+            return honest_receipt(update)
+
+        await publish(engine, 4)
+        await engine.add(ScriptedEngine(second._say, receive=receive))
+        await published[0]
+        added = engine._replicas.get(1).engine
+        assert isinstance(added, ScriptedEngine)
+        assert versions(added) == [4, 5]
+        assert versions(first.engine) == [4, 5]
+
+    run_with([first], work)
+
+
+def test_a_replica_that_finds_the_next_versions_file_waits_for_its_publication() -> None:
+    first, second = Held(1), Held(2)
+
+    async def work(engine: ReplicatedEngine) -> None:
+        def receive(update: WeightUpdate) -> WeightReceipt:
+            return honest_receipt(replace(update, digests=an_update(5).digests))
+
+        await publish(engine, 4)
+        adding = asyncio.ensure_future(engine.add(ScriptedEngine(second._say, receive=receive)))
+        await until(lambda: engine.is_waiting_for_weights, "the new replica to wait")
+        assert (engine.num_replicas, engine.num_serving) == (2, 1)
+        await publish(engine, 5)
+        assert await adding == 1
+        assert not engine.is_waiting_for_weights
+        assert engine.num_serving == 2
+
+    run_with([first], work)
+
+
+def test_a_replica_that_waits_for_weights_in_vain_is_closed_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_weights, "NEWS_DEADLINE_S", 0.01)
+    first = Held(1)
+    late = ScriptedEngine({}, receive=lambda update: replace(honest_receipt(update), version=0))
+
+    async def work(engine: ReplicatedEngine) -> None:
+        await publish(engine, 4)
+        with pytest.raises(DeadlineError, match=r"replica 1 was started and could not get.*serves version 0"):
+            await engine.add(late)
+        assert (engine.num_replicas, engine.num_serving) == (1, 1)
+        with pytest.raises(NotReadyError, match="closed"):
+            late.traits  # noqa: B018
+
+    run_with([first], work)
+
+
+def test_a_replica_of_another_model_is_refused() -> None:
+    other = ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, vocab_size=7))
+
+    async def work(engine: ReplicatedEngine) -> None:
+        with pytest.raises(EngineError, match=r"a vocabulary of 1048576 tokens.*found 7 and"):
+            await engine.add(other)
+        assert engine.num_replicas == 1
+        assert await engine.add(Held(2).engine) == 2  # an index is not given twice
+
+    run_with([Held(1)], work)
+
+
+def test_a_replica_that_is_added_pauses_with_the_others() -> None:
+    first, second = Held(1), Held(2)
+
+    async def work(engine: ReplicatedEngine) -> None:
+        await engine.pause()
+        await engine.add(second.engine)
+        running = ask(engine, 0, 1)
+        await until(lambda: first.num_running == second.num_running == 1, "both to be asked")
+        first.finish()
+        second.finish()
+        assert not any(one.done() for one in running)
+        await engine.resume()
+        await asyncio.gather(*running)
+
+    run_with([first], work)
+
+
+def test_a_replica_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> list[list[Generation]]:
+        running = ask(engine, *range(4))
+        await until(lambda: held[0].num_running == held[1].num_running == 2, "requests to run")
+        removing = asyncio.ensure_future(engine.remove(0))
+        await until(lambda: engine.num_serving == 1, "the removal to begin")
+        later = ask(engine, *range(4, 10))
+        await until(lambda: held[1].num_running == 8, "the later ones to run")
+        assert not removing.done()
+        held[0].finish()
+        await removing
+        assert engine.num_replicas == 1
+        with pytest.raises(NotReadyError, match="closed"):
+            held[0].engine.traits  # noqa: B018
+        held[1].finish()
+        return list(await asyncio.gather(*running, *later))
+
+    answers = run_with(held, work)
+    assert sorted(samples[0].token_ids.tolist()[0] for samples in answers) == [1] * 2 + [2] * 8
+    assert {samples[0].finish_reason for samples in answers} == {"length"}
+
+
+def test_requests_that_do_not_end_in_time_begin_anew_elsewhere() -> None:
+    held = [Held(1), Held(2), Held(3)]
+
+    async def work(engine: ReplicatedEngine) -> list[list[Generation]]:
+        running = ask(engine, *range(6))
+        await until(lambda: held[0].num_running == 2, "requests to run")
+        moved = [one.sampling for one in held[0].engine.requests]
+        await engine.remove(0, deadline_s=0.01)
+        await until(lambda: held[1].num_running + held[2].num_running == 6, "all to run elsewhere")
+        again = [one.sampling for one in [*held[1].engine.requests[2:], *held[2].engine.requests[2:]]]
+        assert len(moved) == len(again) == 2
+        assert all(one in again for one in moved)  # their seeds too
+        held[1].finish()
+        held[2].finish()
+        return list(await asyncio.gather(*running))
+
+    answers = run_with(held, work)
+    assert {samples[0].token_ids.tolist()[0] for samples in answers} == {2, 3}
+
+
+def test_the_last_replica_that_serves_stays() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0, 1)
+        await until(lambda: held[0].num_running == held[1].num_running == 1, "requests to run")
+        removing = asyncio.ensure_future(engine.remove(1))
+        await until(lambda: engine.num_serving == 1, "the removal to begin")
+        with pytest.raises(EngineError, match="replica 0 is the last of 2 that serves; add another"):
+            await engine.remove(0)
+        with pytest.raises(EngineError, match="replica 1 is being removed already"):
+            await engine.remove(1)
+        with pytest.raises(EngineError, match=r"there is no replica 7; the replicas are \[0, 1\]"):
+            await engine.remove(7)
+        for one in held:
+            one.finish()
+        await asyncio.gather(removing, *running)
+
+    run_with(held, work)
+
+
+def test_a_removal_that_is_given_up_leaves_the_replica_serving() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0, 1)
+        await until(lambda: held[0].num_running == 1, "a request to run")
+        removing = asyncio.ensure_future(engine.remove(0))
+        await until(lambda: engine.num_serving == 1, "the removal to begin")
+        removing.cancel()
+        await asyncio.wait([removing])
+        assert engine.num_serving == 2
+        for one in held:
+            one.finish()
+        await asyncio.gather(*running)
+
+    run_with(held, work)
+
+
+def test_a_publication_meanwhile_reaches_the_replica_that_still_runs_requests() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> list[list[Generation]]:
+        running = ask(engine, 0, 1)
+        await until(lambda: held[0].num_running == held[1].num_running == 1, "requests to run")
+        removing = asyncio.ensure_future(engine.remove(0))
+        await until(lambda: engine.num_serving == 1, "the removal to begin")
+        await publish(engine, 7)
+        for one in held:
+            one.finish()
+        await removing
+        return list(await asyncio.gather(*running))
+
+    answers = run_with(held, work)
+    assert [samples[0].policy_versions.tolist() for samples in answers] == [[7], [7]]
+
+
+def test_a_dead_replica_can_be_removed_and_replaced() -> None:
+    def dying(_: GenerateRequest, __: int) -> Sequence[int]:
+        raise EngineDiedError("the GPU fell off the bus.")
+
+    held = [Held(1), Held(2)]
+    held[0].engine._script = dying
+
+    async def work(engine: ReplicatedEngine) -> None:
+        running = ask(engine, 0, 1)
+        await until(lambda: held[1].num_running == 2, "the requests to move")
+        held[1].finish()
+        await asyncio.gather(*running)
+        with pytest.raises(EngineError, match="replica 1 is the last of 2 that serves"):
+            await engine.remove(1)
+        await engine.remove(0)
+        assert await engine.add(Held(3).engine) == 2
+        await engine.remove(1)
+        assert (engine.num_replicas, engine.num_serving) == (1, 1)
+
+    run_with(held, work)
+
+
+def test_a_replica_whose_proof_fails_is_asked_nothing_before_it_serves_what_is_published() -> None:
+    """Version 5 is not published; the replica that took it goes back to version 4."""
+    lies = [True]
+
+    def receive(update: WeightUpdate) -> WeightReceipt:
+        receipt = honest_receipt(update)
+        if update.version == 5 and lies:
+            return replace(receipt, live={name: probe + 1 for name, probe in receipt.live.items()})
+        return receipt
+
+    held = [Held(1), Held(2, receive=receive)]
+
+    async def work(engine: ReplicatedEngine) -> list[list[Generation]]:
+        await publish(engine, 4)
+        with pytest.raises(WeightProofError, match="replica 1"):
+            await publish(engine, 5)
+        running = ask(engine, 0, 1)
+        await until(lambda: held[0].num_running == held[1].num_running == 1, "both to be asked")
+        for one in held:
+            one.finish()
+        return list(await asyncio.gather(*running))
+
+    answers = run_with(held, work)
+    assert [samples[0].policy_versions.tolist() for samples in answers] == [[4], [4]]
+    assert [versions(one.engine) for one in held] == [[4, 5, 4], [4, 5, 4]]
+
+
+def test_unproven_weights_are_not_served_where_there_are_none_to_go_back_to() -> None:
+    held = [Held(1, receive=lambda update: replace(honest_receipt(update), version=9))]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        with pytest.raises(WeightProofError, match="serves version 9"):
+            await publish(engine, 1)
+        with pytest.raises(WeightProofError, match="replica 0 serves weights that were not proven"):
+            await engine.generate(a_request())
+        assert held[0].engine.requests == []
+        await publish(engine, 9)
+        (running,) = ask(engine, 0)
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        held[0].finish()
+        assert (await running)[0].policy_versions.tolist() == [9]
+
+    run_with(held, work)
+
+
+def test_an_aborted_request_is_not_asked_anew_when_its_replica_goes() -> None:
+    held = [Held(1), Held(2)]
+
+    async def work(engine: ReplicatedEngine) -> list[Generation]:
+        (running,) = ask(engine, 0, request_id="a")
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        removing = asyncio.ensure_future(engine.remove(0))
+        await engine.abort(["a"])
+        samples = await running
+        await removing
+        return samples
+
+    (sample,) = run_with(held, work)
+    assert sample.finish_reason == "abort"
+    assert held[1].engine.requests == []

@@ -1,0 +1,21 @@
+"""`python -m async_driver train SETTINGS.toml ...`: the command with the roles of `async_roles`.
+
+It runs under the supervisor as the real one does, which starts this module again.
+"""
+
+import sys
+from functools import partial
+
+from rl_async_trainer import main, session, supervisor
+from rl_async_trainer.assemble import RoleFactories
+
+FACTORIES = RoleFactories(
+    rollouter="async_roles:ScriptedRollouter",
+    learner="async_roles:ScriptedLearnerHost",
+    teachers="async_roles:RaisingTeachers",
+)
+
+if __name__ == "__main__":
+    session.Session = partial(session.Session, factories=FACTORIES)  # type: ignore[assignment,misc]
+    supervisor.supervise = partial(supervisor.supervise, module="async_driver")
+    sys.exit(main.main())

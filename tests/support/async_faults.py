@@ -1,0 +1,198 @@
+"""Asynchronous runs that are killed: who is who among their processes, and what must hold afterwards."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from async_roles import FAULT_VARIABLE, PIDS, DigestPolicy, response_of
+from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, TinyRun
+from train_process import TrainProcess
+
+from rl_async_trainer.assemble import QUEUE
+from rl_async_trainer.record import FILE as RECORD
+from rl_async_trainer.record import read_history
+from rl_core.queue.inspect_journal import inspect_journal, keeper_pid
+from rl_core.records import Prompt
+from rl_metrics.events import read_events
+from rl_metrics.trackers.jsonl import read_metrics
+from rl_rollout.loops import stable_seed
+from rl_rollout.prompts import PromptOptions, PromptSource, PromptTokenizer, load_prompts
+
+SUPPORT = Path(__file__).parent
+SOON_S = 2.0
+"""How long after a kill the next one may come, where it shall meet what the first one left."""
+MOST_LINES = 25
+"""Most lines of the record from one kill to the next: about three steps."""
+ROLES = ("rollouter", "learner", "keeper", "controller")
+SETTINGS: dict[str, Any] = {
+    "roles__kind": "process",
+    "roles__hang_deadline_s": 60.0,
+    "policy__learner": "torch",
+    "rollout__max_response_tokens": 16,
+    "schedule__max_staleness": 2,
+    "trainer__checkpoint_every": 3,
+    "trainer__validate_every": 5,
+    "trainer__canary_prompts": 1,
+    **{f"roles__{role}_restarts": 100 for role in ("rollouter", "learner", "teacher", "controller")},
+}
+
+
+@contextmanager
+def scripted_training(run: TinyRun, *words: str, fault: str = "", **settings: Any) -> Iterator[TrainProcess]:
+    """A run with scripted roles under its supervisor; killed at the end, where it still runs.
+
+    Args:
+        run: Its inputs.
+        words: Such as "--resume".
+        fault: See `async_roles.faulty`.
+        settings: Such as trainer__steps=3; the others are `SETTINGS`.
+    """
+    environment = {"PYTHONPATH": str(SUPPORT), FAULT_VARIABLE: fault}
+    if sys.dont_write_bytecode:  # each of many processes would compile what it imports
+        environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(run.folder.parent / "bytecode")}
+    process = TrainProcess(
+        run.train_words(*words, **{**SETTINGS, **settings}),
+        output=run.folder / f"output-{len(list(run.folder.glob('output-*.txt')))}.txt",
+        environment=environment,
+        module="async_driver",
+    )
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def num_record_lines(run: TinyRun) -> int:
+    """How much a run has recorded."""
+    file = run.run_folder / RECORD
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def pid_of(run: TinyRun, role: str) -> int | None:
+    """The process of a role now; None where it has none."""
+    if role == "keeper":
+        return keeper_pid(run.run_folder / QUEUE)
+    file = run.run_folder / ".lock" if role == "controller" else run.run_folder / PIDS / role
+    try:
+        return int(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+@dataclass(slots=True)
+class Killer:
+    """Kills roles of a run at points that a seed chooses.
+
+    Attributes:
+        run: Which.
+        draw: Chooses.
+        kills: Role and number of recorded lines of each kill so far.
+    """
+
+    run: TinyRun
+    draw: random.Random
+    kills: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Kills by role."""
+        return dict(Counter(role for role, _ in self.kills))
+
+    def wait_for_a_point(self, process: TrainProcess) -> None:
+        """Wait for some more lines of the record; now and then only a moment, amid what the last kill left to mend."""
+        lines = num_record_lines(self.run) + self.draw.randint(1, MOST_LINES)
+        ends_at = monotonic() + self.draw.uniform(0.0, SOON_S) if self.kills and not self.draw.randrange(4) else None
+        process.wait_until(
+            lambda: num_record_lines(self.run) >= lines or (ends_at is not None and monotonic() > ends_at),
+            f"{lines} lines of the record, after kills {self.kills}",
+        )
+
+    def kill_one(self, process: TrainProcess, role: str) -> None:
+        """Kill a role at a point, as soon as it has a process."""
+        self.wait_for_a_point(process)
+        killed = False
+
+        def kill() -> bool:
+            nonlocal killed
+            pid = pid_of(self.run, role)
+            if pid in process.children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed = True
+            return killed
+
+        process.wait_until(kill, f"a process of the {role}, after kills {self.kills}")
+        self.kills.append((role, num_record_lines(self.run)))
+
+    def kill_everything(self, process: TrainProcess) -> None:
+        """Kill all processes of a run at a point."""
+        self.wait_for_a_point(process)
+        process.kill_all()
+        self.kills.append(("everything", num_record_lines(self.run)))
+
+
+def issued_prompts(run: TinyRun, count: int) -> list[Prompt]:
+    """The first prompts of a run with seed 0, in the order of the source."""
+    tokenizer = PromptTokenizer.load(run.folder / "policy")
+    prompts = load_prompts([run.folder / "train.parquet"], tokenizer, PromptOptions(max_tokens=8))
+    return PromptSource(prompts, seed=0).next(count)
+
+
+def assert_trained_exactly_once(run: TinyRun, *, steps: int) -> None:
+    """Journal, record and checkpoint of a run that is finished tell the same story, with each prompt once."""
+    folder = run.run_folder
+    journal = inspect_journal(folder / QUEUE, is_verified=True)
+    assert journal.keeper_pid is None
+    assert journal.segments.damaged == ()
+    ledger = [prompt for prompt in journal.prompts if prompt.partition == "train"]
+    history = read_history(folder)
+    assert sorted(history.steps) == list(range(1, steps + 1))
+    trained = [uid for _, uids in sorted(history.steps.items()) for uid in uids]
+    assert len(trained) == len(set(trained)) == steps * PROMPTS_PER_STEP
+    assert {prompt.uid for prompt in ledger if prompt.state == "done"} == set(trained)
+    assert journal.acks["train"] == journal.counts["acks/train"] == len(trained), "acked more than once"
+    assert [prompt.uid for prompt in ledger if prompt.state not in ("done", "dropped")] == []
+    assert all(prompt.reason for prompt in ledger if prompt.state == "dropped")
+    source = issued_prompts(run, len(ledger))
+    assert [prompt.uid for prompt in ledger] == [prompt.uid for prompt in source], "a prompt was skipped"
+    rows = [row.step for row in read_metrics(folder / "metrics.jsonl")]
+    assert rows == list(range(steps + 1))
+    saved = json.loads((folder / "checkpoints" / f"step_{steps}" / "digest.json").read_text())
+    assert saved == {"step": steps, "digest": digest_of(source, history.steps).hex()}
+
+
+def digest_of(prompts: list[Prompt], steps: dict[int, tuple[str, ...]]) -> bytes:
+    """What a learner holds that was fed with these steps and nothing else."""
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    policy = DigestPolicy()
+    for step, uids in sorted(steps.items()):
+        policy.learn(step, [row for uid in uids for row in rows_of(by_uid[uid])])
+    return policy.digest
+
+
+def rows_of(prompt: Prompt) -> list[Any]:
+    """The rows of a group, as `DigestPolicy.learn` takes them."""
+    seed = stable_seed(0, prompt.uid)
+    shown = prompt.input_ids.tolist()
+    rows = []
+    for index in range(GROUP_SIZE):
+        response = response_of(prompt.input_ids, seed + index)[: SETTINGS["rollout__max_response_tokens"]]
+        rows.append(((prompt.uid, index, 0), shown + response, [False] * len(shown) + [True] * len(response)))
+    return rows
+
+
+def restarts_of(run: TinyRun) -> dict[str, int]:
+    """How often roles were started again, as the run says."""
+    events = read_events(run.run_folder / "events.jsonl")
+    died = Counter(event["role"] for event in events if event["event"] == "role_died")
+    return {**died, "controller": sum(event["event"] == "run_resumed" for event in events)}

@@ -1,0 +1,39 @@
+"""A role that has an engine of its own, in an actor beside its own."""
+
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_rollout.engines.options import TransformersOptions
+from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.testing import short_request
+
+
+class Rollouter:
+    """Has a replica on Ray that takes all CPUs."""
+
+    def __init__(self, model_dir: Path, num_cpus: int, cluster: ClusterOptions) -> None:
+        """Nothing is started yet."""
+        host = EngineHost(
+            cluster=cluster,
+            pool=ResourcePool(name="engine", size=1, cpus=num_cpus),
+            environment={"OMP_NUM_THREADS": "1"},
+            deadline_s=240,
+        )
+        self._engine = ProcessEngine("transformers", model_dir, TransformersOptions(max_model_len=64), host=host)
+        self._replicas = ReplicatedEngine([self._engine])
+
+    async def start(self) -> int:
+        """Start the engine; gives its process."""
+        await self._replicas.start()
+        return self._engine.pid
+
+    async def generate(self) -> Any:
+        """A few tokens."""
+        (sample,) = await self._replicas.generate(short_request(seed=3))
+        return sample.token_ids.tolist()
+
+    async def close(self) -> None:
+        """End the engine."""
+        await self._replicas.close()

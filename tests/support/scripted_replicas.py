@@ -1,0 +1,96 @@
+"""Scripted engines behind a `ReplicatedEngine`: each response ends when the test says so."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_core.errors import EngineDiedError
+from rl_core.publish import ProofTolerances
+from rl_core.transports import TensorTransport
+from rl_core.weights import Canary, WeightUpdate
+from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
+from rl_rollout.engines.scripted import ScriptedEngine
+
+EXACT = ProofTolerances()
+
+
+class Held:
+    """An engine whose responses wait for `finish`; each is the engine's own token.
+
+    Attributes:
+        engine: The engine.
+        has_died: Whether `die` was called.
+    """
+
+    def __init__(self, token: int, **options: Any) -> None:
+        """Say this token."""
+        self.has_died = False
+        self._token = token
+        self._asked: list[asyncio.Future[Sequence[int]]] = []
+        self.engine = ScriptedEngine(self._say, **options)
+
+    @property
+    def num_running(self) -> int:
+        """Responses that nobody has ended."""
+        return sum(not future.done() for future in self._asked)
+
+    @property
+    def num_asked(self) -> int:
+        """Responses that were begun."""
+        return len(self._asked)
+
+    def finish(self) -> None:
+        """End all responses that run."""
+        for future in self._asked:
+            if not future.done():
+                future.set_result([self._token])
+
+    def die(self) -> None:
+        """Fail all responses that run, and serve no more."""
+        self.has_died = True
+        for future in self._asked:
+            if not future.done():
+                future.set_exception(EngineDiedError("the GPU fell off the bus."))
+
+    def _say(self, _: GenerateRequest, __: int) -> Awaitable[Sequence[int]]:
+        if self.has_died:
+            raise EngineDiedError("the GPU fell off the bus.")
+        future: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        return future
+
+
+def a_request(seed: int = 0, *, num_samples: int = 1, request_id: str | None = None) -> GenerateRequest:
+    """A prompt of its own for each seed."""
+    return GenerateRequest(
+        input_ids=np.array([seed + 1, 2, 3], np.int32),
+        sampling=SamplingParams(max_tokens=4, seed=seed),
+        num_samples=num_samples,
+        request_id=request_id,
+    )
+
+
+def an_update(version: int) -> WeightUpdate:
+    """One tensor, full of its version."""
+    return TensorTransport().pack({"a.weight": torch.full((2, 2), float(version))}, version=version, tied={})
+
+
+def a_canary() -> Canary:
+    """What scripted engines give it."""
+    return Canary(sequences=[np.array([1, 2, 3], np.int32)], logprobs=[np.array([0, -1, -1], np.float32)])
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Let the event loop turn until a condition holds.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"waited for {what} in vain.")

@@ -1,0 +1,66 @@
+"""What trackers wrote, read back as their own programs read it."""
+
+import html
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def wandb_attempts(folder: Path) -> list[Path]:
+    """The folders of a run's attempts, once wandb's own process has written all: `finish` does not wait for that."""
+    import wandb
+
+    wandb.teardown()
+    return sorted((folder / "wandb").glob("offline-run-*"))
+
+
+def wandb_records(attempt: Path) -> Iterator[Any]:
+    """What wandb wrote: a log of blocks of 32 KiB, as LevelDB's, behind seven bytes; a record may be in parts."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = attempt.glob("*.wandb")
+    content = file.read_bytes()
+    position, parts = 7, []
+    while position + 7 <= len(content):
+        room = 32768 - position % 32768
+        if room < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts.append(content[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            yield Record.FromString(b"".join(parts))
+            parts = []
+
+
+def wandb_history(attempt: Path) -> list[dict[str, Any]]:
+    """The rows; a value in a part of an entry has the keys of both: "val/generations|path"."""
+    rows = (record.history.item for record in wandb_records(attempt) if record.HasField("history"))
+    return [{"|".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items} for items in rows]
+
+
+def tensorboard_events(directory: Path) -> Any:
+    """As tensorboard's pages read it."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    events.Reload()
+    return events
+
+
+def tensorboard_series(directory: Path, tag: str) -> list[tuple[int, Any]]:
+    """(step, value) of a tag."""
+    from tensorboard.util.tensor_util import make_ndarray
+
+    events = tensorboard_events(directory).Tensors(tag)
+    return [(event.step, make_ndarray(event.tensor_proto).item()) for event in events]
+
+
+def table_cells(page: str) -> list[list[str]]:
+    """The texts of a table's rows, as a browser shows them."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page, flags=re.S)
+    return [[html.unescape(cell) for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row, flags=re.S)] for row in rows]

@@ -1,0 +1,148 @@
+"""The async benchmark: a run of a few steps that times nothing of note, and the arithmetic of its summary and bound."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PROGRAM = [sys.executable, str(BENCHMARKS / "async.py")]
+SETTINGS = """[benchmark]
+gpus = 4
+rollout_gpus = 1
+steps = 2
+sync_steps = 1
+max_staleness = 1
+seed = 0
+
+[batch]
+groups = 2
+group_size = 2
+mini_batch_groups = 2
+
+[lengths]
+median = 1
+sigma = 0
+maximum = 100
+prompt_tokens = 1
+
+[engine]
+gpus = 1
+slots = 2
+decode = [[1, 0.5]]
+
+[learner]
+update_gpu_s_per_token = 3.0
+"""
+
+
+@pytest.fixture
+def workload(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _async_workload
+
+    return _async_workload
+
+
+@pytest.fixture
+def summary(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _async_summary
+
+    return _async_summary
+
+
+def test_both_trainers_run_and_the_report_has_what_is_promised(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    done = subprocess.run(
+        [*PROGRAM, "--quick", "--json", str(file)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    rows = {row["mode"]: row for row in report["results"]}
+    assert rows.keys() == {"sync", "async"}
+    for row in rows.values():
+        assert row["wall_s"] > 0
+        assert 0 <= row["idle_learner"] < 1 - row["slept_learner"] + 1e-6
+        assert 0 <= row["idle_engine"] < 1
+    assert (rows["sync"]["steps"], rows["async"]["steps"]) == (1, 4)
+    assert rows["sync"]["staleness_mean"] == 0 < rows["async"]["staleness_mean"] <= 4
+    assert 0 < report["bound_s"] < rows["async"]["wall_s"]
+    assert [one["what"] for one in report["verdicts"]] == ["speed", "idle_learner", "share_of_bound"]
+    assert "targets" in done.stdout
+
+
+def test_numbers_that_cannot_be_are_refused() -> None:
+    done = subprocess.run([*PROGRAM, "--rounds", "0"], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--rounds must be at least 1" in done.stderr
+
+
+def test_the_file_stands_for_a_long_tail(workload) -> None:
+    plan, found = workload.read_plan(BENCHMARKS / "async.toml")
+    script = workload.Script(file=BENCHMARKS / "async.toml", trace=Path(), seed=0, num_engines=1, train_gpus=1)
+    lengths = [tokens for group in range(plan.steps * found.batch.groups) for tokens in script.lengths[group]]
+    assert 8 <= max(lengths) * len(lengths) / sum(lengths) <= 20
+    assert 0 < plan.rollout_gpus < plan.gpus
+
+
+@pytest.mark.parametrize(
+    ("drawn", "expected"),
+    [
+        # 2 slots at 0.5 s a token, 3 GPUs that train at 1 s a token, prompts of 1 token, 2 groups a step.
+        # The first step's groups take 1 token, but 4 responses of it go through 2 slots: 1 s; 8 responses of 2 train.
+        ([[1, 1]] * 4, {"training_s": 1.0 + 16.0, "generation_s": 2.0 + 8.0, "longest_s": 0.5 + 8.0}),
+        # The longest is not among the first that are there; it is trained with a step that has at least 8 tokens.
+        ([[1, 1], [1, 1], [1, 1], [1, 97]], {"training_s": 112.0 + 1, "generation_s": 26 + 8.0, "longest_s": 48.5 + 8}),
+        # One that is long from the first step on: nothing trains before it ends.
+        ([[9, 1], [9, 1], [9, 1], [9, 1]], {"training_s": 5.0 + 48, "generation_s": 10 + 24.0, "longest_s": 4.5 + 24}),
+    ],
+)
+def test_the_bound_is_what_lengths_and_costs_make_of_it(workload, monkeypatch, tmp_path, drawn, expected) -> None:
+    file = tmp_path / "workload.toml"
+    file.write_text(SETTINGS)
+    script = workload.Script(file=file, trace=tmp_path, seed=0, num_engines=1, train_gpus=3)
+    monkeypatch.setitem(script.__dict__, "lengths", drawn)
+    bound = workload.bound_of(script, range(4), groups_per_step=2, num_startable=4)
+    assert {name: getattr(bound, name) for name in expected} == pytest.approx(expected)
+    assert bound.seconds == pytest.approx(max(expected.values()))
+
+
+def test_only_groups_that_may_be_started_fill_the_first_step(workload, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "workload.toml"
+    file.write_text(SETTINGS)
+    script = workload.Script(file=file, trace=tmp_path, seed=0, num_engines=1, train_gpus=3)
+    monkeypatch.setitem(script.__dict__, "lengths", [[20, 20], [20, 20], [1, 1], [1, 1]])
+    early = workload.bound_of(script, range(4), groups_per_step=2, num_startable=4)
+    late = workload.bound_of(script, range(4), groups_per_step=2, num_startable=2)
+    assert late.training_s - early.training_s == pytest.approx(20.0 - 1.0)
+
+
+def test_a_script_travels_as_a_file(workload, tmp_path) -> None:
+    script = workload.Script(file=BENCHMARKS / "async.toml", trace=tmp_path, seed=3, num_engines=2, train_gpus=6)
+    script.write(tmp_path)
+    assert workload.Script.read(tmp_path) == script
+
+
+def test_rows_are_medians_and_verdicts_compare_each_run_with_its_neighbour(summary) -> None:
+    def run(wall_s: float, steps: int, idle: float) -> dict:
+        shares = dict.fromkeys(("slept_learner", "idle_engine", "slots_used", "staleness_mean"), 0.5)
+        return summary.round_row(
+            {"mode": "m", "wall_s": wall_s, "steps": steps, "idle_learner": idle, "bound_s": 9.0, **shares}
+        )
+
+    sync = [run(30.0, 10, 0.8), run(50.0, 10, 0.8), run(40.0, 10, 0.8)]
+    ours = [run(10.0, 10, 0.06), run(10.0, 10, 0.02), run(18.0, 10, 0.04)]
+    row = summary.mode_row("async", ours)
+    assert (row["mode"], row["wall_s"], row["step_s"], row["steps"]) == ("async", 10.0, 1.0, 10)
+    assert [one["wall_s"] for one in row["rounds"]] == [10.0, 10.0, 18.0]
+    found = {one["what"]: one for one in summary.verdicts(sync, ours)}
+    assert found["speed"]["of_rounds"] == [3.0, 5.0, 2.2222]
+    assert (found["speed"]["found"], found["speed"]["is_met"]) == (3.0, True)
+    assert (found["idle_learner"]["found"], found["idle_learner"]["is_met"]) == (0.04, True)
+    assert (found["share_of_bound"]["found"], found["share_of_bound"]["is_met"]) == (0.9, True)
+    missed = {one["what"]: one["is_met"] for one in summary.verdicts(ours, sync)}
+    assert missed == {"speed": False, "idle_learner": False, "share_of_bound": False}

@@ -1,0 +1,126 @@
+"""Runs that hang: hang.json says who waits for whom and why, and the run ends as failed, or goes on."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from async_runs import async_training, role_pid, run_states
+from tiny_run import REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from train_process import TrainProcess, wait_until_held
+
+from rl_async_trainer.hang_report import HangReport, read_hang_report
+from rl_metrics.events import read_events
+from rl_metrics.trackers.jsonl import read_metrics
+
+DEADLINE_S = 15.0
+"""More than a step takes on a busy machine: only what hangs is reported."""
+IN_STEP_2 = REWARDS_BEFORE_STEP_1 + REWARDS_PER_STEP + 5
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_tiny_run(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def run(inputs: TinyRun, tmp_path: Path) -> TinyRun:
+    return copy_tiny_run(inputs, tmp_path / "run")
+
+
+def settings(**changes: object) -> dict[str, object]:
+    return {
+        "roles__hang_deadline_s": DEADLINE_S,
+        "reward__timeout_s": None,
+        "trainer__validate_every": 0,
+        "trainer__steps": 3,
+        **changes,
+    }
+
+
+def assert_failed_with_verdict(process: TrainProcess, run: TinyRun) -> HangReport:
+    """The run ended as failed with what hang.json says, and left nothing behind."""
+    assert process.wait() == 1, process.text
+    assert process.leftovers() == []
+    assert "HangError" in process.text, process.text
+    report = read_hang_report(run.run_folder / "hang.json")
+    assert report.verdict in process.text
+    assert "error: HangError: nothing has happened for " in process.text
+    assert "Traceback" not in process.text
+    assert report.no_progress_s >= DEADLINE_S
+    events = read_events(run.run_folder / "events.jsonl")
+    assert [event["event"] for event in events if str(event["event"]).startswith("run_")][-2:] == [
+        "run_hung",
+        "run_failed",
+    ]
+    return report
+
+
+def test_a_reward_that_never_returns(run: TinyRun):
+    with async_training(run, hold_after=IN_STEP_2, **settings()) as process:
+        report = assert_failed_with_verdict(process, run)
+    reward = "the reward reward.py:reward"
+    assert len(report.causes) == 1
+    assert report.causes[0].startswith(f"{reward} has not answered rollouter for ")
+    names = re.findall(r"(learner|controller|rollouter) has waited ", report.verdict.lower())
+    assert names == ["learner", "controller", "rollouter"]
+    assert re.search(r"controller has waited \d+ s for \d of 4 groups of step 2", report.verdict)
+    assert re.search(rf"rollouter has waited \d+ s for \d group\(s\), the oldest \S+ from {reward}", report.verdict)
+    assert [role.name for role in report.roles] == ["controller", "rollouter", "learner"]
+    assert all("File " in role.stack for role in report.roles)
+    rollouter = report.roles[1]
+    assert "reward.py" in rollouter.stack, "the stack shows where the reward hangs"
+    assert rollouter.leases
+    assert report.groups
+    assert {group.uid for group in report.groups} <= set(rollouter.leases)
+    assert report.queue["rows"] >= 0
+    assert report.last_progress
+
+
+def test_a_reward_that_never_returns_for_a_validation_problem_inline(run: TinyRun):
+    with async_training(run, hold_after=3, **settings(roles__kind="inline")) as process:
+        report = assert_failed_with_verdict(process, run)
+    assert "ontroller has waited " in report.verdict
+    assert "batch 1 of 1 of the validation of step 0 from rollouter" in report.verdict
+    assert report.causes[0].startswith("the reward reward.py:reward has not answered rollouter for ")
+
+
+def test_a_run_that_may_go_on_does_when_the_reward_returns(run: TinyRun):
+    file = run.run_folder / "hang.json"
+    with async_training(run, hold_after=IN_STEP_2, **settings(roles__on_hang="report")) as process:
+        process.wait_until(file.exists, "hang.json")
+        (run.folder / "released").touch()
+        assert process.wait() == 0, process.text
+        assert process.leftovers() == []
+    report = read_hang_report(file)
+    assert report.verdict in process.text
+    assert set(run_states(run.run_folder).values()) == {"done"}
+    assert [row.step for row in read_metrics(run.run_folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [event["event"] for event in read_events(run.run_folder / "events.jsonl")].count("run_hung") >= 1
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped(run: TinyRun):
+    with async_training(run, hold_after=IN_STEP_2, **settings(rollout__placement="process")) as process:
+        wait_until_held(process, run)
+        os.kill(role_pid(run, "transformers-engine-0"), signal.SIGSTOP)
+        (run.folder / "released").touch()
+        report = assert_failed_with_verdict(process, run)
+    assert [role.name for role in report.roles] == ["controller", "rollouter", "learner", "engine[0]"]
+    assert not report.roles[3].is_answering
+    assert "rollouter has waited " in report.verdict
+    assert " from engine[0]; engine[0] does not answer " in report.verdict
+    assert report.causes[0].startswith("engine[0] does not answer")
+
+
+def test_a_learner_that_is_stopped(run: TinyRun):
+    with async_training(run, hold_after=IN_STEP_2, **settings()) as process:
+        wait_until_held(process, run)
+        os.kill(role_pid(run, "learner-host-0"), signal.SIGSTOP)
+        (run.folder / "released").touch()
+        report = assert_failed_with_verdict(process, run)
+    assert "learner does not answer" in report.verdict
+    assert any(cause.startswith("learner does not answer") for cause in report.causes)
+    learner = report.roles[2]
+    assert not learner.is_answering

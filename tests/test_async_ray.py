@@ -1,0 +1,94 @@
+"""The asynchronous trainer over real Ray: with vLLM and Megatron, with everything in actors, and in a cluster."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_runs import async_training, differences_from_sync, run_states, train_async_here, trained_versions
+from run_equality import learnt
+from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from train_process import TrainProcess, training
+
+from rl_core.ray_session import RayOptions, start_ray, stop_ray
+from rl_core.testing import wait_until
+from rl_metrics.trackers.jsonl import read_metrics
+
+pytest.importorskip("vllm")
+
+MEGATRON = {"policy__learner": "megatron"}
+SHORT = {"trainer__validate_every": 0, "trainer__validate_first": False, "trainer__checkpoint_every": 0}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_tiny_run(tmp_path_factory.mktemp("inputs"))
+
+
+def finish(process: TrainProcess) -> None:
+    assert process.wait(600) == 0, process.text
+    assert process.leftovers() == []
+    assert "Traceback" not in process.text
+
+
+@pytest.mark.slow
+def test_on_policy_over_ray_with_vllm_and_megatron_equals_the_synchronous_trainer(inputs: TinyRun, tmp_path: Path):
+    sync, run = copy_tiny_run(inputs, tmp_path / "sync"), copy_tiny_run(inputs, tmp_path / "async")
+    settings = {"rollout__engine": "vllm", "trainer__steps": 5, **MEGATRON}
+    with training(sync, **settings) as process:
+        finish(process)
+    with async_training(run, roles__kind="ray", schedule__max_staleness=0, **settings) as process:
+        finish(process)
+    assert differences_from_sync(run, sync) == []
+    assert learnt(run, step=5) == learnt(sync, step=5)
+
+
+@pytest.mark.slow
+def test_everything_is_an_actor(inputs: TinyRun, tmp_path: Path):
+    run = copy_tiny_run(inputs, tmp_path)
+    settings: dict[str, Any] = {
+        "roles__kind": "ray",
+        "rollout__placement": "ray",
+        "replicas__count": 2,
+        "cluster__kind": "ray",
+        "parallel__ranks": 2,
+        "rollout__max_response_tokens": 40,
+        "engine__max_num_seqs": 8,
+        "trainer__steps": 4,
+    }
+    with async_training(run, **settings, **MEGATRON, **SHORT) as process:
+        finish(process)
+    states = run_states(run.run_folder)
+    assert len(states) == 4 * PROMPTS_PER_STEP
+    assert set(states.values()) == {"done"}
+    assert all(0 <= step - 1 - oldest <= 1 for step, oldest, _ in trained_versions(run.run_folder))
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    assert [row.metrics["fully_async/engines/total"] for row in rows] == [2.0] * 4
+    assert all(row.metrics["weights/canary_max_diff"] < 1e-3 for row in rows)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A Ray that runs already."""
+    yield start_ray(RayOptions(num_cpus=2, object_store_bytes=300 << 20))
+    stop_ray()
+
+
+def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(cluster: Any, inputs: TinyRun, tmp_path: Path):
+    from ray._private.state import actors
+
+    run = copy_tiny_run(inputs, tmp_path)
+    address = cluster.get_runtime_context().gcs_address
+    with async_training(run, roles__kind="ray", cluster__ray_address=address, trainer__steps=2, **SHORT) as process:
+        finish(process)
+    assert set(run_states(run.run_folder).values()) == {"done"}
+    wait_until(lambda: {one["State"] for one in actors().values()} == {"DEAD"}, "the run's actors to end")
+    assert len(actors()) >= 3, "the roles and the queue were in the cluster"
+    free, total = cluster.available_resources(), cluster.cluster_resources()
+    assert free["CPU"] == total["CPU"] == 2.0
+
+
+def test_an_address_without_ray_is_refused(inputs: TinyRun, capsys: pytest.CaptureFixture[str]):
+    settings = {"roles__kind": "process", "cluster__ray_address": "host:1"}
+    assert train_async_here(inputs, "--dry-run", **settings) == 2
+    assert 'cluster.ray_address is for roles.kind = "ray" or cluster.kind = "ray" or' in capsys.readouterr().err

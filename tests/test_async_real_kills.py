@@ -1,0 +1,109 @@
+"""`kill -9` in asynchronous runs with real engines and the Megatron learner: the outcome is the undisturbed one's."""
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_faults import num_record_lines
+from async_runs import async_training, role_pid, run_history, run_states, train_async_here
+from run_equality import differing_metrics, learnt, summary
+from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from train_process import TrainProcess
+
+from rl_metrics.events import read_events
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+ON_POLICY: dict[str, Any] = {
+    "schedule__max_staleness": 0,
+    "trainer__checkpoint_every": 1,
+    "trainer__steps": STEPS,
+    "policy__learner": "megatron",
+}
+IN_PROCESSES = {**ON_POLICY, "rollout__placement": "process"}
+LOGS = {"rollouter": "rollouter-0", "learner": "learner-host-0", "engine": "transformers-engine-0"}
+BY_ATTEMPT = ("fully_async/", "weights/", "rollout/", "timing_s/", "training/")
+"""Metrics that count what an attempt did, or that are there only where something was published or saved again."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """An on-policy run that went through."""
+    run = make_tiny_run(tmp_path_factory.mktemp("undisturbed"))
+    assert train_async_here(run, **ON_POLICY) == 0
+    return run
+
+
+@pytest.fixture
+def run(undisturbed: TinyRun, tmp_path: Path) -> TinyRun:
+    """The same run, not begun."""
+    return copy_tiny_run(undisturbed, tmp_path / "run")
+
+
+def assert_same_outcome(run: TinyRun, expected: TinyRun) -> None:
+    """Weights, optimizer and results are equal bit for bit, and each prompt was acked once, in the same steps."""
+    assert learnt(run, step=STEPS) == learnt(expected, step=STEPS)
+    assert [one for one in differing_metrics(run, expected) if not one.partition(": ")[2].startswith(BY_ATTEMPT)] == []
+    assert summary(run) == summary(expected)
+    assert run_history(run.run_folder).steps == run_history(expected.run_folder).steps
+    assert run_states(run.run_folder) == run_states(expected.run_folder)
+    assert list(run_states(run.run_folder).values()) == ["done"] * STEPS * PROMPTS_PER_STEP
+
+
+def wait_for_lines(process: TrainProcess, run: TinyRun, count: int) -> None:
+    process.wait_until(lambda: num_record_lines(run) >= count, f"{count} lines of the record")
+
+
+def kill_roles(process: TrainProcess, run: TinyRun, roles: Sequence[str], draw: random.Random) -> None:
+    """Kill these, one after the other, some lines of the record apart, as soon as they have a process."""
+    for role in roles:
+        wait_for_lines(process, run, num_record_lines(run) + draw.randint(2, 9))
+        log = LOGS[role]
+        process.wait_until(lambda log=log: role_pid(run, log) in process.children(), f"a process of the {role}")
+        os.kill(role_pid(run, log), signal.SIGKILL)
+
+
+def test_async_rollouter_learner_and_engine_killed_on_policy(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
+    draw = random.Random(seed)
+    roles = draw.sample(sorted(LOGS), len(LOGS))
+    with async_training(run, **IN_PROCESSES) as process:
+        kill_roles(process, run, roles, draw)
+        assert process.wait() == 0, f"seed {seed}, {roles}:\n{process.text}"
+        assert process.leftovers() == []
+    died = [event["role"] for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "role_died"]
+    assert sorted(died) == ["learner", "rollouter"]
+    assert_same_outcome(run, undisturbed)
+
+
+def test_async_everything_killed_on_policy_and_resumed(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
+    draw = random.Random(seed)
+    for attempt in range(2):
+        words = ["--resume"] if attempt else []
+        with async_training(run, *words, **IN_PROCESSES) as process:
+            wait_for_lines(process, run, num_record_lines(run) + draw.randint(3, 15))
+            process.kill_all()
+            assert process.leftovers() == []
+    with async_training(run, "--resume", **IN_PROCESSES) as process:
+        assert process.wait() == 0, f"seed {seed}:\n{process.text}"
+        assert process.leftovers() == []
+    assert_same_outcome(run, undisturbed)
+
+
+def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> None:
+    """Off policy the outcome depends on time, but each prompt still trains once."""
+    draw = random.Random(seed)
+    settings = {**IN_PROCESSES, "schedule__max_staleness": 2, "trainer__steps": 8, "trainer__checkpoint_every": 3}
+    with async_training(run, **settings) as process:
+        kill_roles(process, run, ["learner", "rollouter", "engine", "learner"], draw)
+        assert process.wait() == 0, f"seed {seed}:\n{process.text}"
+        assert process.leftovers() == []
+    steps = run_history(run.run_folder).steps
+    trained = [uid for _, uids in sorted(steps.items()) for uid in uids]
+    assert len(trained) == len(set(trained)) == 8 * PROMPTS_PER_STEP
+    assert run_states(run.run_folder) == dict.fromkeys(run_states(run.run_folder), "done")
+    assert set(run_states(run.run_folder)) == set(trained)
