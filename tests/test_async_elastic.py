@@ -1,5 +1,6 @@
 """Engines that are added to a live run and taken away from it, and `status`, which says what it does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,13 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         lines = text.splitlines()
         assert lines[0] == f"step 0 of {STEPS}"
         assert lines[1] == "versions: engines serve 0, the learner trains 0"
-        assert lines[2].startswith(f"groups: {2 * PROMPTS_PER_STEP} generated now, 0 ready, ")
-        assert any(line.startswith("rollouter: serving; serves version 0; engines serving; groups 8") for line in lines)
+        found = re.match(r"groups: (\d+) generated now, (\d+) ready, ", lines[2])
+        assert found is not None, lines
+        generated, ready = map(int, found.groups())
+        assert generated + ready == 2 * PROMPTS_PER_STEP
+        assert any(
+            re.match(r"rollouter: serving; serves version 0; engines serving; groups \d", line) for line in lines
+        )
         assert any(line.startswith("learner: serving; waits for the next order from controller") for line in lines)
 
         assert asked(capsys, "scale", folder, "--engines", "2") == (0, "the run has 2 engine(s) now\n")

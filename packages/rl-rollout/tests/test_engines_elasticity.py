@@ -111,7 +111,7 @@ def test_a_replica_that_waits_for_weights_in_vain_is_closed_and_forgotten(monkey
 
     async def work(engine: ReplicatedEngine) -> None:
         await publish(engine, 4)
-        with pytest.raises(DeadlineError, match=r"replica 1 was started and could not get.*serves version 0"):
+        with pytest.raises(DeadlineError, match=r"replica 1 could not get.*serves version 0"):
             await engine.add(late)
         assert (engine.num_replicas, engine.num_serving) == (1, 1)
         with pytest.raises(NotReadyError, match="closed"):
@@ -297,6 +297,55 @@ def test_a_replica_whose_proof_fails_is_asked_nothing_before_it_serves_what_is_p
     answers = run_with(held, work)
     assert [samples[0].policy_versions.tolist() for samples in answers] == [[4], [4]]
     assert [versions(one.engine) for one in held] == [[4, 5, 4], [4, 5, 4]]
+
+
+def test_a_request_waits_for_the_next_weights_where_those_to_go_back_to_are_gone() -> None:
+    """Version 5 fails, and its file has taken the place of version 4's."""
+    taken: list[int] = []
+
+    def receive(update: WeightUpdate) -> WeightReceipt:
+        taken.append(update.version)
+        is_torn = taken[-2:] in ([4, 5], [5, 4])
+        return honest_receipt(replace(update, digests=an_update(9).digests) if is_torn else update)
+
+    held = [Held(1, receive=receive)]
+
+    async def work(engine: ReplicatedEngine) -> list[Generation]:
+        await publish(engine, 4)
+        with pytest.raises(WeightProofError, match="version 5"):
+            await publish(engine, 5)
+        (running,) = ask(engine, 0)
+        await until(lambda: engine.is_waiting_for_weights, "the request to wait")
+        await publish(engine, 6)
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        assert not engine.is_waiting_for_weights
+        held[0].finish()
+        return await running
+
+    (sample,) = run_with(held, work)
+    assert sample.policy_versions.tolist() == [6]
+    assert taken == [4, 5, 4, 6]
+
+
+def test_who_hears_late_of_a_death_leaves_the_restarted_replica_its_weights() -> None:
+    held = [Held(1)]
+
+    async def work(engine: ReplicatedEngine) -> list[Generation]:
+        await publish(engine, 4)
+        (running,) = ask(engine, 0)
+        await until(lambda: held[0].num_running == 1, "it to be asked")
+        replica = engine._replicas.get(0)
+        replica.begin_life()
+        await engine._weights.bring_started(replica, replica.engine)
+        held[0].die()
+        held[0].has_died = False
+        await until(lambda: held[0].num_running == 1, "it to be asked again")
+        held[0].finish()
+        return await running
+
+    (sample,) = run_with(held, work)
+    assert sample.policy_versions.tolist() == [4]
+    assert versions(held[0].engine) == [4, 4]
 
 
 def test_unproven_weights_are_not_served_where_there_are_none_to_go_back_to() -> None:

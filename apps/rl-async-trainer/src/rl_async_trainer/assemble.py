@@ -11,7 +11,6 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import validation_task
 from rl_core import InProcessQueue, SharedMemoryQueue, TaskSpec, TransferQueue
 from rl_core.cluster import Cluster, ClusterOptions, RestartPolicy, Role, RoleSpec, open_cluster
-from rl_core.errors import RoleDiedError
 from rl_core.queue import QueueOptions, RayQueue
 from rl_core.ray_session import RayOptions, start_ray
 from rl_core.records import IntArray
@@ -124,25 +123,13 @@ async def start_roles(
     if has_teachers(settings):
         specs.append(_spec(TEACHERS, factories.teachers, roles.teacher_restarts, folder=folder, **common))
     try:
-        starting = (_started(cluster, spec, deadline_s=roles.start_deadline_s) for spec in specs)
+        starting = (cluster.start(spec, deadline_s=roles.start_deadline_s) for spec in specs)
         started = await asyncio.gather(*starting)
     except BaseException:
         await cluster.close()
         raise
     teachers = started[2] if len(started) > 2 else None
     return Roles(cluster=cluster, rollouter=started[0], learner=started[1], teachers=teachers)
-
-
-async def _started(cluster: Cluster, spec: RoleSpec, *, deadline_s: float) -> Role:
-    """A role; one that is killed before it is there is started again, as often as later."""
-    left = spec.restart.max_restarts
-    while True:
-        try:
-            return await cluster.start(spec, deadline_s=deadline_s)
-        except RoleDiedError:
-            if left < 1:
-                raise
-            left -= 1
 
 
 def ray_options(settings: AsyncSettings) -> RayOptions:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.learner_host import LearnerInfo, Packed, StepOrder, StepReport
-from rl_async_trainer.lives import next_life, require_life
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
+from rl_core.cluster.lives import next_life, require_life
 from rl_core.errors import RoleDiedError
 from rl_core.records import Json
 from rl_distill.checkpoint_store import Saved

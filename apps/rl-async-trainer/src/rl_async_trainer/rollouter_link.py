@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rl_async_trainer.learner_host import Packed
-from rl_async_trainer.lives import next_life, require_life
 from rl_async_trainer.rollouter import Dispatch, GroupEvent, RollouterInfo
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
+from rl_core.cluster.lives import next_life, require_life
 from rl_core.errors import RoleDiedError
 from rl_core.publish import PublishReport
 from rl_trainer.learning import proof_tolerances

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rl_async_trainer.lives import next_life, require_life
 from rl_core.cluster import Role
+from rl_core.cluster.lives import next_life, require_life
 from rl_core.errors import NotReadyError, RoleDiedError
 
 

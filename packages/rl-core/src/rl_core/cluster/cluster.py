@@ -41,7 +41,7 @@ class Cluster:
         Raises:
             SettingsError: There are too few resources, whoever has them, or there is no such factory.
             DeadlineError: They were not ready in time; the message says what was missing.
-            RoleDiedError: A process ended on the way.
+            RoleDiedError: A process ended on the way, more often than `RoleSpec.restart` allows.
             RoleError: Ray cannot be reached.
             Exception: Whatever a factory raised.
         """

@@ -36,10 +36,22 @@ class RoleGroup:
         self._is_group_restarting = False
 
     async def start(self, left_s: float, *, deadline_s: float) -> None:
-        """Make every role's object in the time that is left; none stays where one fails. A restart has it all."""
+        """Make every role's object in the time that is left; none stays where one fails. A restart has it all.
+
+        A process that dies on the way counts as a death like any other: all are started again, as often as they may.
+        """
         self._deadline_s = deadline_s
+        ends_at = time.monotonic() + left_s
         try:
-            await self._launch(self._roles, left_s)
+            while True:
+                try:
+                    await self._launch(self._roles, max(ends_at - time.monotonic(), 0.0))
+                    break
+                except RoleDiedError:
+                    pause_s = self._group_budget.next_pause_s()
+                    if pause_s is None:
+                        raise
+                    await asyncio.sleep(pause_s)
         except BaseException:
             await self.close()
             raise

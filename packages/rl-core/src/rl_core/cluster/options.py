@@ -78,7 +78,7 @@ class ResourcePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Whether a role that died is started again.
+    """Whether a role that died is started again, also where its process dies before its object is made.
 
     Attributes:
         max_restarts: How often; one death more ends it with the last error. 0 never starts it again.

@@ -137,6 +137,21 @@ class RestartChecks(ClusterChecks):
         self.with_cluster(use)
         assert hooked == [[(0, 2, "hello hook!"), (1, 2, "hello hook!")]]
 
+    def test_what_dies_at_its_start_is_started_again_as_often_as_it_may(self) -> None:
+        flag = self.folder / "flag"
+        flag.write_text("die 1 1")
+        restart = RestartPolicy(max_restarts=1, backoff_s=0.0)
+
+        async def use(cluster: Cluster) -> None:
+            group = await cluster.start_group(echo(flag=flag, restart=restart), size=2, deadline_s=START_S)
+            assert await group.call_all("greet", "you") == ["hello you!"] * 2
+            assert [role.incarnation for role in group] == [2, 2]
+            flag.write_text("die 1")
+            with refuses(RoleDiedError, "echo[1]", "its start was waited for"):
+                await cluster.start_group(echo(flag=flag, restart=restart), size=2, deadline_s=START_S)
+
+        self.with_cluster(use)
+
     def test_a_restart_that_fails_too_often_ends_with_the_last_error(self) -> None:
         flag = self.folder / "flag"
         restart = RestartPolicy(max_restarts=2, backoff_s=0.0)

@@ -59,12 +59,12 @@ class EchoRole:
             context: From the cluster.
             close_file: Gets "closed" when the role is closed, and a suffix with its rank.
             start_error: Raise this instead.
-            flag: Die where this file exists and has "die", and the rank after it.
+            flag: Die where this file exists and has "die", the rank after it, and the incarnation where only one shall.
         """
         if start_error:
             raise errors.SettingsError(start_error)
         words = flag.read_text().split() if flag is not None and flag.exists() else []
-        if words == ["die", str(context.rank)]:
+        if words in (["die", str(context.rank)], ["die", str(context.rank), str(context.incarnation)]):
             self.kill()
         self.context = context
         self.greeting = greeting

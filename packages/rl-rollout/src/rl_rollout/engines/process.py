@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
+from rl_core.cluster.lives import next_life
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RLError, RoleDiedError, RoleError
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
@@ -190,7 +191,8 @@ class ProcessEngine(EngineCalls):
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
         try:
-            self._traits = await asyncio.wait_for(self._call_role("start"), host.deadline_s)
+            async with asyncio.timeout(host.deadline_s):
+                self._traits = await self._loaded(role)
         except TimeoutError:
             raise DeadlineError(f"{self._spec} had not loaded its model after {host.deadline_s:g} s.") from None
 
@@ -219,6 +221,19 @@ class ProcessEngine(EngineCalls):
         role, self._role = self._role, None
         if role is not None:
             await role.close()
+
+    async def _loaded(self, role: Role) -> EngineTraits:
+        """Have it load its model; again, where its process dies meanwhile and is started again."""
+        while True:
+            life = role.incarnation
+            try:
+                traits: EngineTraits = await self._call_role("start")
+                return traits
+            except EngineDiedError as error:
+                try:
+                    await next_life(role, life, error)
+                except RoleDiedError as ending:
+                    raise _engine_died(ending) from ending
 
     async def _ask(self, method: str, *args: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started

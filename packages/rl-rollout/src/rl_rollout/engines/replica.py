@@ -51,6 +51,7 @@ class Replica:
         tickets: The requests that are with it, asked or not yet.
         meter: Counts what it does.
         failure: Why it answers no more.
+        life: 1, and one more each time it was started again.
         is_joining: True until it has been added.
         is_leaving: It is to be removed, and takes no more requests.
         is_draining: It ends its requests before it takes weights, and takes no more until it has them.
@@ -77,6 +78,7 @@ class Replica:
         self.tickets: set[Ticket] = set()
         self.meter = meter
         self.failure: EngineDiedError | None = None
+        self.life = 1
         self.is_joining = is_joining
         self.is_leaving = False
         self.is_draining = False
@@ -158,7 +160,20 @@ class Replica:
         while self.tickets:
             await self._left.next()
 
-    def note_death(self, error: EngineDiedError) -> None:
-        """It has died; where it is started again, it has the weights that it had at first."""
+    def note_death(self, error: EngineDiedError, life: int) -> bool:
+        """It has died in this life; where it is started again, it has the weights that it had at first.
+
+        Returns:
+            False where it has been started again since: who asked it before hears late of its death.
+        """
+        if life != self.life:
+            return False
         self.failure = error
+        self.served = FROM_DISK
+        return True
+
+    def begin_life(self) -> None:
+        """It is started again, and takes weights before anybody asks it."""
+        self.life += 1
+        self.failure = None
         self.served = FROM_DISK

@@ -142,10 +142,11 @@ class ReplicaSet:
                 try:
                     async with ticket.stoppable():
                         replica = await self._choose(input_ids)
+                        life = replica.life
                         try:
                             return await self._ask(replica, ask, ticket)
                         except EngineDiedError as error:
-                            self.note_death(replica, error)
+                            self.note_death(replica, error, life)
                             deaths.append(error)
                 except StoppedError:
                     continue
@@ -167,10 +168,11 @@ class ReplicaSet:
         async def one(replica: Replica) -> Any:
             if not replica.is_running:  # it may have died since it was listed
                 return None
+            life = replica.life
             try:
                 return replica.index, await ask(replica)
             except EngineDiedError as error:
-                self.note_death(replica, error)
+                self.note_death(replica, error, life)
             except (EngineError, NotReadyError):
                 if not replica.is_gone:
                     raise
@@ -189,9 +191,10 @@ class ReplicaSet:
             if request_ids is None or ticket.request_id in request_ids:
                 ticket.abort()
 
-    def note_death(self, replica: Replica, error: EngineDiedError) -> None:
-        """A replica did not answer because it has died."""
-        replica.note_death(error)
+    def note_death(self, replica: Replica, error: EngineDiedError, life: int) -> None:
+        """A replica that was asked in this life did not answer because it has died."""
+        if not replica.note_death(error, life):
+            return
         self._router.forget(replica.index)
         self._changes.announce()
         log.warning("engine_died", replica=replica.index, state=replica.state, error=str(error))
@@ -224,7 +227,9 @@ class ReplicaSet:
         return self.coming_back
 
     def _may_begin(self, replica: Replica) -> bool:
-        """False where it would begin under weights that were replaced, or wait for requests that did."""
+        """False where it would wait for weights, for requests under replaced ones, or begin under replaced ones."""
+        if replica.index in self.weights.waiting:
+            return False
         published = self.weights.published
         if published.drain_deadline_s is None or replica.served is published:
             return True
@@ -232,7 +237,7 @@ class ReplicaSet:
 
     async def _ask(self, replica: Replica, ask: Callable[[Replica], Awaitable[Any]], ticket: Ticket) -> Any:
         with replica.carrying(ticket), self._router.carrying(replica.index, ticket.num_samples):
-            await self.weights.bring(replica)
+            await self.weights.bring_asked(replica)
             with replica.answering(ticket):
                 return await ask(replica)
 

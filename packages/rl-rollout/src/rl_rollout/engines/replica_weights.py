@@ -18,7 +18,7 @@ from rl_rollout.engines.waiting import Changes
 log = structlog.get_logger(__name__)
 
 NEWS_DEADLINE_S = 600.0
-"""Longest wait of an engine that was just started, and whose weights are gone, for the next publication."""
+"""Longest wait of an engine whose weights are gone for the next publication."""
 
 
 class ReplicaWeights:
@@ -26,7 +26,7 @@ class ReplicaWeights:
 
     Attributes:
         published: What every replica must serve now.
-        waiting: Replicas that were just started, and need a publication because the weights that they missed are gone.
+        waiting: Replicas that need a publication because the weights that they missed are gone; as often as awaited.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -36,7 +36,7 @@ class ReplicaWeights:
             changes: Where it is announced that something was published, or that a replica has it or is idle.
         """
         self.published = FROM_DISK
-        self.waiting: set[int] = set()
+        self.waiting: list[int] = []
         self._changes = changes
 
     @contextmanager
@@ -80,12 +80,30 @@ class ReplicaWeights:
         Raises:
             DeadlineError: That did not come.
         """
-        replica.served = FROM_DISK
         while replica.served is not (published := self.published):
             try:
                 await self._give(replica, receiver)
             except WeightProofError as error:
                 log.warning("started_engine_waits_for_weights", replica=replica.index, error=str(error))
+                await self._wait_for_news(replica, published, error)
+
+    async def bring_asked(self, replica: Replica) -> None:
+        """As `bring`, before a request; where the published weights are gone, it waits for the next ones.
+
+        They are gone where a publication failed after some replicas had its weights, or the learner died in it.
+
+        Raises:
+            WeightProofError: Nothing was published that it could serve.
+            EngineDiedError: It died.
+            DeadlineError: It did not end its requests, or no others were published.
+        """
+        while replica.served is not (published := self.published):
+            try:
+                await self.bring(replica)
+            except WeightProofError as error:
+                if published.update is None:
+                    raise
+                log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
                 await self._wait_for_news(replica, published, error)
 
     async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
@@ -144,18 +162,19 @@ class ReplicaWeights:
         self._changes.announce()
 
     async def _wait_for_news(self, replica: Replica, published: Published, error: WeightProofError) -> None:
-        self.waiting.add(replica.index)
+        self.waiting.append(replica.index)
         try:
             async with asyncio.timeout(NEWS_DEADLINE_S):
                 while self.published is published:
                     await self._changes.next()
         except TimeoutError:
             raise DeadlineError(
-                f"replica {replica.index} was started and could not get the present weights: {error} It waited "
+                f"replica {replica.index} could not get the present weights: {error} It waited "
                 f"{NEWS_DEADLINE_S:g} s for the next publication, and none came."
             ) from None
         finally:
-            self.waiting.discard(replica.index)
+            self.waiting.remove(replica.index)
+            self._changes.announce()
 
 
 class _Taking:

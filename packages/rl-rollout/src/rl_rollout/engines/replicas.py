@@ -83,7 +83,7 @@ class ReplicatedEngine:
 
     @property
     def is_waiting_for_weights(self) -> bool:
-        """True while a restarted replica needs a publication, because the weights that it missed are gone."""
+        """True while a replica needs a publication, because the weights that it missed are gone."""
         return bool(self._weights.waiting)
 
     def loads(self) -> list[EngineLoad]:
@@ -356,10 +356,11 @@ class ReplicatedEngine:
 
     async def _publish_to_all(self) -> list[PublishReport]:
         async def one(replica: Replica) -> PublishReport | None:
+            life = replica.life
             try:
                 return await self._weights.bring(replica)
             except EngineDiedError as error:
-                self._replicas.note_death(replica, error)
+                self._replicas.note_death(replica, error, life)
                 return None
 
         found = self._replicas.running or self._replicas.coming_back
@@ -380,9 +381,9 @@ class ReplicatedEngine:
 
     def _reviver(self, replica: Replica) -> Callable[[EngineCalls], Awaitable[None]]:
         async def revive(calls: EngineCalls) -> None:
+            replica.begin_life()
             await self._weights.bring_started(replica, calls)
             await self._follow(calls)
-            replica.failure = None
             replica.meter.num_restarts += 1
             log.info("engine_restarted", replica=replica.index)
 
