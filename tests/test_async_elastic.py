@@ -82,9 +82,8 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         assert found is not None, lines
         generated, ready = map(int, found.groups())
         assert generated + ready == 2 * PROMPTS_PER_STEP
-        assert any(
-            re.match(r"rollouter: serving; serves version 0; engines serving; groups \d", line) for line in lines
-        )
+        views = re.compile(r"rollouter: serving; serves version 0; engines serving; groups \d")
+        assert any(map(views.match, lines))
         assert any(line.startswith("learner: serving; waits for the next order from controller") for line in lines)
 
         assert asked(capsys, "scale", folder, "--engines", "2") == (0, "the run has 2 engine(s) now\n")

@@ -25,7 +25,7 @@ ON_POLICY: dict[str, Any] = {
     "trainer__steps": STEPS,
     "policy__learner": "megatron",
 }
-IN_PROCESSES = {**ON_POLICY, "rollout__placement": "process"}
+IN_PROCESSES = {**ON_POLICY, "rollout__placement": "process", "roles__hang_deadline_s": 60.0}
 LOGS = {"rollouter": "rollouter-0", "learner": "learner-host-0", "engine": "transformers-engine-0"}
 BY_ATTEMPT = ("fully_async/", "weights/", "rollout/", "timing_s/", "training/")
 """Metrics that count what an attempt did, or that are there only where something was published or saved again."""

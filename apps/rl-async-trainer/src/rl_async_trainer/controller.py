@@ -1,72 +1,30 @@
 """The controller: loops that do what the scheduler says.
 
-`_feed` starts prompts, `_gather` hears what became of them, `_learn` trains a step when there is one, and the weight
-publisher gives new weights to the engines. They meet at one condition, `_changed`. Rows and weights never come here.
+Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
+them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Rows and
+weights never come here.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.assemble import Roles
-from rl_async_trainer.hang_evidence import HangEvidence
-from rl_async_trainer.learner_host import TRAIN, LearnerInfo, Packed, StepOrder, StepReport
+from rl_async_trainer.checkpointing import Checkpointing
+from rl_async_trainer.controls import Controls
+from rl_async_trainer.learner_host import LearnerInfo, Packed, StepOrder, StepReport
 from rl_async_trainer.learner_link import LearnerLink, LearnerRestartedError
-from rl_async_trainer.record import RunRecord
-from rl_async_trainer.rollouter import Dispatch, GroupEvent, RollouterInfo
-from rl_async_trainer.rollouter_link import RollouterLink
+from rl_async_trainer.rollouter import RollouterInfo
+from rl_async_trainer.rollouts import Rollouts
 from rl_async_trainer.run_state import AsyncState, read_run_state
-from rl_async_trainer.scheduler import Scheduler
-from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.step_metrics import StepMetrics
-from rl_async_trainer.supply import PromptSupply
 from rl_async_trainer.teachers_link import TeachersLink
-from rl_async_trainer.validator import Validator
 from rl_async_trainer.weight_publisher import WeightPublisher
-from rl_core import TransferQueue
 from rl_core.errors import CheckpointError, NotReadyError, RoleDiedError, RolloutError
 from rl_core.publish import PublishReport
-from rl_trainer.stopping import StopRequestedError, StopSignal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Controls:
-    """What the controller works with.
-
-    Attributes:
-        settings: Of the run.
-        roles: Who works.
-        queue: Between them.
-        scheduler: Decides.
-        supply: Gives prompts.
-        record: Of what happens.
-        validator: Asks and gathers validation problems.
-        evidence: Asks all roles what they do.
-        stop: Ctrl-C and SIGTERM.
-        progress: Told of each progress.
-        say: Writes an event.
-        log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
-        find_checkpoint: The newest whole checkpoint.
-        wall_s: Seconds spent so far, over all attempts.
-    """
-
-    settings: AsyncSettings
-    roles: Roles
-    queue: TransferQueue
-    scheduler: Scheduler
-    supply: PromptSupply
-    record: RunRecord
-    validator: Validator
-    evidence: HangEvidence
-    stop: StopSignal
-    progress: Callable[[str], None]
-    say: Callable[..., None]
-    log_metrics: Callable[..., None]
-    find_checkpoint: Callable[[], Path | None]
-    wall_s: Callable[[], float]
+from rl_trainer.stopping import StopRequestedError
 
 
 class Controller:
@@ -79,14 +37,9 @@ class Controller:
         self._settings = controls.settings
         self._scheduler = controls.scheduler
         self._changed = asyncio.Condition()
-        self._is_feeding = False
-        self._num_lost = 0
         self._was_restored = False
         self._in_step = asyncio.Lock()
-        self._last_failure = ""
-        self._num_saving = 0
         self._metrics = StepMetrics()
-        self._rollouter = RollouterLink(controls.roles.rollouter, self._settings, on_lost=self._rollouter_is_lost)
         self._learner = LearnerLink(
             controls.roles.learner,
             find_checkpoint=controls.find_checkpoint,
@@ -94,6 +47,15 @@ class Controller:
             on_restored=self._learner_is_restored,
         )
         self._teachers = TeachersLink(controls.roles.teachers, on_lost=self._teachers_are_lost)
+        self._rollouts = Rollouts(
+            controls,
+            self._changed,
+            self._metrics,
+            on_started=self._teachers.issued,
+            on_weights_lost=lambda: self._weights.lost(),
+        )
+        self._rollouter = self._rollouts.link
+        self._checkpoints = Checkpointing(controls, self._learner, self._metrics)
         self._weights = WeightPublisher(
             self._learner,
             self._rollouter,
@@ -124,8 +86,8 @@ class Controller:
             StopRequestedError: A signal came; the state is that of the last step, and is saved.
             Exception: What ended a role for good, with its trace.
         """
-        work = [self._learn(), self._feed(), self._gather(), self._weights.run(), self._hear_stop()]
-        work.append(self._teachers.serve())
+        work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
+        work += [self._teachers.serve(), self._hear_stop()]
         tasks = [asyncio.create_task(one) for one in work]
         learning = tasks[0]
         try:
@@ -145,8 +107,8 @@ class Controller:
         """Write a checkpoint of the last step, unless there is one."""
         with suppress(LearnerRestartedError):  # it is at one
             if self._scheduler.unsaved:
-                await self._save()
-            await self._wait_saved()
+                await self._checkpoints.begin(self.state)
+            await self._checkpoints.wait()
 
     async def set_num_engines(self, count: int) -> int:
         """Add engines, or take some away; see `Rollouter.set_num_engines`."""
@@ -210,7 +172,7 @@ class Controller:
                 break
             except LearnerRestartedError:
                 continue
-        await self._let_feed()
+        await self._rollouts.let_feed()
 
     async def _validate_at_start(self) -> None:
         step = self.state.step
@@ -246,7 +208,7 @@ class Controller:
                     return uids
                 if self._scheduler.is_without_groups:
                     raise RolloutError(
-                        f"all groups of step {self.state.step + 1} failed; the last: {self._last_failure}"
+                        f"all groups of step {self.state.step + 1} failed; the last: {self._rollouts.last_failure}"
                     )
                 await self._changed.wait()
 
@@ -269,8 +231,8 @@ class Controller:
         if self._lacks_validation:
             await self._validate_beside()
         if scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every):
-            await self._save()
-        await self._confirm_saved()
+            await self._checkpoints.begin(self.state)
+        await self._checkpoints.confirm()
 
     async def _train(self, number: int, uids: tuple[str, ...]) -> StepReport:
         """Have the learner train a step."""
@@ -334,11 +296,11 @@ class Controller:
         version = -(-scheduler.num_steps // every)
         if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
             if is_last or self._settings.schedule_options.is_on_policy:
-                self._is_feeding = False
+                self._rollouts.hold()
                 await self._weights.pack_and_wait(version)
                 is_due = is_last or self._is_due(self._settings.trainer.validate_every)
                 metrics = await self._validate(with_test=is_last) if is_due else {}
-                await self._let_feed()
+                await self._rollouts.let_feed()
                 return metrics
             await self._weights.pack(version)
         return {}
@@ -346,8 +308,8 @@ class Controller:
     async def _finish(self) -> None:
         """Wait for what runs beside the training, and for the last checkpoint."""
         await self._c.validator.wait()
-        await self._save()
-        await self._wait_saved()
+        await self._checkpoints.begin(self.state)
+        await self._checkpoints.wait()
 
     async def _validate(self, *, with_test: bool) -> dict[str, float]:
         """Evaluate the policy of now, while nothing trains."""
@@ -373,35 +335,6 @@ class Controller:
         self._c.log_metrics(step, metrics, is_late=True)
         self._c.progress(f"validation of step {step}")
 
-    # -- checkpoints
-
-    async def _save(self) -> None:
-        """Begin a checkpoint; it names the groups that may be acked when it is whole."""
-        state = replace(self.state, unacked=self._scheduler.unsaved, wall_s=self._c.wall_s())
-        self._num_saving += 1
-        content = asdict(state) | {"unacked": list(state.unacked)}
-        await self._learner.save(state.step, content, self._learner.course())
-
-    async def _wait_saved(self) -> None:
-        await self._learner.wait_saved()
-        await self._confirm_saved()
-
-    async def _confirm_saved(self) -> None:
-        """Ack the groups of checkpoints that are whole."""
-        if not self._num_saving:
-            return
-        for saved in await self._learner.saved():
-            self._c.say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=round(saved.took_s, 3))
-            self._num_saving = max(self._num_saving - 1, 0)
-            self._metrics.saved(saved.took_s)
-            await self._ack(self._scheduler.saved(saved.step))
-
-    async def _ack(self, uids: Sequence[str]) -> None:
-        if uids:
-            await asyncio.to_thread(self._c.queue.finish, TRAIN, list(uids))
-            self._c.supply.done(uids)
-            self._c.progress("checkpoint")
-
     # -- weights
 
     async def _is_served(self, packed: Packed, report: PublishReport) -> None:
@@ -415,115 +348,7 @@ class Controller:
             self._scheduler.published(version)
             self._changed.notify_all()
 
-    # -- rollouts
-
-    async def _let_feed(self) -> None:
-        async with self._changed:
-            self._is_feeding = True
-            self._changed.notify_all()
-
-    async def _feed(self) -> None:
-        """Start prompts whenever the scheduler allows it."""
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._is_feeding and self._scheduler.num_to_start() > 0)
-                waiting, num_new = self._scheduler.to_start()
-                prompts = self._c.supply.next(num_new)
-                if prompts:
-                    size = self._settings.rollout.group_size
-                    await asyncio.to_thread(self._c.queue.issue, prompts, num_sessions=size)
-                    self._c.record.write("issued", uids=[prompt.uid for prompt in prompts])
-                    self._scheduler.issued(prompt.uid for prompt in prompts)
-                uids = [*waiting, *(prompt.uid for prompt in prompts)]
-                dispatches = await self._dispatches(uids, num_new)
-                uids = [one.prompt.uid for one in dispatches]
-                self._scheduler.started(uids)
-                self._c.record.write("started", uids=uids, version=self._scheduler.served_version)
-                is_current = self._until_lost()
-            await self._rollouter.submit(dispatches, is_current)
-            await self._teachers.issued()
-
-    def _until_lost(self) -> Callable[[], bool]:
-        """Tells later whether what was started now was given back since, as the rollouter died."""
-        num_lost = self._num_lost
-        return lambda: self._num_lost == num_lost
-
-    async def _dispatches(self, uids: Sequence[str], num_new: int) -> list[Dispatch]:
-        """What the rollouter is told; of groups that were under way before, only what is missing."""
-        every = tuple(range(self._settings.rollout.group_size))
-        waiting, new = uids[: len(uids) - num_new], uids[len(uids) - num_new :]
-        missing = dict.fromkeys(new, every)
-        if waiting:
-            unsettled = {one.prompt.uid: one.sessions for one in await asyncio.to_thread(self._c.queue.unsettled)}
-            missing |= {uid: unsettled[uid] for uid in waiting if uid in unsettled}
-            await self._take_settled([uid for uid in waiting if uid not in unsettled])
-        return [
-            Dispatch(prompt=self._c.supply.get(uid), order=self._scheduler.order_of(uid), sessions=missing[uid])
-            for uid in uids
-            if uid in missing
-        ]
-
-    async def _gather(self) -> None:
-        """Hear what became of groups."""
-        while True:
-            events = await self._rollouter.events()
-            if not events:
-                await self._look_for_weights()
-                continue
-            self._c.progress(f"group {events[-1].uid}")
-            async with self._changed:
-                for event in events:
-                    self._take(event)
-                self._changed.notify_all()
-
-    async def _look_for_weights(self) -> None:
-        """An engine that was started again may have missed weights that died with the learner."""
-        if await self._rollouter.lacks_weights():
-            async with self._changed:
-                self._weights.lost()
-
-    async def _take_settled(self, uids: Collection[str]) -> None:
-        """What of these was put, or failed, before the rollouter died, as the queue says; `_changed` is held."""
-        if not uids:
-            return
-        for entry in await asyncio.to_thread(self._c.queue.ledger):
-            if entry.prompt_uid in uids and entry.state == "settled":
-                oldest, newest = entry.policy_versions or (None, None)
-                self._take(GroupEvent(uid=entry.prompt_uid, oldest=oldest, newest=newest))
-            elif entry.prompt_uid in uids and entry.state == "dropped":
-                self._take(GroupEvent(uid=entry.prompt_uid, failure=entry.reason or "dropped"))
-        self._changed.notify_all()
-
-    def _take(self, event: GroupEvent) -> None:
-        if not self._scheduler.is_open(event.uid):
-            return  # the rollouter said it and died, and the queue was faster
-        if event.failure is None:
-            versions = {"oldest": event.oldest, "newest": event.newest, "started": event.started}
-            self._c.record.write("settled", uid=event.uid, **versions)
-            self._scheduler.settled(event.uid, oldest_version=event.oldest)
-            return
-        self._c.record.write("failed", uid=event.uid, reason=event.failure)
-        self._c.say("group_failed", uid=event.uid, reason=event.failure)
-        self._scheduler.failed(event.uid, is_refused=event.is_refused)
-        self._c.supply.done([event.uid])
-        self._metrics.dropped("refused" if event.is_refused else "failed")
-        self._last_failure = event.failure
-
     # -- deaths
-
-    async def _rollouter_is_lost(self, error: RoleDiedError) -> None:
-        """What it had under way is there, where it was put before the end, or is generated again."""
-        self._c.say("role_died", role="rollouter", error=str(error))
-        async with self._changed:
-            self._num_lost += 1
-            self._weights.lost()
-            await self._take_settled(set(self._scheduler.inflight))
-            lost = self._scheduler.inflight
-            if lost:
-                self._c.record.write("returned", uids=list(lost), reason=str(error))
-                self._scheduler.returned(lost)
-                self._metrics.dropped("lost", len(lost))
-            self._changed.notify_all()
 
     def _teachers_are_lost(self, error: RoleDiedError) -> None:
         self._c.say("role_died", role="teachers", error=str(error))
@@ -534,12 +359,12 @@ class Controller:
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:
         """Set everything back to the learner's checkpoint; what was trained since is trained again, the same way."""
         state = AsyncState() if checkpoint is None else read_run_state(checkpoint)
-        await self._ack(self._scheduler.saved(state.step))
+        await self._checkpoints.ack(self._scheduler.saved(state.step))
         results = dict(state.results) | dict(self.state.results)
         async with self._changed:
             self._scheduler.rewind()
             self._learner.went_back()
-            self._num_saving = 0
+            self._checkpoints.given_up()
             self.state = replace(state, results=results, validated=max(state.validated, self.state.validated))
             self._changed.notify_all()
         if self._scheduler.num_steps != state.step:

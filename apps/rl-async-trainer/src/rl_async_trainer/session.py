@@ -11,7 +11,8 @@ from typing import Any
 
 from rl_async_trainer.assemble import RoleFactories, Roles, open_queue, start_roles
 from rl_async_trainer.control_socket import ControlSocket
-from rl_async_trainer.controller import Controller, Controls
+from rl_async_trainer.controller import Controller
+from rl_async_trainer.controls import Controls
 from rl_async_trainer.hang_evidence import HangEvidence, controller_waits
 from rl_async_trainer.hang_report import FILE as HANG_FILE
 from rl_async_trainer.hang_report import HangReport

@@ -1,0 +1,52 @@
+"""What the parts of the controller share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_async_trainer.assemble import Roles
+from rl_async_trainer.hang_evidence import HangEvidence
+from rl_async_trainer.record import RunRecord
+from rl_async_trainer.scheduler import Scheduler
+from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.supply import PromptSupply
+from rl_async_trainer.validator import Validator
+from rl_core import TransferQueue
+from rl_trainer.stopping import StopSignal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controls:
+    """What the controller works with.
+
+    Attributes:
+        settings: Of the run.
+        roles: Who works.
+        queue: Between them.
+        scheduler: Decides.
+        supply: Gives prompts.
+        record: Of what happens.
+        validator: Asks and gathers validation problems.
+        evidence: Asks all roles what they do.
+        stop: Ctrl-C and SIGTERM.
+        progress: Told of each progress.
+        say: Writes an event.
+        log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
+        find_checkpoint: The newest whole checkpoint.
+        wall_s: Seconds spent so far, over all attempts.
+    """
+
+    settings: AsyncSettings
+    roles: Roles
+    queue: TransferQueue
+    scheduler: Scheduler
+    supply: PromptSupply
+    record: RunRecord
+    validator: Validator
+    evidence: HangEvidence
+    stop: StopSignal
+    progress: Callable[[str], None]
+    say: Callable[..., None]
+    log_metrics: Callable[..., None]
+    find_checkpoint: Callable[[], Path | None]
+    wall_s: Callable[[], float]
