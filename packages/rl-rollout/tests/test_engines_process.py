@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from rl_core.errors import EngineError, NotReadyError
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError
 from rl_core.transports import SharedFileTransport
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.engines.process import EngineCalls, EngineHost, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import PROMPT, EngineConformance, generate, refuses
+from rl_rollout.testing.reference_model import TIED_HEAD
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
@@ -88,6 +90,42 @@ def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:
     run(engine.close())
     with pytest.raises(NotReadyError, match="closed"):
         generate(engine)
+
+
+def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir: Path) -> None:
+    """They would come after those that its restart gives it, and be older."""
+    engine = ProcessEngine(
+        "transformers", tied_model_dir, TransformersOptions(max_model_len=250), host=EngineHost(max_restarts=1)
+    )
+    transport = SharedFileTransport()
+    tensors = load_file(tied_model_dir / "model.safetensors")
+    taken: list[int] = []
+
+    async def go() -> None:
+        asked = asyncio.Event()
+
+        async def give(calls: EngineCalls) -> None:
+            await asked.wait()
+            taken.append((await calls.update_weights(transport.pack(tensors, version=2, tied=TIED_HEAD))).version)
+
+        engine.on_restart = give
+        await engine.start()
+        os.kill(engine.pid, 9)
+        async with asyncio.timeout(60):
+            while engine.state != "restarting":
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineDiedError, match="is being started again, and takes no weights now"):
+            await engine.update_weights(transport.pack(tensors, version=1, tied=TIED_HEAD))
+        asked.set()
+        (found,) = await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))
+        assert taken == [2]
+        assert set(found.policy_versions.tolist()) == {2}
+
+    try:
+        run(go())
+    finally:
+        run(engine.close())
+        transport.close()
 
 
 def test_vllm_in_its_own_process_serves_an_untied_model(untied_model_dir: Path) -> None:

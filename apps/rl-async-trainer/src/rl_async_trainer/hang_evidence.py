@@ -64,7 +64,7 @@ class HangEvidence:
             self._groups(),
         )
         groups += _scored(views.get("teachers"))
-        reports = [self._of_controller()]
+        reports = [self._of_controller(await asyncio.to_thread(process_stacks, asyncio.get_running_loop()))]
         for (name, role), stack in zip(roles.items(), stacks, strict=True):
             view = views[name] or RoleView(doing="does not answer")
             silent_s = ANSWER_S if views[name] is None else 0.0
@@ -93,7 +93,7 @@ class HangEvidence:
             causes=causes,
         )
 
-    def _of_controller(self) -> RoleReport:
+    def _of_controller(self, stack: str) -> RoleReport:
         scheduler = self._scheduler
         counts = {
             "steps": float(scheduler.num_steps),
@@ -102,7 +102,7 @@ class HangEvidence:
             "waiting": float(scheduler.num_waiting),
             "served_version": float(scheduler.served_version),
         }
-        return RoleReport(name="controller", waits=self._controller_waits(), counts=counts, stack=process_stacks())
+        return RoleReport(name="controller", waits=self._controller_waits(), counts=counts, stack=stack)
 
     async def _ask_queue(self) -> dict[str, float]:
         try:

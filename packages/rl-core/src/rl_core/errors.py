@@ -101,6 +101,10 @@ class EngineDiedError(EngineError):
     """An engine serves no more: it failed, or its process ended. Another one may serve the request."""
 
 
+class WeightsGoneError(EngineError):
+    """The weights of an update are gone: who packed them has ended, or closed their transport. Publish others."""
+
+
 class TeacherError(RLError, RuntimeError):
     """A teacher cannot score, or its scores cannot be trained on.
 

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
 from rl_core.cluster.lives import next_life
-from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, RLError, RoleDiedError, RoleError
+from rl_core.errors import (
+    DeadlineError,
+    EngineDiedError,
+    EngineError,
+    NotReadyError,
+    RLError,
+    RoleDiedError,
+    RoleError,
+    WeightsGoneError,
+)
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
@@ -19,6 +28,9 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.engines.registry import engine_class
 
 T = TypeVar("T")
+
+OF_WEIGHTS = ("sees", "update_weights")
+"""Calls that do not wait for a restart: what comes after the weights that `on_restart` gives is older than they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +83,11 @@ class EngineCalls:
             raise EngineError(
                 "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
                 "update with rl_core.transports.SharedFileTransport."
+            )
+        if not update.file.is_file():
+            raise WeightsGoneError(
+                f"the file of weight update {update.version} is gone: {update.file}. Keep its transport open until "
+                "every engine has taken it."
             )
         if self._sees_files is None:
             self._sees_files = await self._call("sees", update.file)
@@ -237,6 +254,8 @@ class ProcessEngine(EngineCalls):
 
     async def _ask(self, method: str, *args: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
+        if method in OF_WEIGHTS and self.state == "restarting":
+            raise EngineDiedError(f"the process of {self._spec} is being started again, and takes no weights now.")
         return await self._call_role(method, *args)
 
     async def _call_role(self, method: str, *args: Any) -> Any:

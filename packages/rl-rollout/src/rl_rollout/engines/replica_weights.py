@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import structlog
 
-from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError
+from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
 from rl_core.publish import PublishReport, check_receipt, publish_weights
 from rl_core.records import FloatArray, IntArray
 from rl_core.weights import WeightReceipt, WeightReceiver, WeightUpdate
 from rl_rollout.engines.replica import FROM_DISK, Published, Replica
 from rl_rollout.engines.waiting import Changes
 
+GONE = (WeightProofError, WeightsGoneError)
+"""What an engine says that cannot get published weights any more: there are none, or those of another version."""
 log = structlog.get_logger(__name__)
 
 NEWS_DEADLINE_S = 600.0
@@ -83,7 +85,7 @@ class ReplicaWeights:
         while replica.served is not (published := self.published):
             try:
                 await self._give(replica, receiver)
-            except WeightProofError as error:
+            except GONE as error:
                 log.warning("started_engine_waits_for_weights", replica=replica.index, error=str(error))
                 await self._wait_for_news(replica, published, error)
 
@@ -100,7 +102,7 @@ class ReplicaWeights:
         while replica.served is not (published := self.published):
             try:
                 await self.bring(replica)
-            except WeightProofError as error:
+            except GONE as error:
                 if published.update is None:
                     raise
                 log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
@@ -140,7 +142,7 @@ class ReplicaWeights:
             replica.report = replace(replica.report, drain_s=drain_s, stall_s=stall_s)
 
     async def _give(self, replica: Replica, receiver: WeightReceiver) -> None:
-        published = self.published
+        published, life = self.published, replica.life
         if published.update is None:
             raise WeightProofError(
                 f"replica {replica.index} serves weights that were not proven, and none were published before them. "
@@ -158,10 +160,12 @@ class ReplicaWeights:
                 )
         except WeightProofError as error:
             raise WeightProofError(f"replica {replica.index}: {error}", tensor=error.tensor) from None
+        if replica.life != life:
+            raise EngineDiedError(f"replica {replica.index} was started again while it took weights.")
         replica.served, replica.report = published, report
         self._changes.announce()
 
-    async def _wait_for_news(self, replica: Replica, published: Published, error: WeightProofError) -> None:
+    async def _wait_for_news(self, replica: Replica, published: Published, error: Exception) -> None:
         self.waiting.append(replica.index)
         try:
             async with asyncio.timeout(NEWS_DEADLINE_S):

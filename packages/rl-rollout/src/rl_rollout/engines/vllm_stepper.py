@@ -21,7 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import LogprobsTensors
 
 from rl_core.broadcast import BroadcastReceiver
-from rl_core.errors import DeadlineError, EngineError, TransferError
+from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.records import FinishReason as OurFinishReason
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
@@ -149,7 +149,7 @@ class VLLMStepper:
             try:
                 meeting = self._receiver.announce(update)
             except (TransferError, DeadlineError) as error:  # nothing is replaced yet
-                raise EngineError(str(error)) from error
+                raise WeightsGoneError(str(error)) from error
             args = (meeting, self._receiver.name, receive_request(update))
             ranks = self._core.collective_rpc("receive_all_weights", args=args)
         arrived: list[dict[str, int]] = ranks

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_core.broadcast_group import TensorSpec
-from rl_core.errors import EngineError
+from rl_core.errors import EngineError, WeightsGoneError
 from rl_core.records import FloatArray
 from rl_core.transports import SHARED_MEMORY, make_locked_folder
 from rl_core.weights import WeightUpdate
@@ -24,7 +24,8 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
     """An empty tensor for each one of the update, with its shape.
 
     Raises:
-        EngineError: The update has no tensors, or its file is gone or torn.
+        EngineError: The update has no tensors.
+        WeightsGoneError: Its file is gone or torn.
     """
     if update.broadcast is not None:
         return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
@@ -39,7 +40,7 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
                 for name in tensors.keys()  # noqa: SIM118 - not a mapping
             }
     except (OSError, SafetensorError) as error:
-        raise EngineError(
+        raise WeightsGoneError(
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
             "engine has taken it."
         ) from error

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from rl_core.errors import EngineError
+from rl_core.errors import EngineError, WeightsGoneError
 from rl_core.weights import WeightUpdate
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -18,7 +18,8 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
     """The tensors of an update, from this process or from its file.
 
     Raises:
-        EngineError: It has neither, or the file is gone or torn.
+        EngineError: It has neither.
+        WeightsGoneError: The file is gone or torn.
     """
     if update.tensors is not None:
         return update.tensors
@@ -27,7 +28,7 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
     try:
         tensors: Mapping[str, torch.Tensor] = load_file(update.file)
     except (OSError, SafetensorError) as error:
-        raise EngineError(
+        raise WeightsGoneError(
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
             "engine has taken it."
         ) from error
