@@ -1,6 +1,5 @@
 """One of several equal engines: what it serves, who is with it, and what becomes of it."""
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.tickets import Ticket
 from rl_rollout.engines.waiting import Changes, Turn
 
-TICK_S = 0.02
 LIVING: Mapping[str, EngineState] = {"starting": "starting", "serving": "serving", "restarting": "restarting"}
 """What the process of an engine that is not dead does, in the words of roles."""
 
@@ -156,11 +154,6 @@ class Replica:
             self.meter.end(ticket.num_samples)
             if not self.num_running:
                 self._changes.announce()
-
-    async def back(self) -> None:
-        """Wait while it is started again; then it has what was published meanwhile, or is dead."""
-        while self.is_coming_back and not self.is_joining:
-            await asyncio.sleep(TICK_S)
 
     async def emptied(self) -> None:
         """Wait until no request is with it."""

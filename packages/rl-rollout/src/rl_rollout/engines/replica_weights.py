@@ -19,6 +19,7 @@ GONE = (WeightProofError, WeightsGoneError)
 """What an engine says that cannot get published weights any more: there are none, or those of another version."""
 log = structlog.get_logger(__name__)
 
+TICK_S = 0.02
 NEWS_DEADLINE_S = 600.0
 """Longest wait of an engine whose weights are gone for the next publication."""
 
@@ -28,7 +29,7 @@ class ReplicaWeights:
 
     Attributes:
         published: What every replica must serve now.
-        waiting: Replicas that need a publication because the weights that they missed are gone; as often as awaited.
+        waiting: Replicas that need another publication, as they could not get the weights of this one; and why.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -38,20 +39,36 @@ class ReplicaWeights:
             changes: Where it is announced that something was published, or that a replica has it or is idle.
         """
         self.published = FROM_DISK
-        self.waiting: list[int] = []
+        self.waiting: dict[int, Exception] = {}
         self._changes = changes
 
     @contextmanager
     def publishing(self, published: Published) -> Iterator[None]:
         """From now on replicas must serve this; what an engine refuses, or does not prove, is not published."""
-        before, self.published = self.published, published
-        self._changes.announce()
+        before = self.published
+        self._set(published)
         try:
             yield
         except BaseException:
-            self.published = before
-            self._changes.announce()
+            self._set(before)
             raise
+
+    def _set(self, published: Published) -> None:
+        self.published = published
+        self.waiting.clear()
+        self._changes.announce()
+
+    async def restarted(self, replica: Replica) -> None:
+        """Wait while a replica is started again, and gets what is published.
+
+        Raises:
+            WeightProofError: It got something else.
+            WeightsGoneError: It could not get that.
+        """
+        while replica.is_coming_back and not replica.is_joining:
+            if replica.index in self.waiting:
+                raise self.waiting[replica.index]
+            await asyncio.sleep(TICK_S)
 
     async def bring(self, replica: Replica) -> PublishReport | None:
         """Give a replica what is published, where it serves something else.
@@ -86,7 +103,6 @@ class ReplicaWeights:
             try:
                 await self._give(replica, receiver)
             except GONE as error:
-                log.warning("started_engine_waits_for_weights", replica=replica.index, error=str(error))
                 await self._wait_for_news(replica, published, error)
 
     async def bring_asked(self, replica: Replica) -> None:
@@ -99,13 +115,15 @@ class ReplicaWeights:
             EngineDiedError: It died.
             DeadlineError: It did not end its requests, or no others were published.
         """
-        while replica.served is not (published := self.published):
+        while True:
+            published = self.published
             try:
+                await self.restarted(replica)
                 await self.bring(replica)
+                return
             except GONE as error:
                 if published.update is None:
                     raise
-                log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
                 await self._wait_for_news(replica, published, error)
 
     async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
@@ -166,7 +184,11 @@ class ReplicaWeights:
         self._changes.announce()
 
     async def _wait_for_news(self, replica: Replica, published: Published, error: Exception) -> None:
-        self.waiting.append(replica.index)
+        if self.published is not published:
+            return
+        if replica.index not in self.waiting:
+            log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
+        self.waiting[replica.index] = error
         try:
             async with asyncio.timeout(NEWS_DEADLINE_S):
                 while self.published is published:
@@ -176,9 +198,6 @@ class ReplicaWeights:
                 f"replica {replica.index} could not get the present weights: {error} It waited "
                 f"{NEWS_DEADLINE_S:g} s for the next publication, and none came."
             ) from None
-        finally:
-            self.waiting.remove(replica.index)
-            self._changes.announce()
 
 
 class _Taking:

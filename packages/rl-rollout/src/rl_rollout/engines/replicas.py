@@ -356,7 +356,7 @@ class ReplicatedEngine:
 
     async def _publish_to_all(self) -> list[PublishReport]:
         async def one(replica: Replica) -> PublishReport | None:
-            await replica.back()
+            await self._weights.restarted(replica)
             life = replica.life
             try:
                 return await self._weights.bring(replica)
