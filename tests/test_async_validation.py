@@ -79,7 +79,8 @@ def finished(
 
 def answer_late(patch: pytest.MonkeyPatch, validate_on: str) -> None:
     """Keep the validation of HELD_STEP waiting until a later step is trained."""
-    from rl_async_trainer.learner_host import LearnerHost, StepOrder
+    from rl_async_trainer.learner_host import LearnerHost
+    from rl_async_trainer.messages import StepOrder
     from rl_async_trainer.rollouter import Rollouter
 
     answering: type[Any] = Rollouter if validate_on == "engines" else LearnerHost

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.learner_host import TRAIN
+from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import validation_task
 from rl_core import InProcessQueue, SharedMemoryQueue, TaskSpec, TransferQueue

@@ -14,9 +14,8 @@ from typing import Any
 
 from rl_async_trainer.checkpointing import Checkpointing
 from rl_async_trainer.controls import Controls
-from rl_async_trainer.learner_host import LearnerInfo, Packed, StepOrder, StepReport
 from rl_async_trainer.learner_link import LearnerLink, LearnerRestartedError
-from rl_async_trainer.rollouter import RollouterInfo
+from rl_async_trainer.messages import LearnerInfo, Packed, RollouterInfo, StepOrder, StepReport
 from rl_async_trainer.rollouts import Rollouts
 from rl_async_trainer.run_state import AsyncState, read_run_state
 from rl_async_trainer.step_metrics import StepMetrics

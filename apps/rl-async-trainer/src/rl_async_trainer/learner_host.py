@@ -14,17 +14,18 @@ import numpy as np
 
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.learner_validation import LearnerValidation
+from rl_async_trainer.messages import TRAIN, LearnerInfo, Packed, StepOrder, StepReport
 from rl_async_trainer.role_parts import RANK, rank_reports
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.run_state import read_run_state
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
-from rl_core import Batch, Canary, TransferQueue
+from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleContext
 from rl_core.errors import DeadlineError, NotReadyError
 from rl_core.records import NO_VERSION, IntArray, Json
 from rl_core.transports import TensorTransport
-from rl_core.weights import WeightTransport, WeightUpdate
+from rl_core.weights import WeightTransport
 from rl_distill.checkpoint_store import CheckpointStore, Saved
 from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.skipping import SkippedUpdates
@@ -39,80 +40,11 @@ from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.updates import update
 
-TRAIN = "train"
 CONTROLLER = "controller"
 LEASE_WAIT_S = 2.0
 LEASE_S = 10.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerInfo:
-    """What the learner is.
-
-    Attributes:
-        num_parameters: Of the policy.
-        num_ranks: It is spread over so many.
-    """
-
-    num_parameters: int
-    num_ranks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOrder:
-    """A step to train.
-
-    Attributes:
-        step: Its number, from 1.
-        uids: The groups, in order.
-        version: Policy version of the weights that it starts from.
-        kl: State of the KL's coefficient; empty before the first step.
-        deadline_s: Longest wait for columns that others give, such as teachers.
-    """
-
-    step: int
-    uids: tuple[str, ...]
-    version: int
-    kl: Mapping[str, float]
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What a step did.
-
-    Attributes:
-        metrics: Reduced values by name.
-        num_trajectories: Trained on.
-        kl: State of the KL's coefficient after it.
-        busy_s: Seconds that the learner worked on it; waiting for rows is not in them.
-    """
-
-    metrics: Mapping[str, float]
-    num_trajectories: int
-    kl: Mapping[str, float]
-    busy_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """Weights on their way to the engines.
-
-    Attributes:
-        update: Names, digests and where the tensors are; no tensor itself.
-        canary: What must come out.
-        step: Steps that the learner had done.
-        pack_s: Seconds that it took.
-        is_live: The engines take the learner's own tensors, which must not change until they have them.
-    """
-
-    update: WeightUpdate
-    canary: Canary
-    step: int
-    pack_s: float
-    is_live: bool = False
 
 
 @dataclass(slots=True)

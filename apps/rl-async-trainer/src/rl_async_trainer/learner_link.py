@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.learner_host import LearnerInfo, Packed, StepOrder, StepReport
+from rl_async_trainer.messages import LearnerInfo, Packed, StepOrder, StepReport
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.lives import next_life, require_life

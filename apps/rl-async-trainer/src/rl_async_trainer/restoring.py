@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_async_trainer.learner_host import TRAIN
+from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.record import History
 from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
 from rl_async_trainer.run_state import AsyncState

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.hang_report import RoleReport, Wait
+from rl_async_trainer.messages import Dispatch, GroupEvent, RollouterInfo
 from rl_async_trainer.role_parts import ENGINE, engine_reports
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
@@ -30,57 +31,6 @@ from rl_trainer.inputs import read_tokenizer
 from rl_trainer.replay import Replay
 
 RunGroups = Callable[[Sequence[Prompt]], Awaitable[list[GroupResult]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """A group to generate.
-
-    Attributes:
-        prompt: Its prompt.
-        order: Its place in the order of issue, from 0.
-        sessions: Those that are not settled; an earlier rollouter may have settled the others.
-    """
-
-    prompt: Prompt
-    order: int
-    sessions: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEvent:
-    """What became of a group.
-
-    Attributes:
-        uid: Its prompt.
-        oldest: Oldest version of its tokens; None where nothing was sampled.
-        newest: Newest one.
-        failure: Why no step will have it; None when it is in the queue.
-        is_refused: A filter refused it.
-        took_s: From its start to its last session.
-        started: Version that was served when it was begun.
-    """
-
-    uid: str
-    oldest: int | None = None
-    newest: int | None = None
-    failure: str | None = None
-    is_refused: bool = False
-    took_s: float = 0.0
-    started: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RollouterInfo:
-    """What the engines are.
-
-    Attributes:
-        engine: Name of the engine.
-        num_engines: Replicas.
-    """
-
-    engine: str
-    num_engines: int
 
 
 @dataclass(slots=True)

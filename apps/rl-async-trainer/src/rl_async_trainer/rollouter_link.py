@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.learner_host import Packed
-from rl_async_trainer.rollouter import Dispatch, GroupEvent, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, RollouterInfo
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from rl_async_trainer.controls import Controls
-from rl_async_trainer.rollouter import Dispatch, GroupEvent
+from rl_async_trainer.messages import Dispatch, GroupEvent
 from rl_async_trainer.rollouter_link import RollouterLink
 from rl_async_trainer.step_metrics import StepMetrics
 from rl_core.errors import RoleDiedError

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from rl_async_trainer.learner_host import Packed, StepReport
+from rl_async_trainer.messages import Packed, StepReport
 from rl_async_trainer.scheduler import Scheduler
 from rl_core.publish import PublishReport
 

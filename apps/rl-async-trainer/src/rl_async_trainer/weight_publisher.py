@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rl_async_trainer.learner_host import Packed
 from rl_async_trainer.learner_link import IsCurrent, LearnerLink, LearnerRestartedError
+from rl_async_trainer.messages import Packed
 from rl_async_trainer.rollouter_link import RollouterLink
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError
 from rl_core.publish import PublishReport

@@ -1,0 +1,129 @@
+"""What the controller and its roles tell one another: orders, reports and events; never rows or weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_core import Canary, Prompt
+from rl_core.weights import WeightUpdate
+
+TRAIN = "train"
+"""The queue's task of the learner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """A group to generate.
+
+    Attributes:
+        prompt: Its prompt.
+        order: Its place in the order of issue, from 0.
+        sessions: Those that are not settled; an earlier rollouter may have settled the others.
+    """
+
+    prompt: Prompt
+    order: int
+    sessions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvent:
+    """What became of a group.
+
+    Attributes:
+        uid: Its prompt.
+        oldest: Oldest version of its tokens; None where nothing was sampled.
+        newest: Newest one.
+        failure: Why no step will have it; None when it is in the queue.
+        is_refused: A filter refused it.
+        took_s: From its start to its last session.
+        started: Version that was served when it was begun.
+    """
+
+    uid: str
+    oldest: int | None = None
+    newest: int | None = None
+    failure: str | None = None
+    is_refused: bool = False
+    took_s: float = 0.0
+    started: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollouterInfo:
+    """What the engines are.
+
+    Attributes:
+        engine: Name of the engine.
+        num_engines: Replicas.
+    """
+
+    engine: str
+    num_engines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerInfo:
+    """What the learner is.
+
+    Attributes:
+        num_parameters: Of the policy.
+        num_ranks: It is spread over so many.
+    """
+
+    num_parameters: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOrder:
+    """A step to train.
+
+    Attributes:
+        step: Its number, from 1.
+        uids: The groups, in order.
+        version: Policy version of the weights that it starts from.
+        kl: State of the KL's coefficient; empty before the first step.
+        deadline_s: Longest wait for columns that others give, such as teachers.
+    """
+
+    step: int
+    uids: tuple[str, ...]
+    version: int
+    kl: Mapping[str, float]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a step did.
+
+    Attributes:
+        metrics: Reduced values by name.
+        num_trajectories: Trained on.
+        kl: State of the KL's coefficient after it.
+        busy_s: Seconds that the learner worked on it; waiting for rows is not in them.
+    """
+
+    metrics: Mapping[str, float]
+    num_trajectories: int
+    kl: Mapping[str, float]
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Weights on their way to the engines.
+
+    Attributes:
+        update: Names, digests and where the tensors are; no tensor itself.
+        canary: What must come out.
+        step: Steps that the learner had done.
+        pack_s: Seconds that it took.
+        is_live: The engines take the learner's own tensors, which must not change until they have them.
+    """
+
+    update: WeightUpdate
+    canary: Canary
+    step: int
+    pack_s: float
+    is_live: bool = False
