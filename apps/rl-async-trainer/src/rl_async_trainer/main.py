@@ -3,12 +3,11 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
-from rl_trainer.command_line import complain, configure_logs, say, take_file, take_flag, take_option
+from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, take_file, take_flag, take_option
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
@@ -27,9 +26,6 @@ USAGE = """usage: rl-async-trainer COMMAND ...
   export CHECKPOINT FOLDER
       Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
 
-MISTAKE = 2
-FAILED = 1
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status.
@@ -37,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     From the shell, `train` runs in a process of its own, which is started again when it is killed; else in this one.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], int]] = {
+    commands: dict[str, Command] = {
         "train": train_supervised if arguments is None else train,
         "status": status,
         "scale": scale,
@@ -51,22 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         say(help_text(USAGE, AsyncSettings))
         return 0 if words else MISTAKE
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    configure_logs()
-    command = commands.get(words[0])
-    if command is None:
-        return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.")
-    try:
-        return command(words[1:])
-    except (SettingsError, DataError, MissingExtraError) as error:
-        return complain(str(error))
-    except CheckpointError as error:
-        return complain(str(error), status=FAILED)
-    except RLError as error:
-        return complain(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), status=FAILED)
-    except KeyboardInterrupt:
-        return 130
+    return run_command(words, commands)
 
 
 def train_supervised(words: list[str]) -> int:
@@ -142,17 +123,6 @@ def simulate(words: list[str]) -> int:
     from rl_async_trainer import simulate_command
 
     return simulate_command.simulate(words)
-
-
-def export(words: list[str]) -> int:
-    """`export CHECKPOINT FOLDER`."""
-    if len(words) != 2:
-        raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
-    from rl_trainer.policies import export_policy
-
-    target = Path(words[1])
-    say(f"exported {export_policy(Path(words[0]), target)} to {target}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """One attempt at an asynchronous run: open what was left, start the roles, train, and leave the folder fit to go on."""
 
 import asyncio
-import time
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,31 +23,19 @@ from rl_async_trainer.supply import PromptSupply
 from rl_async_trainer.validator import Validator
 from rl_async_trainer.watchdog import Watchdog
 from rl_core import TransferQueue
-from rl_core.errors import CheckpointError, HangError
+from rl_core.errors import HangError
 from rl_distill.checkpoint_store import CheckpointStore
 from rl_metrics.events import EventLog
 from rl_metrics.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
+from rl_trainer.attempt import Attempt, Outcome
 from rl_trainer.distilling import learns_from_rewards
 from rl_trainer.inputs import Inputs
 from rl_trainer.learning import canary_sequences
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.stopping import StopRequestedError, StopSignal
 from rl_trainer.trackers import make_trackers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How an attempt ended.
-
-    Attributes:
-        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it.
-        summary: What `summary.json` says.
-    """
-
-    exit_status: int
-    summary: Mapping[str, Any]
 
 
 class Session:
@@ -90,8 +76,7 @@ class Session:
         self._deaf: Collection[str] = ()
         self._roles: Roles | None = None
         self._controller: Controller | None = None
-        self._earlier_wall_s = 0.0
-        self._started = time.perf_counter()
+        self._attempt = Attempt(settings, folder, console=console, events=self._events, store=self._store)
 
     async def run(self) -> Outcome:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
@@ -104,11 +89,11 @@ class Session:
             try:
                 await self._train(stack, stop)
             except StopRequestedError:
-                return self._stopped(stop)
+                return self._attempt.stopped(self._now, stop)
             except BaseException as error:
-                self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=self._now.step)
+                self._attempt.failed(self._now, error)
                 raise
-            return self._finished()
+            return self._attempt.finished(self._now)
 
     @property
     def _now(self) -> AsyncState:
@@ -116,12 +101,10 @@ class Session:
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         settings, console = self._settings, self._console
-        checkpoint = self._find_checkpoint()
+        checkpoint = self._attempt.find_checkpoint()
         if checkpoint is not None:
-            console.say(f"resuming from {checkpoint}")
-            self._events.write("run_resumed", checkpoint=str(checkpoint))
             self._state = read_run_state(checkpoint)
-            self._earlier_wall_s = self._state.wall_s
+            self._attempt.resumes(checkpoint, self._state)
         queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
         controls = await self._controls(stack, stop, queue)
@@ -208,8 +191,8 @@ class Session:
             progress=self._watchdog.progress,
             say=self._events.write,
             log_metrics=self._log_metrics,
-            find_checkpoint=self._find_checkpoint,
-            wall_s=self._wall_s,
+            find_checkpoint=self._attempt.find_checkpoint,
+            wall_s=lambda: self._attempt.wall_s,
         )
 
     async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> Roles:
@@ -255,48 +238,3 @@ class Session:
 
     def _log_generations(self, step: int, split: str, samples: list[GenerationSample]) -> None:
         self._trackers.log_generations(step, f"{split}/generations", samples)
-
-    def _find_checkpoint(self) -> Path | None:
-        def passed_over(error: CheckpointError) -> None:
-            self._console.say(f"passing over a broken checkpoint: {error}")
-            self._events.write("checkpoint_broken", error=str(error))
-
-        return self._store.newest(passed_over)
-
-    def _wall_s(self) -> float:
-        return self._earlier_wall_s + time.perf_counter() - self._started
-
-    def _summary(self, status: str) -> dict[str, Any]:
-        state = self._now
-        newest = self._store.steps()[-1:]
-        return {
-            "status": status,
-            "steps": state.step,
-            "wall_s": round(self._wall_s(), 2),
-            "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
-            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
-            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
-            "test_accuracy_first": state.results.get("test_accuracy_first"),
-            "test_accuracy_last": state.results.get("test_accuracy_last"),
-            "num_samples": state.num_samples,
-            "policy_version": state.policy_version,
-            "seed": self._settings.run.seed,
-            "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
-        }
-
-    def _stopped(self, stop: StopSignal) -> Outcome:
-        summary = self._summary("stopped")
-        self._folder.write_summary(summary)
-        self._events.write("run_stopped", step=self._now.step, signal=stop.number)
-        self._console.say(f"stopped after step {self._now.step}; go on with --resume")
-        return Outcome(exit_status=stop.exit_status, summary=summary)
-
-    def _finished(self) -> Outcome:
-        summary = self._summary("finished")
-        file = self._folder.write_summary(summary)
-        self._events.write("run_finished", **summary)
-        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
-        self._console.summary(
-            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file}
-        )
-        return Outcome(exit_status=0, summary=summary)

@@ -3,11 +3,10 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
-from rl_trainer.command_line import MISTAKE, complain, configure_logs, say, take_file, take_flag, take_option
+from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, take_file, take_flag, take_option
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
@@ -18,38 +17,17 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
   export CHECKPOINT FOLDER
       Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
 
-FAILED = 1
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit status.
-
-    OpenMP's threads sleep while they wait: spinning, they starve each other as soon as anything else runs on the
-    machine (measured on two busy cores: steps 20 to 100 times slower).
-    """
+    """Run one command and give its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "validate": validate, "export": export}
+    commands: dict[str, Command] = {"train": train, "validate": validate, "export": export}
     if not words or "--help" in words or "-h" in words:
         from rl_trainer.help_text import help_text
 
         say(help_text(USAGE))
         return 0 if words else MISTAKE
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    configure_logs()
-    command = commands.get(words[0])
-    if command is None:
-        return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.")
-    try:
-        return command(words[1:])
-    except (SettingsError, DataError, MissingExtraError) as error:
-        return complain(str(error))
-    except CheckpointError as error:
-        return complain(str(error), status=FAILED)
-    except RLError as error:
-        return complain(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), status=FAILED)
-    except KeyboardInterrupt:
-        return 130
+    return run_command(words, commands)
 
 
 def train(words: list[str]) -> int:
@@ -101,18 +79,6 @@ def validate(words: list[str]) -> int:
     check_settings(settings)
     for name, value in asyncio.run(validate_policy(settings, read_inputs(settings))).items():
         say(f"{name} {value:.4f}")
-    return 0
-
-
-def export(words: list[str]) -> int:
-    """`export CHECKPOINT FOLDER`."""
-    if len(words) != 2:
-        raise SettingsError("export takes a checkpoint (or a run folder) and the folder to write.")
-    from rl_trainer.policies import export_policy
-
-    target = Path(words[1])
-    source = export_policy(Path(words[0]), target)
-    say(f"exported {source} to {target}")
     return 0
 
 

@@ -1,13 +1,9 @@
 """One attempt at a run: start the parts, train, and leave the folder fit to go on from."""
 
-import time
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from rl_core.errors import CheckpointError
 from rl_distill.checkpoint_store import CheckpointStore, Saved
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher.service import TeacherService
@@ -17,6 +13,7 @@ from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
+from rl_trainer.attempt import Attempt, Outcome
 from rl_trainer.checkpoints import TrainerState, read_trainer_state
 from rl_trainer.distilling import learns_from_rewards
 from rl_trainer.engines import make_engine
@@ -30,19 +27,6 @@ from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopRequestedError, StopSignal
 from rl_trainer.teachers import make_teachers
 from rl_trainer.trackers import make_trackers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How an attempt ended.
-
-    Attributes:
-        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it.
-        summary: What `summary.json` says.
-    """
-
-    exit_status: int
-    summary: Mapping[str, Any]
 
 
 class Session:
@@ -60,8 +44,7 @@ class Session:
             folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=self._say_saved
         )
         self._state = TrainerState()
-        self._earlier_wall_s = 0.0
-        self._started = time.perf_counter()
+        self._attempt = Attempt(settings, folder, console=console, events=self._events, store=self._store)
 
     async def run(self) -> Outcome:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
@@ -73,21 +56,21 @@ class Session:
             try:
                 await self._train(stack, stop)
             except StopRequestedError:
-                return self._stopped(stop)
+                return self._attempt.stopped(self._state, stop)
             except BaseException as error:
                 with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
                     self._store.close()
-                self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=self._state.step)
+                self._attempt.failed(self._state, error)
                 raise
-            return self._finished()
+            return self._attempt.finished(self._state)
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         settings, console = self._settings, self._console
-        checkpoint = self._find_checkpoint()
+        checkpoint = self._attempt.find_checkpoint()
         source = PromptSource(self._inputs.train, seed=settings.run.seed)
         if checkpoint is not None:
             self._state = read_trainer_state(checkpoint)
-            self._earlier_wall_s = self._state.wall_s
+            self._attempt.resumes(checkpoint, self._state)
             source.restore(self._state.prompt_source)
             if self._state.step == settings.trainer.steps and self._state.unlogged is None:
                 console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
@@ -186,26 +169,12 @@ class Session:
             save_checkpoint=lambda state: self._save(state, learners),
         )
 
-    def _find_checkpoint(self) -> Path | None:
-        def passed_over(error: CheckpointError) -> None:
-            self._console.say(f"passing over a broken checkpoint: {error}")
-            self._events.write("checkpoint_broken", error=str(error))
-
-        checkpoint = self._store.newest(passed_over)
-        if checkpoint is not None:
-            self._console.say(f"resuming from {checkpoint}")
-            self._events.write("run_resumed", checkpoint=str(checkpoint))
-        return checkpoint
-
     def _keep_state(self, state: TrainerState) -> None:
         self._state = state
 
-    def _wall_s(self) -> float:
-        return self._earlier_wall_s + time.perf_counter() - self._started
-
     def _save(self, state: TrainerState, learners: Learners) -> None:
         in_background = self._settings.trainer.background_checkpoints
-        content = asdict(replace(state, wall_s=self._wall_s()))
+        content = asdict(replace(state, wall_s=self._attempt.wall_s))
         self._store.begin(state.step, content, lambda folder: learners.save(folder, in_background=in_background))
         if not in_background:
             self._store.wait()
@@ -221,38 +190,3 @@ class Session:
         with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
             self._save(self._state, learners)
             self._store.wait()
-
-    def _summary(self, status: str) -> dict[str, Any]:
-        state = self._state
-        newest = self._store.steps()[-1:]
-        return {
-            "status": status,
-            "steps": state.step,
-            "wall_s": round(self._wall_s(), 2),
-            "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
-            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
-            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
-            "test_accuracy_first": state.results.get("test_accuracy_first"),
-            "test_accuracy_last": state.results.get("test_accuracy_last"),
-            "num_samples": state.num_samples,
-            "policy_version": state.policy_version,
-            "seed": self._settings.run.seed,
-            "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
-        }
-
-    def _stopped(self, stop: StopSignal) -> Outcome:
-        summary = self._summary("stopped")
-        self._folder.write_summary(summary)
-        self._events.write("run_stopped", step=self._state.step, signal=stop.number)
-        self._console.say(f"stopped after step {self._state.step}; go on with --resume")
-        return Outcome(exit_status=stop.exit_status, summary=summary)
-
-    def _finished(self) -> Outcome:
-        summary = self._summary("finished")
-        file = self._folder.write_summary(summary)
-        self._events.write("run_finished", **summary)
-        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
-        self._console.summary(
-            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file}
-        )
-        return Outcome(exit_status=0, summary=summary)
