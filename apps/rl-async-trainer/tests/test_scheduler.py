@@ -69,6 +69,36 @@ def test_the_learner_waits_for_a_slow_group_before_it_would_be_stale():
     assert scheduler.next_step() == ("p0", "p4", "p5")
 
 
+def test_groups_of_older_weights_than_were_told_do_not_stop_the_learner():
+    """The engines took up version 1 late: what began under it is of version 0, and more than can be trained in time."""
+    scheduler = Scheduler(replace(ON_POLICY, max_staleness=1))
+    first = issue(scheduler, 0)
+    for uid in first[:3]:
+        scheduler.settled(uid, oldest_version=0)
+    scheduler.trained(scheduler.next_step() or ())
+    scheduler.published(1)
+    second = issue(scheduler, 6)
+    for uid in (*first[3:], *second):
+        scheduler.settled(uid, oldest_version=0)
+    scheduler.trained(scheduler.next_step() or ())
+    assert scheduler.num_steps == 2
+    assert scheduler.stale() == tuple(second)
+    for uid in scheduler.stale():
+        scheduler.reissued(uid)
+    scheduler.published(2)
+    assert set(second) <= set(issue(scheduler, 9))
+
+
+def test_a_forced_step_whose_group_fails_is_made_of_what_is_there():
+    scheduler = Scheduler(replace(ON_POLICY, max_staleness=1))
+    uids = issue(scheduler, 0)
+    scheduler.force([uids[3:], uids[:3]])
+    scheduler.failed(uids[4])
+    for uid in (*uids[:4], uids[5]):
+        scheduler.settled(uid, oldest_version=0)
+    assert scheduler.next_step() == tuple(uids[:3])
+
+
 def test_a_group_that_failed_is_replaced_but_not_on_policy():
     stale = Scheduler(replace(ON_POLICY, max_staleness=1))
     issue(stale, 0)

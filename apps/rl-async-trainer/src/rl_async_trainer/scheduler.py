@@ -13,6 +13,8 @@ rules keep every group within it, so that none is ever dropped for its age:
    less those trained already. Otherwise the learner waits for the slow ones among them.
 
 By rule 1, rule 2 can always be kept: waiting is enough. Dropping late groups instead would favour short responses.
+Where engines serve older weights than the scheduler was told, more groups are ready than can be trained in time, and
+there is nothing to wait for: a step is taken, and what is past its deadline then is generated again.
 """
 
 from bisect import insort
@@ -162,8 +164,11 @@ class Scheduler:
         """A group is gone: all its sessions failed, or a filter refused it.
 
         Another prompt takes its place, except where sessions failed on policy: there the step goes without it, as a
-        synchronous one does.
+        synchronous one does. A step that was to be these very groups, and those after it, are made of what is there.
         """
+        without = next((index for index, step in enumerate(self._forced) if uid in step), len(self._forced))
+        while len(self._forced) > without:
+            self._forced.pop()
         if uid in self._inflight:
             del self._inflight[uid]
         elif uid in self._waiting:
@@ -297,7 +302,7 @@ class Scheduler:
         if not wanted or len(self._ready) < wanted:
             return None
         chosen = self._ready[:wanted]
-        if self._first_late(chosen) is not None:
+        if self._awaited(chosen):
             return None
         return tuple(sorted((uid for _, _, uid in chosen), key=lambda uid: self._groups[uid].order))
 
@@ -310,9 +315,8 @@ class Scheduler:
             missing = tuple(uid for uid in step if not self._is_ready(uid))
             return Blockage(num_ready=len(step) - len(missing), num_wanted=len(step), awaited=missing)
         wanted = self._num_wanted()
-        late = self._first_late(self._ready[:wanted])
-        awaited = [] if late is None else [uid for uid in self._inflight if (self._groups[uid].deadline or 0) <= late]
-        return Blockage(num_ready=len(self._ready), num_wanted=wanted, awaited=tuple(awaited))
+        awaited = self._awaited(self._ready[:wanted])
+        return Blockage(num_ready=len(self._ready), num_wanted=wanted, awaited=awaited)
 
     def stale(self) -> tuple[str, ...]:
         """Ready groups that are past their deadline, which happens only where a run was resumed with other settings."""
@@ -329,6 +333,13 @@ class Scheduler:
         if not self.options.is_on_policy:
             return self.options.groups_per_step
         return (self.num_steps + 1) * self.options.groups_per_step - self.num_trained - self.num_spent
+
+    def _awaited(self, chosen: Sequence[tuple[int, int, str]]) -> tuple[str, ...]:
+        """Groups in flight that a step of these would leave too late."""
+        late = self._first_late(chosen)
+        if late is None:
+            return ()
+        return tuple(uid for uid in self._inflight if (self._groups[uid].deadline or 0) <= late)
 
     def _first_late(self, chosen: Sequence[tuple[int, int, str]]) -> int | None:
         """The first version whose groups could not all be trained in time after a step of these; None if all can."""
