@@ -11,7 +11,8 @@ from rl_core.errors import EngineDiedError
 from rl_core.publish import ProofTolerances
 from rl_core.transports import TensorTransport
 from rl_core.weights import Canary, WeightUpdate
-from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
+from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
+from rl_rollout.engines.replicas import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine
 
 EXACT = ProofTolerances()
@@ -81,6 +82,26 @@ def an_update(version: int) -> WeightUpdate:
 def a_canary() -> Canary:
     """What scripted engines give it."""
     return Canary(sequences=[np.array([1, 2, 3], np.int32)], logprobs=[np.array([0, -1, -1], np.float32)])
+
+
+def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[Any]]) -> Any:
+    """Do something with replicas of these, which are closed in the end."""
+
+    async def go() -> Any:
+        engine = ReplicatedEngine([one.engine for one in held])
+        await engine.start()
+        try:
+            async with asyncio.timeout(20):
+                return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(go())
+
+
+def ask(engine: ReplicatedEngine, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
+    """Begin a request for each seed."""
+    return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

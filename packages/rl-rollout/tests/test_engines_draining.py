@@ -1,12 +1,12 @@
 """Weights that come between responses: each response has one policy version."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, until
+from scripted_replicas import EXACT, Held, a_canary, an_update, ask, run_with, until
 
 from rl_core.errors import DeadlineError, EngineError, WeightProofError
 from rl_core.publish import PublishReport
@@ -17,27 +17,10 @@ from rl_rollout.engines.replicas import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 
 
-def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[Any]]) -> Any:
-    async def go() -> Any:
-        engine = ReplicatedEngine([one.engine for one in held])
-        await engine.start()
-        try:
-            async with asyncio.timeout(20):
-                return await work(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(go())
-
-
 def drain(engine: Any, version: int, **options: Any) -> "asyncio.Future[PublishReport]":
     return asyncio.ensure_future(
         publish_to(engine, an_update(version), canary=a_canary(), tolerances=EXACT, drain=True, **options)
     )
-
-
-def ask(engine: Any, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
-    return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
 
 
 def versions_of(answers: Sequence[Sequence[Generation]]) -> list[list[int]]:

@@ -1,12 +1,12 @@
 """Replicas that come and go while requests run."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, until
+from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, ask, run_with, until
 
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, WeightProofError
 from rl_core.weights import WeightReceipt, WeightUpdate
@@ -16,25 +16,8 @@ from rl_rollout.engines.replicas import ReplicatedEngine
 from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
 
 
-def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine], Awaitable[Any]]) -> Any:
-    async def go() -> Any:
-        engine = ReplicatedEngine([one.engine for one in held])
-        await engine.start()
-        try:
-            async with asyncio.timeout(20):
-                return await work(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(go())
-
-
 async def publish(engine: ReplicatedEngine, version: int) -> Any:
     return await engine.publish(an_update(version), canary=a_canary(), tolerances=EXACT)
-
-
-def ask(engine: ReplicatedEngine, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
-    return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
 
 
 def versions(engine: ScriptedEngine) -> list[int]:

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, until
+from scripted_replicas import EXACT, Held, a_canary, an_update, ask, until
 
 from rl_core.testing import FakeClock
 from rl_rollout.engines.engine_load import EngineLoad
-from rl_rollout.engines.protocol import Generation
 from rl_rollout.engines.replicas import ReplicatedEngine
 
 
@@ -26,10 +25,6 @@ def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine, FakeClock],
             await engine.close()
 
     return asyncio.run(go())
-
-
-def ask(engine: Any, *seeds: int, **options: Any) -> "list[asyncio.Future[list[Generation]]]":
-    return [asyncio.ensure_future(engine.generate(a_request(seed, **options))) for seed in seeds]
 
 
 def times(load: EngineLoad) -> tuple[float, float]:
