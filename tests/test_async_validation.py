@@ -71,7 +71,7 @@ def finished(
             "trainer__steps": STEPS,
             "trainer__keep_checkpoints": 5,
             "metrics__trackers": '["tensorboard", "wandb"]',
-            "metrics__log_validation_generations": SHOWN,
+            "metrics__log_val_generations": SHOWN,
         }
         assert train_async_here(run, **settings) == 0, output.read_text()
     return run, output.read_text()

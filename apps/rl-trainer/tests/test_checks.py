@@ -89,7 +89,7 @@ def test_defaults_are_possible(folder: Path) -> None:
         ("engine.max_num_batched_tokens", 1),
         ("algorithm.kl_coefficient", 0),
         ("algorithm.kl_horizon", 1),
-        ("metrics.log_validation_generations", 0),
+        ("metrics.log_val_generations", 0),
     ],
 )
 def test_least_values(folder: Path, name: str, least: int) -> None:

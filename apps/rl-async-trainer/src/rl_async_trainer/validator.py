@@ -185,7 +185,7 @@ class Validator:
             self._inputs.tokenizer,
             deadline_s=self._settings.rollout.deadline_s,
         )
-        count = self._settings.metrics.log_validation_generations
+        count = self._settings.metrics.log_val_generations
         drawn = draw_generations(samples, count=count, seed=DRAW_SEED, batches=numbers)
         if drawn:
             self._on_generations(batches[0].step, batches[0].split, drawn)

@@ -62,6 +62,6 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey) -
 
     metrics, groups = await validation_metrics(parts.settings, prompts, run)
     file = parts.folder.generations / f"{key.kind}_step_{key.step}.jsonl"
-    count = parts.settings.metrics.log_validation_generations
+    count = parts.settings.metrics.log_val_generations
     write_generations(file, groups, parts.inputs.tokenizer, count=count)
     return metrics

@@ -102,7 +102,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
         "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
         "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
-        "metrics.log_validation_generations": (settings.metrics.log_validation_generations, 0),
+        "metrics.log_val_generations": (settings.metrics.log_val_generations, 0),
     }
     for name, (value, least) in at_least.items():
         if not value >= least:

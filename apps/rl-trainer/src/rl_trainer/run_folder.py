@@ -65,7 +65,7 @@ CHANGEABLE_ON_RESUME = (
     "learner.num_threads",
     "metrics.console",
     "metrics.strict",
-    "metrics.log_validation_generations",
+    "metrics.log_val_generations",
     "metrics.trackers",
     "metrics.wandb_project",
     "distillation.cache",

@@ -305,7 +305,7 @@ class MetricSettings:
     Attributes:
         console: "auto" (a progress bar in a terminal, else plain lines), "bar", "lines" or "off".
         strict: Fail on a metric that is not defined, instead of a warning.
-        log_validation_generations: Validation responses that are shown, and written down, each time.
+        log_val_generations: Validation responses that are shown, and written down, each time.
         trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder) and "wandb" (offline where
             WANDB_MODE says so).
         wandb_project: wandb's project.
@@ -313,7 +313,7 @@ class MetricSettings:
 
     console: Literal["auto", "bar", "lines", "off"] = "auto"
     strict: bool = False
-    log_validation_generations: int = 20
+    log_val_generations: int = 20
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     wandb_project: str = "rl"
 
