@@ -54,6 +54,21 @@ def test_a_learner_that_raises_ends_the_run_with_its_trace(run: TinyRun) -> None
     assert "in train_step" in said
 
 
+def test_a_role_that_does_not_answer_is_killed_and_started_again(run: TinyRun) -> None:
+    with scripted_training(run, trainer__steps=STEPS, roles__heartbeat_deadline_s=6.0) as process:
+        wait_for_lines(process, run, 10)
+        stopped = pid_of(run, "learner")
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        assert process.wait() == 0, process.text
+        assert process.leftovers() == []
+    assert_trained_exactly_once(run, steps=STEPS)
+    events = read_events(run.run_folder / "events.jsonl")
+    assert "learner" in [event["role"] for event in events if event["event"] == "role_silent"]
+    died = [str(event["error"]) for event in events if event["event"] == "role_died" and event["role"] == "learner"]
+    assert any("did not answer for 6 s, and was killed" in error for error in died)
+
+
 def test_engines_that_always_fail_end_the_run_with_their_reason(run: TinyRun) -> None:
     said = failed_with(run, "engine:30")
     assert "the scripted engine fell off its bus" in said

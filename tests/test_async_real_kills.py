@@ -26,7 +26,8 @@ ON_POLICY: dict[str, Any] = {
     "policy__learner": "megatron",
 }
 IN_PROCESSES = {**ON_POLICY, "rollout__placement": "process", "roles__hang_deadline_s": 60.0}
-LOGS = {"rollouter": "rollouter-0", "learner": "learner-host-0", "engine": "transformers-engine-0"}
+LOGS = {"rollouter": "rollouter-0", "learner": "learner-host-0", "engine": "transformers-engine-0", "rank": "learner-1"}
+ROLES = ("engine", "learner", "rollouter")
 BY_ATTEMPT = ("fully_async/", "weights/", "rollout/", "timing_s/", "training/")
 """Metrics that count what an attempt did, or that are there only where something was published or saved again."""
 
@@ -70,7 +71,7 @@ def kill_roles(process: TrainProcess, run: TinyRun, roles: Sequence[str], draw: 
 
 def test_async_rollouter_learner_and_engine_killed_on_policy(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
     draw = random.Random(seed)
-    roles = draw.sample(sorted(LOGS), len(LOGS))
+    roles = draw.sample(ROLES, len(ROLES))
     with async_training(run, **IN_PROCESSES) as process:
         kill_roles(process, run, roles, draw)
         assert process.wait() == 0, f"seed {seed}, {roles}:\n{process.text}"
@@ -107,3 +108,17 @@ def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> No
     assert len(trained) == len(set(trained)) == 8 * PROMPTS_PER_STEP
     assert run_states(run.run_folder) == dict.fromkeys(run_states(run.run_folder), "done")
     assert set(run_states(run.run_folder)) == set(trained)
+
+
+def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
+    """What the other rank holds is of no use alone: the learner goes on from its checkpoint, with both."""
+    draw = random.Random(seed)
+    with async_training(run, **IN_PROCESSES, parallel__ranks=2, cluster__kind="process") as process:
+        kill_roles(process, run, ["rank"], draw)
+        assert process.wait() == 0, f"seed {seed}:\n{process.text}"
+        assert process.leftovers() == []
+    (death,) = [event for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "role_died"]
+    assert death["role"] == "learner"
+    assert "learner[1]" in str(death["error"])
+    assert run_history(run.run_folder).steps == run_history(undisturbed.run_folder).steps
+    assert list(run_states(run.run_folder).values()) == ["done"] * STEPS * PROMPTS_PER_STEP

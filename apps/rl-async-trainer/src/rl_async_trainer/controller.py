@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_async_trainer.checkpointing import Checkpointing
 from rl_async_trainer.controls import Controls
+from rl_async_trainer.heartbeats import Heart, Heartbeats, Link
 from rl_async_trainer.learner_link import LearnerLink, LearnerRestartedError
 from rl_async_trainer.messages import LearnerInfo, Packed, RollouterInfo, StepOrder, StepReport
 from rl_async_trainer.rollouts import Rollouts
@@ -87,6 +88,8 @@ class Controller:
         """
         work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
         work += [self._teachers.serve(), self._hear_stop()]
+        if self._settings.roles.kind != "inline":
+            work.append(self._heartbeats().run())
         tasks = [asyncio.create_task(one) for one in work]
         learning = tasks[0]
         try:
@@ -101,6 +104,16 @@ class Controller:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._c.validator.cancel()
+
+    def _heartbeats(self) -> Heartbeats:
+        links: dict[str, Link] = {"rollouter": self._rollouter, "learner": self._learner, "teachers": self._teachers}
+        hearts = {name: Heart(role=role, link=links[name]) for name, role in self._c.roles.all.items()}
+        return Heartbeats(
+            hearts,
+            deadline_s=self._settings.roles.heartbeat_deadline_s,
+            say=self._c.say,
+            progress=self._c.progress,
+        )
 
     async def save_stopped(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""

@@ -22,7 +22,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleContext
-from rl_core.errors import DeadlineError, NotReadyError
+from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.records import NO_VERSION, IntArray, Json
 from rl_core.transports import TensorTransport
 from rl_core.weights import WeightTransport
@@ -356,7 +356,12 @@ class LearnerHost:
             self._saved.append(saved)
 
     async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except RoleDiedError as error:  # a rank, without which the others cannot go on: all start again
+            if self._settings.roles.kind == "inline":
+                raise
+            raise SystemExit(f"the learner host ends, as {error}") from error
 
 
 def _staleness(batch: Batch, version: int) -> dict[str, float]:

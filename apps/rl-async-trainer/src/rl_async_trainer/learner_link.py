@@ -8,7 +8,7 @@ from typing import Any
 from rl_async_trainer.messages import LearnerInfo, Packed, StepOrder, StepReport
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
-from rl_core.cluster.lives import next_life, require_life
+from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import RoleDiedError
 from rl_core.records import Json
 from rl_distill.checkpoint_store import Saved
@@ -55,6 +55,11 @@ class LearnerLink:
         self._held: dict[int, IsCurrent] = {}
         self._info: LearnerInfo | None = None
         self.num_restarts = 0
+
+    @property
+    def is_started(self) -> bool:
+        """True while its ranks are there."""
+        return self._info is not None and self._life == self._role.incarnation
 
     def course(self) -> IsCurrent:
         """Tells later whether the learner has still done the steps that it has done now."""
@@ -123,6 +128,7 @@ class LearnerLink:
             require_life(self._role, life)
             return await self._role.call(method, *args)
         except RoleDiedError as error:
+            require_own_death(self._role, error)
             await self._revive(life, error)
             raise LearnerRestartedError(str(error)) from error
 

@@ -241,7 +241,11 @@ class Rollouter:
             doing=f"serves version {self._window.version}; engines {', '.join(load.state for load in loads)}",
             waits=tuple(waits),
             holds=tuple(running),
-            counts={"groups": float(len(running)), "samples in engines": float(num_running)},
+            counts={
+                "groups": float(len(running)),
+                "samples in engines": float(num_running),
+                "tokens": float(sum(load.num_tokens for load in loads)),
+            },
         )
 
     async def parts(self, deadline_s: float) -> list[RoleReport]:

@@ -8,7 +8,7 @@ from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, RollouterInf
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
-from rl_core.cluster.lives import next_life, require_life
+from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import RoleDiedError
 from rl_core.publish import PublishReport
 from rl_trainer.learning import proof_tolerances
@@ -43,6 +43,11 @@ class RollouterLink:
         self._num_engines: int | None = None
         self._info: RollouterInfo | None = None
         self.num_restarts = 0
+
+    @property
+    def is_started(self) -> bool:
+        """True while its engines are there."""
+        return self._info is not None and self._life == self._role.incarnation
 
     async def start(self) -> RollouterInfo:
         """Start its engines; again, where it dies meanwhile."""
@@ -117,6 +122,7 @@ class RollouterLink:
             require_life(self._role, life)
             return life, await self._role.call(method, *args, **kwargs)
         except RoleDiedError as error:
+            require_own_death(self._role, error)
             await self._revive(life, error)
             return life, None
 

@@ -47,6 +47,7 @@ class RoleSettings:
         controller_restarts: How often the run itself is started again when its process is killed.
         teacher_restarts: How often the process that asks the teachers is started again.
         start_deadline_s: Longest wait for a role to start.
+        heartbeat_deadline_s: A role that does not answer for so long is killed, and started again like one that died.
         hang_deadline_s: Time without any progress after which hang.json is written, which says who waits for whom.
         on_hang: Then "fail" the run, or only "report".
     """
@@ -57,7 +58,8 @@ class RoleSettings:
     controller_restarts: int = 5
     teacher_restarts: int = 5
     start_deadline_s: float = 900.0
-    hang_deadline_s: float = 1800.0
+    heartbeat_deadline_s: float = 300.0
+    hang_deadline_s: float = 5400.0
     on_hang: Literal["fail", "report"] = "fail"
 
 
@@ -74,6 +76,7 @@ class AsyncSettings(Settings):
         "roles.controller_restarts",
         "roles.teacher_restarts",
         "roles.start_deadline_s",
+        "roles.heartbeat_deadline_s",
         "roles.hang_deadline_s",
         "roles.on_hang",
     )
@@ -115,6 +118,7 @@ def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
             yield f"{name} must be at least {least}; found {value}."
     for name, number in (
         ("roles.start_deadline_s", roles.start_deadline_s),
+        ("roles.heartbeat_deadline_s", roles.heartbeat_deadline_s),
         ("roles.hang_deadline_s", roles.hang_deadline_s),
     ):
         if not number > 0:

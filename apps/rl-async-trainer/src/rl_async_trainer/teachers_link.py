@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_core.cluster import Role
-from rl_core.cluster.lives import next_life, require_life
+from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import NotReadyError, RoleDiedError
 
 
@@ -32,6 +32,7 @@ class TeachersLink:
             try:
                 await self._start(self._role)
             except RoleDiedError as error:
+                require_own_death(self._role, error)
                 await self._revive(self._role, error)
 
     async def serve(self) -> None:
@@ -44,7 +45,13 @@ class TeachersLink:
                 await self._start(self._role)
                 await self._role.call("serve")
             except RoleDiedError as error:
+                require_own_death(self._role, error)
                 await self._revive(self._role, error)
+
+    @property
+    def is_started(self) -> bool:
+        """True while the teachers are there."""
+        return self._role is not None and self._is_started and self._life == self._role.incarnation
 
     async def issued(self) -> None:
         """Say that prompts were issued."""

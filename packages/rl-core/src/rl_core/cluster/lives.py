@@ -1,4 +1,4 @@
-"""Which life of a role one speaks to."""
+"""Which life of a role one speaks to, and whether it was that one that died."""
 
 import asyncio
 
@@ -17,6 +17,12 @@ def require_life(role: Role, life: int) -> None:
     """
     if role.incarnation != life or role.state != "serving":
         raise role.death or RoleDiedError(f"{role.spec} died.", role=role.spec.name, rank=role.spec.rank)
+
+
+def require_own_death(role: Role, error: RoleDiedError) -> None:
+    """Raise an error that tells of another role's death, which this one only passed on."""
+    if error.role not in (None, role.spec.name):
+        raise error
 
 
 async def next_life(role: Role, life: int, error: Exception) -> int:

@@ -188,6 +188,19 @@ class Role:
         finally:
             self._mourners.discard(died)
 
+    async def fail(self, because: str) -> None:
+        """Kill its process, as if it had died by itself: it is started again where its policy says so.
+
+        Args:
+            because: Ends a sentence about it, such as "did not answer for 60 s, and was killed".
+        """
+        life = self._life
+        if life is None or self._state != "serving":
+            return
+        error = RoleDiedError(f"{self._spec} {because}.", role=self._spec.name, rank=self._spec.rank)
+        self._has_died(life, error)
+        await life.kill(because)
+
     async def close(self) -> None:
         """Call the object's `close`, where it has one, and end its process with its children. Can be called twice."""
         life = self._life

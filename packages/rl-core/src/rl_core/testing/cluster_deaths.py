@@ -166,6 +166,22 @@ class RestartChecks(ClusterChecks):
 
         self.with_cluster(use)
 
+    def test_a_role_that_is_made_to_fail_is_started_again(self) -> None:
+        async def use(cluster: Cluster) -> None:
+            restart = RestartPolicy(max_restarts=1, backoff_s=0.0)
+            role = await cluster.start(echo(restart=restart), deadline_s=START_S)
+            lost = asyncio.ensure_future(role.call("wait_forever"))
+            await role.call("greet", "you")
+            os.kill(role.pid, signal.SIGSTOP)
+            with within(NOTICED_S):
+                await role.fail("did not answer, and was killed")
+            with refuses(RoleDiedError, "did not answer, and was killed"):
+                await lost
+            assert await role.call("greet", "you") == "hello you!"
+            assert role.incarnation == 2
+
+        self.with_cluster(use)
+
     def test_close_breaks_a_restart_off(self) -> None:
         async def use(cluster: Cluster) -> None:
             restart = RestartPolicy(max_restarts=1, backoff_s=60.0)
