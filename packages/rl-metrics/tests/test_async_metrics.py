@@ -36,6 +36,7 @@ def test_staleness_and_spans_by_hand():
         "fully_async/partial/partial_ratio": 0.5,
         "fully_async/partial/max_partial_span": 2.0,
         "fully_async/partial/mean_partial_span": 1.5,
+        "fully_async/count/stale_trajectory_processed": 4.0,
     }
 
 
@@ -44,6 +45,11 @@ def test_a_group_is_as_stale_as_its_oldest_token():
     assert found["fully_async/staleness/mean"] == 1.5
     assert found["fully_async/staleness/max"] == 3.0
     assert found["fully_async/partial/partial_ratio"] == 0.25
+
+
+def test_a_trajectory_is_stale_when_any_token_is_older_than_the_policy():
+    found = summarize_staleness([6, 5, 6, 4], [6, 6, 6, 4], policy_version=6, group_index=[7, 7, 2, 2])
+    assert found["fully_async/count/stale_trajectory_processed"] == 2
 
 
 def test_on_policy_is_zero_everywhere():
@@ -59,7 +65,7 @@ def test_a_newer_policy_adds_its_distance_and_changes_no_span(versions, ahead):
     near = summarize_staleness(oldest, newest, policy_version=9)
     far = summarize_staleness(oldest, newest, policy_version=9 + ahead)
     for name, value in near.items():
-        assert far[name] == pytest.approx(value + (ahead if "staleness" in name else 0))
+        assert far[name] == pytest.approx(value + (ahead if "/staleness/" in name else 0)) or "/count/" in name
 
 
 def test_every_name_is_defined():

@@ -141,7 +141,6 @@ EMITTED = [
     "perf/trainer_tokens_per_s",
     "perf/teacher_tokens_per_s",
     "timing_s/wait_rollouts",
-    "timing_s/validate",
     "validation/policy_version/min",
     "validation/policy_version/max",
 ]

@@ -8,7 +8,8 @@ from rl_async_trainer.messages import Packed, StepReport
 from rl_async_trainer.scheduler import Scheduler
 from rl_core.publish import PublishReport
 
-GENERATED = "fully_async/count/total_generated_samples"
+ADDED_UP = ("fully_async/count/total_generated_samples", "fully_async/count/stale_trajectory_processed")
+"""Counts that are told of each step, and said of the whole attempt."""
 
 
 class StepMetrics:
@@ -20,7 +21,7 @@ class StepMetrics:
         self._dropped: Counter[str] = Counter()
         self._updates: dict[str, float] = {}
         self._saved_s: float | None = None
-        self._generated = 0.0
+        self._so_far = dict.fromkeys(ADDED_UP, 0.0)
 
     def step_ended(self) -> float:
         """Seconds since the step before."""
@@ -71,15 +72,17 @@ class StepMetrics:
             restarts: Of each role, so far.
         """
         metrics = dict(window) | dict(report.metrics) | self._updates
-        self._generated += window.get(GENERATED, 0.0)
-        metrics[GENERATED] = self._generated
         self._updates = {}
+        for name in ADDED_UP:
+            self._so_far[name] += metrics.get(name, 0.0)
+        metrics |= self._so_far
         metrics |= {
             "timing_s/step": wall_s,
             "timing_s/wait_rollouts": max(wall_s - report.busy_s, 0.0),
             "fully_async/trainer/idle_ratio": min(max(1.0 - report.busy_s / max(wall_s, 1e-9), 0.0), 1.0),
             "fully_async/count/current_param_version": float(scheduler.served_version),
             "fully_async/count/dropped_stale_samples": float(self._dropped["stale"]),
+            "fully_async/count/staleness_samples": float(scheduler.num_inflight + scheduler.num_ready),
             "fully_async/queue/ready_groups": float(scheduler.num_ready),
             "fully_async/queue/inflight_groups": float(scheduler.num_inflight),
             "fully_async/queue/issued_groups": float(scheduler.num_waiting),

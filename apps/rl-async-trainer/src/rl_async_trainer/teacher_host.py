@@ -36,6 +36,7 @@ class TeacherHost:
         self._folder = folder
         self._service: TeacherService | None = None
         self._events: list[dict[str, Any]] = []
+        self._window_began = time.monotonic()
 
     async def start(self) -> None:
         """Start every teacher.
@@ -46,6 +47,7 @@ class TeacherHost:
         self._service = make_teachers(self._settings, log_directory=self._folder / "logs", say=self._say)
         if self._service is not None:
             await self._service.start()
+        self._window_began = time.monotonic()
 
     async def serve(self) -> None:
         """Score what arrives, until the run ends.
@@ -61,8 +63,12 @@ class TeacherHost:
 
     async def window(self) -> dict[str, Any]:
         """`metrics` and `events` since the last call."""
+        report, now = self._started.take_report(), time.monotonic()
+        elapsed_s, self._window_began = now - self._window_began, now
+        num_tokens = sum(one.num_tokens for one in report.teachers.values())
         events, self._events = self._events, []
-        return {"metrics": teacher_metrics(self._started.take_report()), "events": events}
+        metrics = teacher_metrics(report) | {"perf/teacher_tokens_per_s": num_tokens / max(elapsed_s, 1e-9)}
+        return {"metrics": metrics, "events": events}
 
     async def report(self) -> RoleView:
         """What it does, for `status`, and for who looks for the reason of a hang."""

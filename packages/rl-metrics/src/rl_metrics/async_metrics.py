@@ -39,7 +39,7 @@ def summarize_staleness(
     policy_version: int,
     group_index: ArrayLike | None = None,
 ) -> dict[str, float]:
-    """`fully_async/staleness/*` over groups, and `fully_async/partial/*` over trajectories.
+    """`fully_async/staleness/*` over groups; over trajectories `fully_async/partial/*`, and how many are stale.
 
     Args:
         oldest_versions: [N] int, of each trajectory's trained tokens.
@@ -70,7 +70,12 @@ def summarize_staleness(
             f"versions must rise from a trajectory's oldest to its newest and to the policy's {policy_version}; found "
             f"{oldest[row]} and {newest[row]} in row {row}. Was it made for later weights, or are the two exchanged?"
         )
-    return _staleness(oldest, groups, policy_version) | _partial(newest - oldest)
+    num_stale = float((oldest < policy_version).sum())
+    return {
+        **_staleness(oldest, groups, policy_version),
+        **_partial(newest - oldest),
+        "fully_async/count/stale_trajectory_processed": num_stale,
+    }
 
 
 def _staleness(oldest: Array, groups: Array, policy_version: int) -> dict[str, float]:

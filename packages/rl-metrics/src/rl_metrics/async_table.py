@@ -24,7 +24,7 @@ ASYNC = (
     one(
         "fully_async/count/stale_trajectory_processed",
         "trajectories",
-        "Trajectories with a token of older weights than those that they trained, so far.",
+        "Trajectories with a token of older weights than those that they trained, in this attempt.",
     ),
     one("fully_async/count/current_param_version", "versions", "Weight updates published so far."),
     one("fully_async/count/total_generated_samples", "groups", "Groups that were generated so far."),
@@ -34,7 +34,11 @@ ASYNC = (
         "Groups dropped so far as they were too stale.",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
-    one("fully_async/count/staleness_samples", "groups", "Groups issued, generated or waiting, and not yet trained."),
+    one(
+        "fully_async/count/staleness_samples",
+        "groups",
+        "Groups that were started and are not trained: in flight or ready.",
+    ),
     one(
         "fully_async/count/dropped/{reason}",
         "groups",
@@ -104,7 +108,6 @@ ASYNC = (
     one("perf/trainer_tokens_per_s", "tokens/s", "Tokens trained a second since the step before, waiting included."),
     one("perf/teacher_tokens_per_s", "tokens/s", "Tokens scored a second since the step before, by all teachers."),
     seconds("wait_rollouts", "Waiting for the groups of the step"),
-    seconds("validate", "Validations beside the training, from their issue to their last sample"),
     one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
     one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),
 )

@@ -275,7 +275,7 @@ TIMING = (
     seconds("update_actor", "Forward, backward and optimizer step of the policy"),
     seconds("update_critic", "Forward, backward and optimizer step of the critic"),
     seconds("update_weights", "Publishing weights to the engines, proof included"),
-    seconds("testing", "Validation"),
+    seconds("testing", "Validation, also one beside the training, from its issue to its last sample"),
     seconds("save_checkpoint", "Writing a checkpoint"),
     seconds("dump_rollout_generations", "Writing the step's generations"),
     one("perf/total_num_tokens", "tokens", "Prompt and response tokens of the batch.", reduction="sum"),

@@ -1,0 +1,46 @@
+"""What a step is said to have cost: counts of the attempt, and shares of the time."""
+
+import pytest
+
+from rl_async_trainer.messages import StepReport
+from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
+from rl_async_trainer.step_metrics import StepMetrics
+
+GENERATED = "fully_async/count/total_generated_samples"
+STALE = "fully_async/count/stale_trajectory_processed"
+
+
+def of_step(
+    metrics: StepMetrics, scheduler: Scheduler, *, generated: float = 0.0, stale: float = 0.0, wall_s: float = 10.0
+) -> dict[str, float]:
+    report = StepReport(metrics={STALE: stale}, num_trajectories=4, kl={}, busy_s=6.0)
+    window = {GENERATED: generated}
+    return metrics.of_step(report, window, wall_s=wall_s, scheduler=scheduler, stats={}, restarts={"learner": 1})
+
+
+def test_counts_of_steps_are_added_up() -> None:
+    metrics, scheduler = StepMetrics(), Scheduler(ScheduleOptions(groups_per_step=2, num_steps=4))
+    first = of_step(metrics, scheduler, generated=5, stale=0)
+    second = of_step(metrics, scheduler, generated=3, stale=2)
+    third = of_step(metrics, scheduler, generated=0, stale=1)
+    assert [found[GENERATED] for found in (first, second, third)] == [5, 8, 8]
+    assert [found[STALE] for found in (first, second, third)] == [0, 2, 3]
+
+
+def test_groups_in_flight_and_ready_are_those_that_can_grow_stale() -> None:
+    metrics, scheduler = StepMetrics(), Scheduler(ScheduleOptions(groups_per_step=2, num_steps=4))
+    scheduler.issued(["a", "b", "c", "d", "e"])
+    scheduler.started(["a", "b", "c", "d"])
+    scheduler.settled("b", oldest_version=0)
+    found = of_step(metrics, scheduler)
+    assert found["fully_async/count/staleness_samples"] == 4
+    assert found["fully_async/queue/inflight_groups"] == 3
+    scheduler.settled("a", oldest_version=0)
+    scheduler.trained(["a", "b"])
+    assert of_step(metrics, scheduler)["fully_async/count/staleness_samples"] == 2
+
+
+def test_the_learner_idles_when_it_works_on_no_step() -> None:
+    metrics, scheduler = StepMetrics(), Scheduler(ScheduleOptions(groups_per_step=2, num_steps=4))
+    assert of_step(metrics, scheduler, wall_s=8)["fully_async/trainer/idle_ratio"] == pytest.approx(0.25)
+    assert of_step(metrics, scheduler, wall_s=5)["fully_async/trainer/idle_ratio"] == 0

@@ -1,0 +1,38 @@
+"""An asynchronous run emits what the table of metrics says of it."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from async_runs import train_async_here
+from tiny_run import REWARDS_PER_STEP, make_tiny_run
+
+from rl_metrics.async_table import ASYNC
+from rl_metrics.definitions import MetricTable
+from rl_metrics.trackers.jsonl import read_metrics
+
+STEPS = 4
+NEED_A_CAUSE = {
+    "fully_async/count/dropped/{reason}": "groups that fail, are refused, lost or too stale",
+    "perf/teacher_tokens_per_s": "teachers",
+}
+
+
+def unsaid(names: Collection[str]) -> list[str]:
+    """Metrics of the asynchronous trainer that no name is one of."""
+    tables = {metric.name: MetricTable([metric]) for metric in ASYNC}
+    return [metric for metric, table in tables.items() if not any(name in table for name in names)]
+
+
+def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> None:
+    run = make_tiny_run(tmp_path)
+    assert train_async_here(run, policy__learner="torch", trainer__steps=STEPS) == 0
+    rows = [row.metrics for row in read_metrics(run.run_folder / "metrics.jsonl") if row.step]
+    assert unsaid({name for row in rows for name in row}) == sorted(NEED_A_CAUSE)
+    last = rows[-1]
+    assert last["fully_async/count/total_generated_samples"] >= STEPS * REWARDS_PER_STEP
+    assert 0 < last["fully_async/count/stale_trajectory_processed"] <= last["fully_async/count/total_generated_samples"]
+    assert all(
+        row["fully_async/count/staleness_samples"]
+        == row["fully_async/queue/inflight_groups"] + row["fully_async/queue/ready_groups"]
+        for row in rows
+    )
