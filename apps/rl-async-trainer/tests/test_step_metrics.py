@@ -5,6 +5,7 @@ import pytest
 from rl_async_trainer.messages import StepReport
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.step_metrics import StepMetrics
+from rl_core.testing import FakeClock
 
 GENERATED = "fully_async/count/total_generated_samples"
 STALE = "fully_async/count/stale_trajectory_processed"
@@ -40,7 +41,17 @@ def test_groups_in_flight_and_ready_are_those_that_can_grow_stale() -> None:
     assert of_step(metrics, scheduler)["fully_async/count/staleness_samples"] == 2
 
 
-def test_the_learner_idles_when_it_works_on_no_step() -> None:
-    metrics, scheduler = StepMetrics(), Scheduler(ScheduleOptions(groups_per_step=2, num_steps=4))
-    assert of_step(metrics, scheduler, wall_s=8)["fully_async/trainer/idle_ratio"] == pytest.approx(0.25)
-    assert of_step(metrics, scheduler, wall_s=5)["fully_async/trainer/idle_ratio"] == 0
+def test_of_the_idle_time_the_wait_for_rollouts_is_told_apart() -> None:
+    """8 s, of which 6 are work; of the other two 1.5 are a wait for groups."""
+    clock = FakeClock()
+    metrics, scheduler = StepMetrics(clock), Scheduler(ScheduleOptions(groups_per_step=2, num_steps=4))
+    with metrics.waiting():
+        clock.advance(1.5)
+    clock.advance(6.5)
+    first = of_step(metrics, scheduler, wall_s=metrics.step_ended())
+    assert first["timing_s/step"] == 8
+    assert first["fully_async/trainer/idle_ratio"] == pytest.approx(0.25)
+    assert first["timing_s/wait_rollouts"] == 1.5
+    clock.advance(6)
+    second = of_step(metrics, scheduler, wall_s=metrics.step_ended())
+    assert (second["fully_async/trainer/idle_ratio"], second["timing_s/wait_rollouts"]) == (0, 0)

@@ -134,7 +134,7 @@ EMITTED = [
     "fully_async/weight_update/update_s",
     "fully_async/weight_update/proof_s",
     "fully_async/weight_update/drain_s",
-    "fully_async/restarts/engine",
+    "fully_async/restarts/engines",
     "fully_async/engines/serving",
     "fully_async/engines/total",
     "perf/rollouter_tokens_per_s",

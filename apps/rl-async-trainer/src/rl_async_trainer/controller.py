@@ -171,7 +171,9 @@ class Controller:
                 if self._scheduler.is_done:
                     await self._finish()
                     return
-                await self._step(await self._next_groups())
+                with self._metrics.waiting():
+                    uids = await self._next_groups()
+                await self._step(uids)
             except LearnerRestartedError:
                 continue  # the scheduler was set back to the learner's checkpoint
 

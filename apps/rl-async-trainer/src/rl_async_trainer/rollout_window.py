@@ -123,6 +123,7 @@ class RolloutWindow:
         metrics = {
             "fully_async/engines/total": float(len(loads)),
             "fully_async/engines/serving": float(sum(load.state == "serving" for load in loads)),
+            "fully_async/restarts/engines": float(sum(load.num_restarts for load in loads)),
             "perf/rollouter_tokens_per_s": tokens / elapsed_s,
         }
         if busy_s + idle_s > 0:

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rl_async_trainer.messages import Packed, StepReport
 from rl_async_trainer.scheduler import Scheduler
@@ -15,9 +16,15 @@ ADDED_UP = ("fully_async/count/total_generated_samples", "fully_async/count/stal
 class StepMetrics:
     """Metrics of the steps of one attempt at a run."""
 
-    def __init__(self) -> None:
-        """Begin to count."""
-        self._last_end = time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begin to count.
+
+        Args:
+            clock: Seconds.
+        """
+        self._clock = clock
+        self._last_end = clock()
+        self._waited_s = 0.0
         self._dropped: Counter[str] = Counter()
         self._updates: dict[str, float] = {}
         self._saved_s: float | None = None
@@ -25,9 +32,18 @@ class StepMetrics:
 
     def step_ended(self) -> float:
         """Seconds since the step before."""
-        now = time.perf_counter()
+        now = self._clock()
         wall_s, self._last_end = now - self._last_end, now
         return wall_s
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds as a wait for the groups of the next step."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock() - began
 
     def dropped(self, reason: str, count: int = 1) -> None:
         """Count groups that no step will have, or that are generated again."""
@@ -72,13 +88,13 @@ class StepMetrics:
             restarts: Of each role, so far.
         """
         metrics = dict(window) | dict(report.metrics) | self._updates
-        self._updates = {}
+        self._updates, waited_s, self._waited_s = {}, self._waited_s, 0.0
         for name in ADDED_UP:
             self._so_far[name] += metrics.get(name, 0.0)
         metrics |= self._so_far
         metrics |= {
             "timing_s/step": wall_s,
-            "timing_s/wait_rollouts": max(wall_s - report.busy_s, 0.0),
+            "timing_s/wait_rollouts": metrics.get("timing_s/wait_rollouts", 0.0) + waited_s,
             "fully_async/trainer/idle_ratio": min(max(1.0 - report.busy_s / max(wall_s, 1e-9), 0.0), 1.0),
             "fully_async/count/current_param_version": float(scheduler.served_version),
             "fully_async/count/dropped_stale_samples": float(self._dropped["stale"]),

@@ -9,7 +9,8 @@ ASYNC = (
     mean(
         "fully_async/trainer/idle_ratio",
         "1",
-        "Share of the time since the step before in which the learner waited for rollouts.",
+        "Share of the time since the step before in which the learner did not work on a step: waiting for rollouts, "
+        "packing weights, waiting for the publication before, a checkpoint, a validation that the step waits for.",
         over="step",
         healthy=Band(high=0.1, source=GUIDE),
     ),
@@ -27,11 +28,15 @@ ASYNC = (
         "Trajectories with a token of older weights than those that they trained, in this attempt.",
     ),
     one("fully_async/count/current_param_version", "versions", "Weight updates published so far."),
-    one("fully_async/count/total_generated_samples", "groups", "Groups that were generated so far."),
+    one(
+        "fully_async/count/total_generated_samples",
+        "trajectories",
+        "Trajectories that engines, or a skip cache, gave in this attempt; those of refused groups too.",
+    ),
     one(
         "fully_async/count/dropped_stale_samples",
         "groups",
-        "Groups dropped so far as they were too stale.",
+        "Groups dropped in this attempt as they were too stale.",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
     one(
@@ -42,7 +47,7 @@ ASYNC = (
     one(
         "fully_async/count/dropped/{reason}",
         "groups",
-        "Groups dropped so far for this reason: stale, failed, refused, aborted, lost.",
+        "Groups dropped in this attempt for this reason: stale, failed, refused, aborted, lost.",
     ),
     one(
         "fully_async/partial/total_partial_num",
@@ -101,13 +106,22 @@ ASYNC = (
         "In which whole rollouts were waited for, or partial ones paused, before updates.",
         reduction="sum",
     ),
-    one("fully_async/restarts/{role}", "times", "Processes of this role that died and were started again, so far."),
+    one(
+        "fully_async/restarts/{role}",
+        "times",
+        "How often this role died and was started again in this attempt: rollouter, learner, teachers.",
+    ),
+    one(
+        "fully_async/restarts/engines",
+        "times",
+        "How often the engines that there are died and were started again since their rollouter started, together.",
+    ),
     one("fully_async/engines/serving", "engines", "Engines that serve the current weights."),
     one("fully_async/engines/total", "engines", "Engines that there are."),
     one("perf/rollouter_tokens_per_s", "tokens/s", "Tokens generated a second since the step before, by all engines."),
-    one("perf/trainer_tokens_per_s", "tokens/s", "Tokens trained a second since the step before, waiting included."),
+    one("perf/trainer_tokens_per_s", "tokens/s", "Tokens trained by the second of work on the step, without waiting."),
     one("perf/teacher_tokens_per_s", "tokens/s", "Tokens scored a second since the step before, by all teachers."),
-    seconds("wait_rollouts", "Waiting for the groups of the step"),
+    seconds("wait_rollouts", "Waiting for the groups of the step and their scores, or for the end of a broadcast"),
     one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
     one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),
 )
