@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rl_async_trainer.group_events import is_refused
 from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.record import History
 from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
@@ -90,7 +91,7 @@ def _redo_spent(
 ) -> None:
     """On policy, groups that failed after the checkpoint count for their step as they did before."""
     if options.is_on_policy:
-        failed = sum(entry.state == "dropped" and not (entry.reason or "").startswith("refused") for entry in ledger)
+        failed = sum(entry.state == "dropped" and not is_refused(entry) for entry in ledger)
         scheduler.num_spent = max(state.num_spent, failed)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rl_async_trainer.group_events import refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.messages import Dispatch, GroupEvent, RollouterInfo
 from rl_async_trainer.role_parts import ENGINE, engine_reports
@@ -365,7 +366,7 @@ class Rollouter:
 
     def _refuse(self, group: GroupResult, reason: str, missing: frozenset[int]) -> None:
         for index in sorted(missing):
-            self._queue.fail(group.prompt.uid, index, reason=f"refused by {self._settings.refill.filter}: {reason}")
+            self._queue.fail(group.prompt.uid, index, reason=refusal(self._settings.refill.filter, reason))
 
     def _refusal(self, group: GroupResult) -> str | None:
         """Why the filter refuses a group; None too where a step's worth of rounds was refused since the last update."""

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from rl_async_trainer.controls import Controls
+from rl_async_trainer.group_events import queued_event
 from rl_async_trainer.messages import Dispatch, GroupEvent
+from rl_async_trainer.record import FILE
 from rl_async_trainer.rollouter_link import RollouterLink
 from rl_async_trainer.step_metrics import StepMetrics
 from rl_core.errors import RoleDiedError
@@ -15,7 +17,7 @@ class Rollouts:
 
     Attributes:
         link: Calls the rollouter.
-        last_failure: Why the last group that is gone went.
+        last_failure: Why the last group that is gone went; before that, where to look for it.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Rollouts:
         self._on_weights_lost = on_weights_lost
         self._is_feeding = False
         self._num_lost = 0
-        self.last_failure = ""
+        self.last_failure = f"in an earlier attempt; {FILE} has the reasons"
         self.link = RollouterLink(controls.roles.rollouter, controls.settings, on_lost=self._is_lost)
 
     async def let_feed(self) -> None:
@@ -113,11 +115,9 @@ class Rollouts:
         if not uids:
             return
         for entry in await asyncio.to_thread(self._c.queue.ledger):
-            if entry.prompt_uid in uids and entry.state == "settled":
-                oldest, newest = entry.policy_versions or (None, None)
-                self._take(GroupEvent(uid=entry.prompt_uid, oldest=oldest, newest=newest))
-            elif entry.prompt_uid in uids and entry.state == "dropped":
-                self._take(GroupEvent(uid=entry.prompt_uid, failure=entry.reason or "dropped"))
+            event = queued_event(entry) if entry.prompt_uid in uids else None
+            if event is not None:
+                self._take(event)
         self._changed.notify_all()
 
     def _take(self, event: GroupEvent) -> None:

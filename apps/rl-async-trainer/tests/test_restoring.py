@@ -1,0 +1,53 @@
+"""The schedule of a run that goes on: what the ledger says of groups counts as it did before."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from rl_async_trainer.group_events import refusal
+from rl_async_trainer.messages import TRAIN
+from rl_async_trainer.record import History
+from rl_async_trainer.restoring import restore_schedule
+from rl_async_trainer.run_state import AsyncState
+from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
+from rl_async_trainer.supply import PromptSupply
+from rl_async_trainer.validation_run import validation_task
+from rl_core import InProcessQueue, TaskSpec
+from rl_core.testing import make_prompts
+
+ON_POLICY = ScheduleOptions(groups_per_step=4, num_steps=3, max_staleness=0, sync_every=1)
+
+
+def queue_of(num_prompts: int) -> InProcessQueue:
+    """A queue that was issued the first prompts, each with two sessions."""
+    queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"})), validation_task()])
+    queue.issue(make_prompts(num_prompts), num_sessions=2)
+    return queue
+
+
+def restored(queue: InProcessQueue) -> Scheduler:
+    """The schedule of a new attempt, without a checkpoint."""
+    source: Any = SimpleNamespace(next=make_prompts)
+    supply = PromptSupply(source)
+    return restore_schedule(ON_POLICY, AsyncState(), queue, supply, History())
+
+
+def test_groups_that_a_filter_refused_are_replaced_when_an_on_policy_run_goes_on():
+    queue = queue_of(6)
+    for uid in ("p0", "p1", "p2", "p3"):
+        for index in range(2):
+            queue.fail(uid, index, reason=refusal("reward_spread", "all rewards are 1"))
+    scheduler = restored(queue)
+    assert scheduler.num_spent == 0
+    assert not scheduler.is_without_groups
+    assert scheduler.to_start() == (["p4", "p5"], 2)
+
+
+def test_groups_that_failed_are_not_replaced_when_an_on_policy_run_goes_on():
+    queue = queue_of(6)
+    queue.fail("p0", 0, reason="the reward raised: no answer")
+    queue.fail("p0", 1, reason="the engine fell")
+    for index in range(2):
+        queue.fail("p1", index, reason=refusal("reward_spread", "all rewards are 1"))
+    scheduler = restored(queue)
+    assert scheduler.num_spent == 1
+    assert scheduler.to_start() == (["p2", "p3", "p4"], 0)

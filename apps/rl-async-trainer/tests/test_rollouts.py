@@ -1,0 +1,99 @@
+"""The rollouter's side of the controller: what it makes of a death, and of groups that are gone."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rl_async_trainer.group_events import refusal
+from rl_async_trainer.messages import TRAIN, RollouterInfo
+from rl_async_trainer.record import FILE, RunRecord
+from rl_async_trainer.rollouts import Rollouts
+from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
+from rl_async_trainer.step_metrics import StepMetrics
+from rl_core import InProcessQueue, TaskSpec
+from rl_core.errors import RoleDiedError
+from rl_core.testing import make_prompts
+from rl_metrics.json_lines import read_json_lines
+
+ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, sync_every=1)
+
+
+class MortalRole:
+    """A rollouter's role: its first life ends when it is asked for events."""
+
+    def __init__(self) -> None:
+        self.incarnation, self.state, self.death = 1, "serving", None
+        self.spec = SimpleNamespace(name="rollouter", rank=0)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Die, or answer as one that has nothing."""
+        if method == "start":
+            return RollouterInfo(engine="scripted", num_engines=1)
+        if self.incarnation == 1:
+            self.incarnation = 2
+            raise RoleDiedError("the rollouter was killed.", role="rollouter", rank=0)
+        return []
+
+
+class Side:
+    """The rollouter's side with two groups in flight, and all that it needs."""
+
+    def __init__(self, folder: Path, options: ScheduleOptions = ON_POLICY) -> None:
+        self.folder = folder
+        self.scheduler = Scheduler(options)
+        self.queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
+        self.record = RunRecord(folder)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.metrics = StepMetrics()
+        controls: Any = SimpleNamespace(
+            roles=SimpleNamespace(rollouter=MortalRole()),
+            settings=None,
+            queue=self.queue,
+            scheduler=self.scheduler,
+            supply=SimpleNamespace(done=lambda uids: None),
+            record=self.record,
+            progress=lambda what: None,
+            say=lambda event, **fields: self.events.append((event, fields)),
+        )
+        nothing: Callable[[], Any] = lambda: None
+        self.rollouts = Rollouts(
+            controls, asyncio.Condition(), self.metrics, on_started=nothing, on_weights_lost=nothing
+        )
+        prompts = make_prompts(2)
+        self.queue.issue(prompts, num_sessions=1)
+        self.scheduler.issued(prompt.uid for prompt in prompts)
+        self.scheduler.started(prompt.uid for prompt in prompts)
+
+    def die(self) -> None:
+        """The rollouter dies."""
+        asyncio.run(self.rollouts.link.events())
+        self.record.close()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What was recorded."""
+        return list(read_json_lines(self.folder / FILE))
+
+
+def test_a_group_that_was_refused_before_the_rollouter_died_is_replaced(tmp_path: Path):
+    side = Side(tmp_path)
+    side.queue.fail("p0", 0, reason=refusal("reward_spread", "all rewards are 1"))
+    side.die()
+    assert side.scheduler.num_spent == 0
+    assert side.scheduler.to_start() == (["p1"], 1)
+    assert side.metrics._dropped == {"refused": 1, "lost": 1}
+
+
+def test_a_group_that_failed_before_the_rollouter_died_is_not_replaced(tmp_path: Path):
+    side = Side(tmp_path)
+    side.queue.fail("p0", 0, reason="the engine fell")
+    side.die()
+    assert side.scheduler.num_spent == 1
+    assert side.scheduler.to_start() == (["p1"], 0)
+    assert side.rollouts.last_failure == "no rows: the engine fell"
+
+
+def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_path: Path):
+    assert Side(tmp_path).rollouts.last_failure == "in an earlier attempt; record.jsonl has the reasons"
