@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.group_events import refusal
+from rl_async_trainer.group_events import generated_event, queued_event, refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.messages import Dispatch, GroupEvent, RollouterInfo
 from rl_async_trainer.role_parts import ENGINE, engine_reports
@@ -341,20 +341,19 @@ class Rollouter:
             else:
                 await asyncio.to_thread(self._refuse, group, reason, missing)
         self._window.add(group, took_s=took_s, is_refused=reason is not None)
-        versions = [t.policy_versions[t.loss_mask] for t in group.trajectories]
-        failed = not group.trajectories
-        event = GroupEvent(
-            uid=uid,
-            oldest=min((int(v.min()) for v in versions if len(v)), default=None),
-            newest=max((int(v.max()) for v in versions if len(v)), default=None),
-            failure=reason or (f"all sessions failed; the first: {group.failures[0]}" if failed else None),
-            is_refused=reason is not None,
-            took_s=took_s,
-            started=self._state.started.pop(uid, None),
-        )
+        event = await self._event_of(group, reason, missing)
+        event = replace(event, took_s=took_s, started=self._state.started.pop(uid, None))
         self._state.running.pop(uid, None)
         await self._tell([event])
         self._refuse_to_fail_for_ever(group)
+
+    async def _event_of(self, group: GroupResult, refused: str | None, missing: frozenset[int]) -> GroupEvent:
+        """What became of a group; where only some sessions were missing, the queue has the others."""
+        if len(missing) < len(group.sessions):
+            for entry in await asyncio.to_thread(self._queue.ledger):
+                if entry.prompt_uid == group.prompt.uid and (event := queued_event(entry)) is not None:
+                    return event
+        return generated_event(group, refused=refused)
 
     def _refuse_to_fail_for_ever(self, group: GroupResult) -> None:
         """End the run where nothing succeeds any more: other prompts would be used up one after the other."""

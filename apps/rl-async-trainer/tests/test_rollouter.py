@@ -1,0 +1,91 @@
+"""The rollouter: what it tells of a group whose sessions are not all its own."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from rl_async_trainer.messages import TRAIN, Dispatch, GroupEvent
+from rl_async_trainer.rollouter import Rollouter
+from rl_async_trainer.settings import AsyncSettings
+from rl_core import Batch, InProcessQueue, TaskSpec
+from rl_core.records import NO_VERSION
+from rl_core.testing import make_prompt, make_trajectory
+from rl_rollout.loops.protocol import SessionResult
+from rl_rollout.rollout import GroupResult
+from rl_trainer.sources import build_settings
+
+PROMPT = make_prompt("p0")
+FAILED = SessionResult(failure="the engine fell")
+
+
+def settings_in(folder: Path) -> AsyncSettings:
+    values = {
+        "run": {"directory": folder},
+        "policy": {"path": "policy"},
+        "prompts": {"train": "train.jsonl"},
+        "reward": {"function": "exact_match"},
+        "rollout": {"group_size": 3, "deadline_s": 900.0},
+    }
+    return build_settings(values, kind=AsyncSettings)
+
+
+def answered(index: int, version: int) -> SessionResult:
+    """A session that one version sampled."""
+    plain = make_trajectory("p0", index)
+    versions = np.where(plain.loss_mask, version, NO_VERSION).astype(np.int32)
+    return SessionResult(trajectories=(replace(plain, policy_versions=versions),))
+
+
+def queue_with(*sessions: SessionResult) -> InProcessQueue:
+    """A queue into which an earlier rollouter has put the first sessions of a group of three."""
+    queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
+    queue.issue([PROMPT], num_sessions=3)
+    for index, session in enumerate(sessions):
+        if session.failure is None:
+            queue.put_batch(Batch.from_trajectories(session.trajectories))
+        else:
+            queue.fail("p0", index, reason=session.failure)
+    return queue
+
+
+def told(folder: Path, queue: InProcessQueue, sessions: Sequence[SessionResult]) -> GroupEvent:
+    """What the rollouter tells of a group that it has generated, of which it puts what the queue misses."""
+    rollouter = Rollouter(settings_in(folder), queue)
+    (unsettled,) = queue.unsettled()
+    dispatch = Dispatch(prompt=PROMPT, order=0, sessions=tuple(unsettled.sessions))
+
+    async def settle() -> GroupEvent:
+        await rollouter._settle(GroupResult(prompt=PROMPT, sessions=tuple(sessions)), {"p0": dispatch})
+        (event,) = await rollouter.events(wait_s=1.0)
+        return event
+
+    return asyncio.run(settle())
+
+
+def test_a_group_is_as_old_as_its_oldest_token_in_the_queue(tmp_path: Path):
+    queue = queue_with(answered(0, version=2))
+    event = told(tmp_path, queue, [answered(index, version=5) for index in range(3)])
+    assert (event.oldest, event.newest, event.failure) == (2, 5, None)
+
+
+def test_a_group_whose_missing_sessions_fail_has_those_that_were_put(tmp_path: Path):
+    queue = queue_with(answered(0, version=2))
+    event = told(tmp_path, queue, [FAILED] * 3)
+    assert (event.oldest, event.newest, event.failure) == (2, 2, None)
+
+
+def test_a_group_without_rows_in_the_queue_has_failed_whatever_was_generated_beside(tmp_path: Path):
+    queue = queue_with(FAILED, FAILED)
+    event = told(tmp_path, queue, [answered(0, version=5), answered(1, version=5), FAILED])
+    assert event.failure == "no rows: the engine fell"
+    assert not event.is_refused
+
+
+def test_a_group_that_is_generated_whole_is_told_as_it_was_generated(tmp_path: Path):
+    event = told(tmp_path, queue_with(), [answered(0, version=4), answered(1, version=5), FAILED])
+    assert (event.oldest, event.newest, event.failure) == (4, 5, None)
+    event = told(tmp_path, queue_with(), [FAILED] * 3)
+    assert event.failure == "all sessions failed; the first: the engine fell"
