@@ -1,11 +1,13 @@
-"""The rollouter: what it tells of a group whose sessions are not all its own."""
+"""The rollouter: what it tells of a group whose sessions are not all its own, and how it gives weights."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from scripted_replicas import EXACT, a_canary, an_update
 
 from rl_async_trainer.messages import TRAIN, Dispatch, GroupEvent
 from rl_async_trainer.rollouter import Rollouter
@@ -89,3 +91,23 @@ def test_a_group_that_is_generated_whole_is_told_as_it_was_generated(tmp_path: P
     assert (event.oldest, event.newest, event.failure) == (4, 5, None)
     event = told(tmp_path, queue_with(), [FAILED] * 3)
     assert event.failure == "all sessions failed; the first: the engine fell"
+
+
+class NotingEngine:
+    """Notes how weights are given to it."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+
+    async def publish(self, update: Any, **given: Any) -> None:
+        """Note it."""
+        self.given.append(given)
+
+
+def test_engines_may_take_as_long_to_end_what_they_have_as_a_group_may(tmp_path: Path):
+    engine: Any = NotingEngine()
+    rollouter = Rollouter(settings_in(tmp_path), queue_with())
+    rollouter._engine = rollouter._rollout = engine
+    asyncio.run(rollouter.publish(an_update(1), a_canary(), EXACT, True))
+    (given,) = engine.given
+    assert (given["drain"], given["drain_deadline_s"]) == (True, 900.0)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,18 +131,21 @@ class Rollouter:
             update: The weights.
             canary: What must come out.
             tolerances: How far it may be off.
-            drain: Let each engine finish what it has first.
+            drain: Let each engine finish what it has first, for at most `rollout.deadline_s`.
 
         Raises:
+            DeadlineError: An engine did not finish.
             WeightProofError: The second proof failed too.
         """
         engine = self._started[0]
+        drained = partial(publish_to, drain=drain, drain_deadline_s=self._settings.rollout.deadline_s)
+        give = partial(drained, engine, update, canary=canary, tolerances=tolerances)
         with self._window.waiting(f"version {update.version} to be taken", on=ENGINE):
             try:
-                report = await publish_to(engine, update, canary=canary, tolerances=tolerances, drain=drain)
+                report = await give()
             except WeightProofError as error:
                 self._window.say("weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error))
-                report = await publish_to(engine, update, canary=canary, tolerances=tolerances, drain=drain)
+                report = await give()
         self._window.version = update.version
         if self._replay is not None:
             self._replay.served(report, engine=engine.traits.name)

@@ -34,13 +34,14 @@ class WeightPublisher:
             learner: Packs.
             rollouter: Takes.
             changed: Where it is announced that something was packed or is served.
-            deadline_s: Longest wait for the engines to take weights.
+            deadline_s: Longest wait for the engines to end what they have, where they do that first; they have as long
+                again to take weights.
             on_served: Told of each publication, before anybody else sees that it is over.
         """
         self._learner = learner
         self._rollouter = rollouter
         self._changed = changed
-        self._deadline_s = deadline_s
+        self._deadline_s = 2 * deadline_s
         self._on_served = on_served
         self._packed: tuple[Packed, IsCurrent] | None = None
         self._is_packing = False
@@ -131,11 +132,15 @@ class WeightPublisher:
     async def _give(self, packed: Packed, is_current: IsCurrent) -> PublishReport | None:
         """Publish; None where the rollouter died meanwhile, or the weights are gone with the learner."""
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._deadline_s) as limit:
                 return await self._rollouter.publish(packed)
         except TimeoutError as error:
-            version = packed.update.version
-            raise DeadlineError(f"the engines had not taken version {version} after {self._deadline_s:g} s.") from error
+            if not limit.expired():
+                raise  # an engine's own, which says what it waited for
+            raise DeadlineError(
+                f"waited {self._deadline_s:g} s (twice rollout.deadline_s) for the engines to take version "
+                f"{packed.update.version}, and gave up."
+            ) from error
         except (EngineError, TransferError, WeightProofError):
             await self._learner.look()
             if is_current():
