@@ -10,7 +10,8 @@ PLACES = {"ray": "actors of Ray", "process": "processes of this machine", "inlin
 
 def describe_async_plan(settings: AsyncSettings, counts: PromptCounts) -> str:
     """The plan as lines of text: what both trainers say, and how generation and training overlap."""
-    return "\n".join([describe_plan(settings, counts), *_schedule(settings)])
+    plan = describe_plan(settings, counts, inline_engine="in the rollouter's process")
+    return "\n".join([plan, *_schedule(settings)])
 
 
 def _schedule(settings: AsyncSettings) -> Iterator[str]:

@@ -27,9 +27,15 @@ class PromptCounts:
     test: int
 
 
-def describe_plan(settings: Settings, counts: PromptCounts) -> str:
-    """The plan as lines of text."""
-    return "\n".join([*_roles(settings), *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+def describe_plan(settings: Settings, counts: PromptCounts, *, inline_engine: str = "in the learner's process") -> str:
+    """The plan as lines of text.
+
+    Args:
+        settings: Of the run.
+        counts: Of its problems.
+        inline_engine: Where an engine without a process of its own lives.
+    """
+    return "\n".join([*_roles(settings, inline_engine), *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
 
 
 def count_parameters(folder: Path) -> int:
@@ -47,9 +53,9 @@ def count_parameters(folder: Path) -> int:
     return total
 
 
-def _roles(settings: Settings) -> Iterator[str]:
+def _roles(settings: Settings, inline_engine: str) -> Iterator[str]:
     rollout = settings.rollout
-    where = _engine_place(settings)
+    where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings)
@@ -64,8 +70,6 @@ def _roles(settings: Settings) -> Iterator[str]:
 
 
 def _engine_place(settings: Settings) -> str:
-    if settings.rollout.placement == "inline":
-        return "in the learner's process"
     count = settings.replicas.count
     kind = "process" if settings.rollout.placement == "process" else "actor of Ray"
     plural = {"process": "processes", "actor of Ray": "actors of Ray"}[kind]
