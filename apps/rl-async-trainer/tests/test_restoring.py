@@ -3,15 +3,19 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rl_async_trainer.group_events import refusal
 from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.record import History
+from rl_async_trainer.replaying import ReplayPlan
 from rl_async_trainer.restoring import restore_schedule
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.supply import PromptSupply
 from rl_async_trainer.validation_run import validation_task
 from rl_core import InProcessQueue, TaskSpec
+from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts
 
 ON_POLICY = ScheduleOptions(groups_per_step=4, num_steps=3, max_staleness=0, sync_every=1)
@@ -24,11 +28,11 @@ def queue_of(num_prompts: int) -> InProcessQueue:
     return queue
 
 
-def restored(queue: InProcessQueue) -> Scheduler:
-    """The schedule of a new attempt, without a checkpoint."""
+def restored(queue: InProcessQueue, plan: ReplayPlan | None = None) -> Scheduler:
+    """The schedule of a new attempt, without a checkpoint; of a replay, where there is a plan."""
     source: Any = SimpleNamespace(next=make_prompts)
     supply = PromptSupply(source)
-    return restore_schedule(ON_POLICY, AsyncState(), queue, supply, History())
+    return restore_schedule(ON_POLICY, AsyncState(), queue, supply, History(), plan=plan)
 
 
 def test_groups_that_a_filter_refused_are_replaced_when_an_on_policy_run_goes_on():
@@ -51,3 +55,13 @@ def test_groups_that_failed_are_not_replaced_when_an_on_policy_run_goes_on():
     scheduler = restored(queue)
     assert scheduler.num_spent == 1
     assert scheduler.to_start() == (["p2", "p3", "p4"], 0)
+
+
+def test_a_replay_does_not_go_on_without_a_group_that_failed_before():
+    queue = queue_of(4)
+    for uid in ("p0", "p3"):
+        for index in range(2):
+            queue.fail(uid, index, reason="the engine fell")
+    plan = ReplayPlan(issued=("p0", "p1", "p2", "p3"), steps=(("p1",), ("p2", "p3")), started={})
+    with pytest.raises(RolloutError, match=r"trained group p3 in step 2, and .* cannot have it: no rows: the engine"):
+        restored(queue, plan)

@@ -6,14 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rl_async_trainer.group_events import refusal
-from rl_async_trainer.messages import TRAIN, RollouterInfo
+from rl_async_trainer.messages import TRAIN, GroupEvent, RollouterInfo
 from rl_async_trainer.record import FILE, RunRecord
+from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
 from rl_async_trainer.rollouts import Rollouts
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.step_metrics import StepMetrics
 from rl_core import InProcessQueue, TaskSpec
-from rl_core.errors import RoleDiedError
+from rl_core.errors import RoleDiedError, RolloutError
 from rl_core.testing import make_prompts
 from rl_metrics.json_lines import read_json_lines
 
@@ -21,16 +24,20 @@ ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, syn
 
 
 class MortalRole:
-    """A rollouter's role: its first life ends when it is asked for events."""
+    """A rollouter's role: when it has told all that it has to tell, its first life ends."""
 
     def __init__(self) -> None:
+        self.events: list[GroupEvent] = []
         self.incarnation, self.state, self.death = 1, "serving", None
         self.spec = SimpleNamespace(name="rollouter", rank=0)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Die, or answer as one that has nothing."""
+        """Tell what it has to tell, or die."""
         if method == "start":
             return RollouterInfo(engine="scripted", num_engines=1)
+        if self.events:
+            events, self.events = self.events, []
+            return events
         if self.incarnation == 1:
             self.incarnation = 2
             raise RoleDiedError("the rollouter was killed.", role="rollouter", rank=0)
@@ -40,15 +47,16 @@ class MortalRole:
 class Side:
     """The rollouter's side with two groups in flight, and all that it needs."""
 
-    def __init__(self, folder: Path, options: ScheduleOptions = ON_POLICY) -> None:
+    def __init__(self, folder: Path, scheduler: Scheduler | None = None) -> None:
         self.folder = folder
-        self.scheduler = Scheduler(options)
+        self.role = MortalRole()
+        self.scheduler = scheduler or Scheduler(ON_POLICY)
         self.queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
         self.record = RunRecord(folder)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.metrics = StepMetrics()
         controls: Any = SimpleNamespace(
-            roles=SimpleNamespace(rollouter=MortalRole()),
+            roles=SimpleNamespace(rollouter=self.role),
             settings=None,
             queue=self.queue,
             scheduler=self.scheduler,
@@ -97,3 +105,15 @@ def test_a_group_that_failed_before_the_rollouter_died_is_not_replaced(tmp_path:
 
 def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_path: Path):
     assert Side(tmp_path).rollouts.last_failure == "in an earlier attempt; record.jsonl has the reasons"
+
+
+def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
+    plan = ReplayPlan(issued=("p0", "p1"), steps=(("p1",), ("p0",)), started={"p0": 0, "p1": 0})
+    side = Side(tmp_path, ReplayScheduler(ON_POLICY, plan=plan))
+    side.role.events = [GroupEvent(uid="p0", failure="all sessions failed; the first: the skip cache has no entry.")]
+    with pytest.raises(RolloutError) as caught:
+        asyncio.run(side.rollouts.gather())
+    assert str(caught.value).startswith(
+        "the recorded run trained group p0 in step 2, and the replay cannot have it: all sessions failed; the first: "
+        "the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter fails now."
+    )

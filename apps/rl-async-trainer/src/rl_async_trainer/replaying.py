@@ -11,7 +11,7 @@ from rl_async_trainer.record import FILE, History, read_history
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.supply import PromptSupply
 from rl_core import TransferQueue
-from rl_core.errors import SettingsError
+from rl_core.errors import RolloutError, SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,24 @@ class ReplayScheduler(Scheduler):
         """Those prompts; none is issued, because all are from the beginning."""
         never = self.options.num_steps + 1
         return [uid for uid in self._waiting if self.plan.started.get(uid, never) <= self.served_version], 0
+
+    def require_group(self, uid: str, *, failure: str) -> None:
+        """Refuse to go on without a group that the recorded run trained: its step cannot be repeated.
+
+        Args:
+            uid: A group that is gone.
+            failure: Why it went.
+
+        Raises:
+            RolloutError: It was trained in one of the steps to repeat.
+        """
+        for number, step in enumerate(self.plan.steps, start=1):
+            if uid in step:
+                raise RolloutError(
+                    f"the recorded run trained group {uid} in step {number}, and the replay cannot have it: "
+                    f"{failure.rstrip('.')}. Its entry in the skip cache is missing, or its reward or filter fails "
+                    "now. Replay with the recorded run's skip cache, reward and filter, under another run.name."
+                )
 
 
 def issue_replayed(

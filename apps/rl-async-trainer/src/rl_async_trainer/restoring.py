@@ -40,6 +40,7 @@ def restore_schedule(
     Raises:
         CheckpointError: The queue has acked groups that the checkpoint does not have.
         DataError: The queue belongs to other prompts.
+        RolloutError: A group of `plan` failed in an earlier attempt.
     """
     _drop_validations(queue)
     _ack_saved(queue, state)
@@ -59,6 +60,8 @@ def restore_schedule(
     settled: list[LedgerEntry] = []
     for entry in ledger:
         if entry.state in ("done", "dropped"):
+            if entry.state == "dropped" and isinstance(scheduler, ReplayScheduler):
+                scheduler.require_group(entry.prompt_uid, failure=entry.reason or "dropped")
             scheduler.passed_over(1)
             continue
         scheduler.issued([entry.prompt_uid])

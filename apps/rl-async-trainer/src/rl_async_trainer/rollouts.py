@@ -7,6 +7,7 @@ from rl_async_trainer.controls import Controls
 from rl_async_trainer.group_events import queued_event
 from rl_async_trainer.messages import Dispatch, GroupEvent
 from rl_async_trainer.record import FILE
+from rl_async_trainer.replaying import ReplayScheduler
 from rl_async_trainer.rollouter_link import RollouterLink
 from rl_async_trainer.step_metrics import StepMetrics
 from rl_core.errors import RoleDiedError
@@ -134,6 +135,8 @@ class Rollouts:
         self._c.supply.done([event.uid])
         self._metrics.dropped("refused" if event.is_refused else "failed")
         self.last_failure = event.failure
+        if isinstance(self._scheduler, ReplayScheduler):
+            self._scheduler.require_group(event.uid, failure=event.failure)
 
     async def _look_for_weights(self) -> None:
         """An engine that was started again may have missed weights that died with the learner."""
