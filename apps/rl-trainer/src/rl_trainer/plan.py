@@ -35,7 +35,8 @@ def describe_plan(settings: Settings, counts: PromptCounts, *, inline_engine: st
         counts: Of its problems.
         inline_engine: Where an engine without a process of its own lives.
     """
-    return "\n".join([*_roles(settings, inline_engine), *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+    roles = _roles(settings, inline_engine)
+    return "\n".join([*roles, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
 
 
 def count_parameters(folder: Path) -> int:
