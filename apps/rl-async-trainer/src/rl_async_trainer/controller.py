@@ -1,8 +1,8 @@
 """The controller: loops that do what the scheduler says.
 
 Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
-them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Rows and
-weights never come here.
+them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Weights
+never come here, and of rows only the validation partition's, whose samples go to the trackers.
 """
 
 import asyncio
