@@ -1,4 +1,4 @@
-"""The command line: train, validate, export, simulate, status, scale."""
+"""The command line: train, status, scale, simulate, export."""
 
 import asyncio
 import os
