@@ -19,6 +19,7 @@ from rl_metrics.events import read_events
 pytestmark = pytest.mark.slow
 
 STEPS = 4
+LONG_STEPS, NUM_KILLS = 60, 20
 ON_POLICY: dict[str, Any] = {
     "schedule__max_staleness": 0,
     "trainer__checkpoint_every": 1,
@@ -103,11 +104,7 @@ def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> No
         kill_roles(process, run, ["learner", "rollouter", "engine", "learner"], draw)
         assert process.wait() == 0, f"seed {seed}:\n{process.text}"
         assert process.leftovers() == []
-    steps = run_history(run.run_folder).steps
-    trained = [uid for _, uids in sorted(steps.items()) for uid in uids]
-    assert len(trained) == len(set(trained)) == 8 * PROMPTS_PER_STEP
-    assert run_states(run.run_folder) == dict.fromkeys(run_states(run.run_folder), "done")
-    assert set(run_states(run.run_folder)) == set(trained)
+    assert_each_trained_once(run, steps=8)
 
 
 def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
@@ -122,3 +119,34 @@ def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run:
     assert "learner[1]" in str(death["error"])
     assert run_history(run.run_folder).steps == run_history(undisturbed.run_folder).steps
     assert list(run_states(run.run_folder).values()) == ["done"] * STEPS * PROMPTS_PER_STEP
+
+
+@pytest.mark.soak
+def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int) -> None:
+    draw = random.Random(seed)
+    settings = {
+        **IN_PROCESSES,
+        "schedule__max_staleness": 2,
+        "trainer__steps": LONG_STEPS,
+        "trainer__checkpoint_every": 3,
+        "roles__rollouter_restarts": NUM_KILLS,
+        "roles__learner_restarts": NUM_KILLS,
+        "replicas__restarts": NUM_KILLS,
+        "parallel__ranks": 2,
+        "cluster__kind": "process",
+    }
+    roles = draw.choices(sorted(LOGS), k=NUM_KILLS)
+    with async_training(run, **settings) as process:
+        kill_roles(process, run, roles, draw)
+        assert process.wait(600.0) == 0, f"seed {seed}, {roles}:\n{process.text}"
+        assert process.leftovers() == []
+    assert_each_trained_once(run, steps=LONG_STEPS)
+
+
+def assert_each_trained_once(run: TinyRun, *, steps: int) -> None:
+    """Each prompt was acked once, in one step."""
+    history = run_history(run.run_folder).steps
+    trained = [uid for _, uids in sorted(history.items()) for uid in uids]
+    assert len(trained) == len(set(trained)) == steps * PROMPTS_PER_STEP
+    assert run_states(run.run_folder) == dict.fromkeys(run_states(run.run_folder), "done")
+    assert set(run_states(run.run_folder)) == set(trained)
