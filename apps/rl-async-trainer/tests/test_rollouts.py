@@ -117,3 +117,11 @@ def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
         "the recorded run trained group p0 in step 2, and the replay cannot have it: all sessions failed; the first: "
         "the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter fails now."
     )
+
+
+def test_groups_whose_generation_ended_with_the_rollouter_are_recorded_as_aborted(tmp_path: Path):
+    side = Side(tmp_path)
+    side.die()
+    (line,) = side.lines
+    assert line == {"at": 0, "what": "aborted", "uids": ["p0", "p1"], "reason": "the rollouter was killed."}
+    assert side.scheduler.to_start() == (["p0", "p1"], 0)

@@ -108,7 +108,6 @@ EMITTED = [
     "fully_async/count/dropped/stale",
     "fully_async/count/dropped/failed",
     "fully_async/count/dropped/refused",
-    "fully_async/count/dropped/aborted",
     "fully_async/count/dropped/lost",
     "fully_async/partial/total_partial_num",
     "fully_async/partial/partial_ratio",

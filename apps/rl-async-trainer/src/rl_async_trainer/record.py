@@ -7,11 +7,10 @@ Lines have `what` and its fields, with a running number `at`:
 - `settled`: a group is there, `uid`, with the `oldest` and `newest` version of its tokens, and the one that was served
   when it was `started`
 - `failed`: a group that no step will have, `uid` and `reason`
-- `returned`: groups lost with who generated them, `uids` and `reason`
+- `aborted`: groups whose generation ended with the rollouter, `uids` and `reason`; they are started again
 - `step`: the groups of a step, `step` from 1, `uids`
 - `published`: a weight update that the engines serve, `version`, after `step` steps, with its `fingerprint`
 - `resumed`: a later attempt went on from `step` steps; steps recorded after it count no more
-- `aborted`: requests that were cut off, `uids` and `reason`
 """
 
 from collections.abc import Iterable

@@ -158,7 +158,7 @@ class Rollouts:
             await self._take_settled(set(self._scheduler.inflight))
             lost = self._scheduler.inflight
             if lost:
-                self._c.record.write("returned", uids=list(lost), reason=str(error))
+                self._c.record.write("aborted", uids=list(lost), reason=str(error))
                 self._scheduler.returned(lost)
                 self._metrics.dropped("lost", len(lost))
             self._changed.notify_all()

@@ -47,7 +47,7 @@ ASYNC = (
     one(
         "fully_async/count/dropped/{reason}",
         "groups",
-        "Groups dropped in this attempt for this reason: stale, failed, refused, aborted, lost.",
+        "Groups dropped in this attempt for this reason: stale, failed, refused, or lost with the rollouter.",
     ),
     one(
         "fully_async/partial/total_partial_num",
