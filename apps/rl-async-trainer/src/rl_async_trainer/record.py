@@ -1,6 +1,6 @@
 """record.jsonl: what happened in which order, from which a run is resumed, and can be replayed.
 
-Lines have `what` and its fields, with a running number `at`:
+Lines have `what` and its fields, with a running number `at`, which goes on from attempt to attempt:
 
 - `issued`: prompts entered, `uids` in order
 - `started`: given to the rollouter, `uids`, under the served `version`
@@ -10,7 +10,8 @@ Lines have `what` and its fields, with a running number `at`:
 - `aborted`: groups whose generation ended with the rollouter, `uids` and `reason`; they are started again
 - `step`: the groups of a step, `step` from 1, `uids`
 - `published`: a weight update that the engines serve, `version`, after `step` steps, with its `fingerprint`
-- `resumed`: a later attempt went on from `step` steps; steps recorded after it count no more
+- `resumed`: an attempt began, or the learner came back, after `step` steps; those recorded after it are trained again,
+  and where one of them then has other groups, it and all after it count no more
 """
 
 from collections.abc import Iterable
@@ -29,9 +30,10 @@ class RunRecord:
     """Appends what happens to a run's record; a kill loses at most the line being written."""
 
     def __init__(self, folder: Path) -> None:
-        """Open or create the record in a run's folder."""
+        """Open or create the record in a run's folder, behind the lines that are there."""
         self._file = JsonLinesWriter(folder / FILE)
-        self._num_lines = 0
+        with self._file.path.open("rb") as lines:
+            self._num_lines = sum(1 for _ in lines)  # a torn line too
 
     def write(self, what: str, **fields: Json) -> None:
         """Append a line."""
@@ -108,12 +110,19 @@ def _apply(history: History, line: dict[str, Any]) -> None:
     elif what == "failed":
         history.failed[str(line["uid"])] = str(line["reason"])
     elif what == "step":
-        history.steps[int(line["step"])] = tuple(_texts(line["uids"]))
+        _apply_step(history, int(line["step"]), tuple(_texts(line["uids"])))
     elif what == "published":
         history.published[int(line["version"])] = int(line["step"])
         history.fingerprints[int(line["version"])] = str(line["fingerprint"])
     elif what == "resumed":
         history.num_attempts += 1
+
+
+def _apply_step(history: History, step: int, uids: tuple[str, ...]) -> None:
+    """Enter a step; where it has replaced another one, those that followed that are void."""
+    if history.steps.get(step, uids) != uids:
+        history.steps = {number: groups for number, groups in history.steps.items() if number < step}
+    history.steps[step] = uids
 
 
 def _texts(values: Iterable[Any]) -> list[str]:

@@ -1,0 +1,41 @@
+"""The record of a run over several attempts."""
+
+from pathlib import Path
+
+from rl_async_trainer.record import FILE, RunRecord, read_history
+from rl_metrics.json_lines import read_json_lines
+
+
+def record_steps(folder: Path, *, resumed: int, steps: dict[int, str]) -> None:
+    """An attempt that trains steps, each of one group."""
+    record = RunRecord(folder)
+    record.write("resumed", step=resumed)
+    for step, uid in steps.items():
+        record.write("step", step=step, uids=[uid])
+    record.close()
+
+
+def test_lines_are_numbered_on_by_later_attempts(tmp_path: Path):
+    record_steps(tmp_path, resumed=0, steps={1: "a", 2: "b"})
+    record_steps(tmp_path, resumed=1, steps={2: "b"})
+    assert [line["at"] for line in read_json_lines(tmp_path / FILE)] == [0, 1, 2, 3, 4]
+
+
+def test_a_line_that_a_kill_has_torn_keeps_its_number(tmp_path: Path):
+    record_steps(tmp_path, resumed=0, steps={1: "a"})
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"at":2,"what":"st')
+    record_steps(tmp_path, resumed=1, steps={})
+    assert [line["at"] for line in read_json_lines(tmp_path / FILE)] == [0, 1, 3]
+
+
+def test_steps_that_are_trained_again_the_same_way_keep_those_behind_them(tmp_path: Path):
+    record_steps(tmp_path, resumed=0, steps={1: "a", 2: "b", 3: "c", 4: "d"})
+    record_steps(tmp_path, resumed=1, steps={2: "b"})
+    assert read_history(tmp_path).steps_after(1) == [("b",), ("c",), ("d",)]
+
+
+def test_a_step_with_other_groups_voids_those_behind_it(tmp_path: Path):
+    record_steps(tmp_path, resumed=0, steps={1: "a", 2: "b", 3: "c", 4: "d"})
+    record_steps(tmp_path, resumed=1, steps={2: "b", 3: "x"})
+    assert read_history(tmp_path).steps_after(0) == [("a",), ("b",), ("x",)]
