@@ -209,6 +209,28 @@ def test_a_mistake_before_the_first_checkpoint_leaves_no_run(tmp_path: Path, err
     begin(settings)
 
 
+def write_and_fail(settings: Settings, *, say: Any) -> None:
+    """A run that writes what a later attempt reads, and then finds a mistake."""
+    with open_run(settings, resume=False, say=say) as folder:
+        (folder.path / "queue").mkdir()
+        (folder.path / "queue" / "journal").touch()
+        (folder.path / "record.jsonl").touch()
+        raise DataError("row 7")
+
+
+def test_what_a_mistake_left_is_moved_aside_so_that_the_next_run_begins_anew(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    said: list[str] = []
+    with pytest.raises(DataError, match="row 7"):
+        write_and_fail(settings, say=said.append)
+    (words,) = said
+    aside = Path(words.removeprefix("no step was saved; what the run has written was moved to "))
+    assert (aside / "settings.toml").exists()
+    assert (aside / "queue" / "journal").exists()
+    begin(settings_in(tmp_path, run__seed=3))
+    assert sorted(path.name for path in settings.run_folder.iterdir()) == [".lock", "settings.toml"]
+
+
 @pytest.mark.parametrize("error", [EngineError("gone"), KeyboardInterrupt(), RuntimeError("fault")])
 def test_a_failed_run_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
     settings = settings_in(tmp_path)

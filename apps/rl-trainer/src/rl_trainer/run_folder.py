@@ -180,10 +180,18 @@ class RunFolder:
                 f"with --run.name=NAME. These may differ: {', '.join(changeable)}."
             )
 
-    def drop_if_nothing_was_saved(self) -> None:
-        """Let a run that a mistake ended before its first checkpoint not count as one."""
-        if not any(self.checkpoints.glob("step_*")):
+    def drop_if_nothing_was_saved(self) -> Path | None:
+        """Let a run that a mistake ended before its first checkpoint not count as one; the next begins anew.
+
+        Returns:
+            Where what it had written was moved, which a later run would take for its own; None where there was nothing.
+        """
+        if any(self.checkpoints.glob("step_*")):
+            return None
+        if all(path.name in (".lock", "settings.toml") for path in self.path.iterdir()):
             (self.path / "settings.toml").unlink(missing_ok=True)
+            return None
+        return self.archive()
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Write `summary.json`."""
@@ -248,7 +256,9 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
         try:
             yield folder
         except (SettingsError, DataError, MissingExtraError):
-            folder.drop_if_nothing_was_saved()
+            aside = folder.drop_if_nothing_was_saved()
+            if aside is not None:
+                say(f"no step was saved; what the run has written was moved to {aside}")
             raise
     finally:
         folder.release()
