@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_metrics.events import EventLog
 from rl_trainer.command_line import say
 from rl_trainer.run_folder import RunFolder
 
@@ -65,7 +66,7 @@ class _Supervisor:
         self._words = list(words)
         self._settings_file = RunFolder(settings.run_folder).path / "settings.toml"
         self._before = self._written()
-        self._left = settings.roles.controller_restarts
+        self._restarts = self._left = settings.roles.controller_restarts
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
 
@@ -76,17 +77,27 @@ class _Supervisor:
                 status = self._run_once()
                 if status >= 0:
                     return status
-                if self._asked is not None or self._left < 1:
-                    say(f"error: the run's process was ended by signal {-status} ({signal.Signals(-status).name}).")
-                    return 128 - status
-                self._left -= 1
+                name = signal.Signals(-status).name
                 if "--resume" not in self._words and self._written() not in (None, self._before):
                     self._words.append("--resume")
-                name = signal.Signals(-status).name
+                if self._asked is not None or self._left < 1:
+                    said = f"the run's process was ended by signal {-status} ({name})."
+                    say(f"error: {said}")
+                    if self._asked is None and "--resume" in self._words:
+                        self._note_failure(said)
+                    return 128 - status
+                self._left -= 1
                 say(f"the run's process was ended by {name}; starting it again ({self._left} restarts left)")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _note_failure(self, said: str) -> None:
+        """Say why the run ended among its events, as a process that is killed cannot."""
+        events = EventLog(self._settings_file.with_name("events.jsonl"))
+        restarts = f"It was restarted {self._restarts} times, and is not again (roles.controller_restarts)."
+        events.write("run_failed", error=f"RoleDiedError: {said} {restarts}", role="controller")
+        events.close()
 
     def _written(self) -> tuple[int, int] | None:
         """Which settings file the folder has: until the run has written its own, it is none, or an earlier run's."""
