@@ -66,3 +66,4 @@ def test_a_replay_of_other_prompts_is_refused(recorded: TinyRun, tmp_path: Path,
     chosen = settings(recorded, run__seed=1)
     assert train_async_here(replay, "--replay", str(recorded.run_folder), **chosen) == 2
     assert "Replay with the prompt files" in capsys.readouterr().err
+    assert [path.name for path in replay.run_folder.iterdir()] == [".lock"], "the next run would take up its queue"
