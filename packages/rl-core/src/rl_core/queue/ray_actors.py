@@ -101,6 +101,7 @@ class Keeper:
             core, self._recovery = self._journal.recover(self._check, self._remove_others)
         self._service = QueueService(core, clock=clock, journal=self._journal, store=self, reservation_s=RESERVATION_S)
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     # -- what clients call
 
@@ -149,6 +150,9 @@ class Keeper:
 
     async def close(self) -> None:
         """Refuse who waits, and let the rows go."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._service.close()
         self._references.clear()
         for actor in self._storages.values():
@@ -172,6 +176,8 @@ class Keeper:
 
     def _run(self) -> None:
         """Let the service go on, and come back when something is due."""
+        if self._is_closed:  # nothing is due, and its journal is closed
+            return
         self._service.run()
         if self._timer is not None:
             self._timer.cancel()
