@@ -107,16 +107,24 @@ class TrainProcess:
             signal.sigtimedwait([], TICK_S)
         self._process.wait()
 
-    def leftovers(self) -> list[int]:
-        """Processes of its that outlive it; those that the kernel is killing get a moment."""
-        end = monotonic() + 10.0
+    def leftovers(self) -> list[str]:
+        """Processes of its that outlive it, with their commands; those that the kernel is killing get a moment."""
+        end = monotonic() + 30.0  # agents of Ray look now and then whether their raylet lives
         while (left := marked_processes(self._mark)) and monotonic() < end:
             signal.sigtimedwait([], TICK_S)
-        return left
+        return [f"{pid} {command_of(pid)}" for pid in left]
 
     def end(self) -> None:
         """Kill what is left of it."""
         self.kill_all()
+
+
+def command_of(pid: int) -> str:
+    """What a process runs; empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def marked_processes(mark: str) -> list[int]:
