@@ -276,7 +276,7 @@ def tests(session: nox.Session) -> None:
     """Run everything CI runs: the checks, then all tests on real vLLM and Megatron; with arguments, pytest alone."""
     checks = 0
     if not session.posargs:
-        session.log("First the checks (lint, imports, types, unit, wheels), then all tests; on two cores 40 minutes.")
+        session.log("First the checks (lint, imports, types, unit, wheels), then all tests; on two cores an hour.")
         command = [sys.executable, "-m", "nox", "--sessions", *(nox.options.sessions or ())]
         checks = subprocess.run(command, cwd=ROOT, check=False).returncode
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
