@@ -16,9 +16,7 @@ from rl_trainer.sources import build_settings
     ("placement", "where"),
     [("inline", "in the rollouter's process;"), ("process", "in a process of its own;")],
 )
-def test_an_engine_without_a_process_of_its_own_is_in_the_rollouters(
-    tmp_path: Path, placement: str, where: str
-) -> None:
+def test_what_has_no_process_of_its_own_is_in_that_of_its_role(tmp_path: Path, placement: str, where: str) -> None:
     save_file({"a": np.zeros((4, 4), np.float32)}, tmp_path / "model.safetensors")
     values = {
         "policy": {"path": tmp_path},
@@ -30,4 +28,5 @@ def test_an_engine_without_a_process_of_its_own_is_in_the_rollouters(
     text = describe_async_plan(settings, PromptCounts(train=30, validation=0, test=0))
     (engine,) = [line for line in text.splitlines() if line.startswith("  engine     vllm")]
     assert where in engine
+    assert "one rank, in the learner host's process" in text
     assert "learner's process" not in text

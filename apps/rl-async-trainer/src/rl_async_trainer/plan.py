@@ -10,7 +10,8 @@ PLACES = {"ray": "actors of Ray", "process": "processes of this machine", "inlin
 
 def describe_async_plan(settings: AsyncSettings, counts: PromptCounts) -> str:
     """The plan as lines of text: what both trainers say, and how generation and training overlap."""
-    plan = describe_plan(settings, counts, inline_engine="in the rollouter's process")
+    places = {"inline_engine": "in the rollouter's process", "inline_rank": "in the learner host's process"}
+    plan = describe_plan(settings, counts, **places)
     return "\n".join([plan, *_schedule(settings)])
 
 

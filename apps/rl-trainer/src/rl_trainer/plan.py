@@ -27,15 +27,22 @@ class PromptCounts:
     test: int
 
 
-def describe_plan(settings: Settings, counts: PromptCounts, *, inline_engine: str = "in the learner's process") -> str:
+def describe_plan(
+    settings: Settings,
+    counts: PromptCounts,
+    *,
+    inline_engine: str = "in the learner's process",
+    inline_rank: str = "in this process",
+) -> str:
     """The plan as lines of text.
 
     Args:
         settings: Of the run.
         counts: Of its problems.
         inline_engine: Where an engine without a process of its own lives.
+        inline_rank: Where a single rank without one lives.
     """
-    roles = _roles(settings, inline_engine)
+    roles = _roles(settings, inline_engine, inline_rank)
     return "\n".join([*roles, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
 
 
@@ -54,12 +61,12 @@ def count_parameters(folder: Path) -> int:
     return total
 
 
-def _roles(settings: Settings, inline_engine: str) -> Iterator[str]:
+def _roles(settings: Settings, inline_engine: str, inline_rank: str) -> Iterator[str]:
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"
     yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
-    yield from _ranks(settings)
+    yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
@@ -79,10 +86,10 @@ def _engine_place(settings: Settings) -> str:
     return where if pool is None else f"{where} with {describe(pool.cpus, pool.gpus)} each"
 
 
-def _ranks(settings: Settings) -> Iterator[str]:
+def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     parallel, cluster = settings.parallel, settings.cluster
     if cluster.kind == "inline":
-        yield "             one rank, in this process"
+        yield f"             one rank, {inline_rank}"
         return
     where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
     sizes = {
