@@ -173,7 +173,7 @@ class RestartChecks(ClusterChecks):
             lost = asyncio.ensure_future(role.call("wait_forever"))
             await role.call("greet", "you")
             os.kill(role.pid, signal.SIGSTOP)
-            with within(NOTICED_S):
+            with within(START_S):  # Ray takes its time to kill what is stopped
                 await role.fail("did not answer, and was killed")
             with refuses(RoleDiedError, "did not answer, and was killed"):
                 await lost
