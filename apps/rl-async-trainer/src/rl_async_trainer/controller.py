@@ -6,7 +6,7 @@ never come here, and of rows only the validation partition's, whose samples go t
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +16,25 @@ from rl_async_trainer.checkpointing import Checkpointing
 from rl_async_trainer.controls import Controls
 from rl_async_trainer.heartbeats import Heart, Heartbeats, Link
 from rl_async_trainer.learner_link import LearnerLink, LearnerRestartedError
+from rl_async_trainer.live_answers import LiveAnswers
 from rl_async_trainer.messages import LearnerInfo, Packed, RollouterInfo, StepOrder, StepReport
 from rl_async_trainer.rollouts import Rollouts
 from rl_async_trainer.run_state import AsyncState, read_run_state
 from rl_async_trainer.step_metrics import StepMetrics
 from rl_async_trainer.teachers_link import TeachersLink
 from rl_async_trainer.weight_publisher import WeightPublisher
-from rl_core.errors import CheckpointError, NotReadyError, RoleDiedError, RolloutError
+from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.publish import PublishReport
 from rl_trainer.stopping import StopRequestedError
 
 
 class Controller:
-    """Runs a training from a state to its last step."""
+    """Runs a training from a state to its last step.
+
+    Attributes:
+        state: Of the last step that was done.
+        live: Answers who asks the live run.
+    """
 
     def __init__(self, controls: Controls, state: AsyncState) -> None:
         """Begin where a state was taken; nothing is asked of anybody yet."""
@@ -55,6 +61,7 @@ class Controller:
             on_weights_lost=lambda: self._weights.lost(),
         )
         self._rollouter = self._rollouts.link
+        self.live = LiveAnswers(controls, self._rollouter)
         self._checkpoints = Checkpointing(controls, self._learner, self._metrics)
         self._weights = WeightPublisher(
             self._learner,
@@ -121,45 +128,6 @@ class Controller:
             if self._scheduler.unsaved:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
-
-    async def set_num_engines(self, count: int) -> int:
-        """Add engines, or take some away; see `Rollouter.set_num_engines`."""
-        found = await self._rollouter.set_num_engines(count)
-        self._c.say("engines_changed", count=found)
-        return found
-
-    async def answer(self, request: Mapping[str, Any]) -> Any:
-        """Answer who asks a live run.
-
-        Raises:
-            NotReadyError: The request is none, or cannot be done.
-        """
-        if request.get("do") == "status":
-            return await self._status()
-        count = request.get("engines")
-        if request.get("do") == "scale" and isinstance(count, int):
-            return await self.set_num_engines(count)
-        raise NotReadyError(f'a run is asked {{"do": "status"}} or {{"do": "scale", "engines": N}}; found {request!r}.')
-
-    async def _status(self) -> dict[str, Any]:
-        scheduler = self._scheduler
-        blockage = scheduler.blockage()
-        views = await self._c.evidence.views()
-        return {
-            "schedule": {
-                "step": scheduler.num_steps,
-                "steps": scheduler.options.num_steps,
-                "served_version": scheduler.served_version,
-                "learner_version": scheduler.learner_version,
-                "inflight": scheduler.num_inflight,
-                "ready": scheduler.num_ready,
-                "waiting": scheduler.num_waiting,
-                "blocked_by": [] if blockage is None else list(blockage.awaited),
-            },
-            "roles": {
-                name: f"{role.state}; {views[name] or 'does not answer'}" for name, role in self._c.roles.all.items()
-            },
-        }
 
     # -- the learner's side
 

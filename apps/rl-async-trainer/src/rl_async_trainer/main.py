@@ -1,6 +1,5 @@
 """The command line: train, status, scale, simulate, export."""
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,10 @@ from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, 
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
+    from rl_metrics.trackers.console import ConsoleTracker
+    from rl_trainer.attempt import Outcome
+    from rl_trainer.inputs import Inputs
+    from rl_trainer.run_folder import RunFolder
 
 USAGE = """usage: rl-async-trainer COMMAND ...
 
@@ -81,27 +84,24 @@ def train(words: list[str]) -> int:
     say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
     from rl_async_trainer.checks import check_async_settings
     from rl_async_trainer.plan import describe_async_plan
-    from rl_trainer.checks import check_trainable
-    from rl_trainer.distillation_checks import check_teachers
-    from rl_trainer.inputs import read_inputs
-    from rl_trainer.run_folder import RunFolder, open_run, require_resumable
+    from rl_trainer.train_command import train_checked
 
-    check_async_settings(settings)
-    check_trainable(settings)
-    inputs = read_inputs(settings)
-    check_teachers(settings, inputs.tokenizer, inputs.train)
-    if dry_run:
-        if resume:
-            require_resumable(RunFolder(settings.run_folder), settings)
-        say(describe_async_plan(settings, inputs.counts))
-        return 0
-    with open_run(settings, resume=resume, say=say) as folder:
+    async def attempt(
+        settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
+    ) -> "Outcome":
         from rl_async_trainer.session import Session
-        from rl_trainer.console import make_console
 
         recorded = None if replayed is None else Path(replayed)
-        session = Session(settings, inputs, folder, make_console(settings), replayed=recorded)
-        return asyncio.run(session.run()).exit_status
+        return await Session(settings, inputs, folder, console, replayed=recorded).run()
+
+    return train_checked(
+        settings,
+        resume=resume,
+        dry_run=dry_run,
+        check=check_async_settings,
+        describe=describe_async_plan,
+        attempt=attempt,
+    )
 
 
 def status(words: list[str]) -> int:

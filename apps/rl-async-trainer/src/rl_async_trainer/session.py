@@ -124,7 +124,7 @@ class Session:
         console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
         title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
         console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
-        await stack.enter_async_context(ControlSocket(self._folder.path, controller.answer))
+        await stack.enter_async_context(ControlSocket(self._folder.path, controller.live.answer))
         await stack.enter_async_context(self._watchdog)
         try:
             await self._run_unless_hung(controller)

@@ -5,8 +5,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, take_file, take_flag, take_option
+
+if TYPE_CHECKING:
+    from rl_metrics.trackers.console import ConsoleTracker
+    from rl_trainer.attempt import Outcome
+    from rl_trainer.inputs import Inputs
+    from rl_trainer.run_folder import RunFolder
+    from rl_trainer.settings import Settings
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
@@ -38,27 +46,20 @@ def train(words: list[str]) -> int:
 
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_trainer.checks import check_settings, check_trainable
-    from rl_trainer.distillation_checks import check_teachers
-    from rl_trainer.inputs import read_inputs
+    from rl_trainer.checks import check_settings
     from rl_trainer.plan import describe_plan
-    from rl_trainer.run_folder import RunFolder, open_run, require_resumable
+    from rl_trainer.train_command import train_checked
 
-    check_settings(settings)
-    check_trainable(settings)
-    inputs = read_inputs(settings)
-    check_teachers(settings, inputs.tokenizer, inputs.train)
-    if dry_run:
-        if resume:
-            require_resumable(RunFolder(settings.run_folder), settings)
-        say(describe_plan(settings, inputs.counts))
-        return 0
-    with open_run(settings, resume=resume, say=say) as folder:
+    async def attempt(
+        settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
+    ) -> "Outcome":
         from rl_sync_trainer.session import Session
-        from rl_trainer.console import make_console
 
-        session = Session(settings, inputs, folder, make_console(settings))
-        return asyncio.run(session.run()).exit_status
+        return await Session(settings, inputs, folder, console).run()
+
+    return train_checked(
+        settings, resume=resume, dry_run=dry_run, check=check_settings, describe=describe_plan, attempt=attempt
+    )
 
 
 def validate(words: list[str]) -> int:

@@ -1,0 +1,54 @@
+"""What `train` does in both trainers: check everything that can be checked, then make one attempt at the run."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_trainer.attempt import Outcome
+from rl_trainer.checks import check_trainable
+from rl_trainer.command_line import say
+from rl_trainer.console import make_console
+from rl_trainer.distillation_checks import check_teachers
+from rl_trainer.inputs import Inputs, read_inputs
+from rl_trainer.plan import PromptCounts
+from rl_trainer.run_folder import RunFolder, open_run, require_resumable
+from rl_trainer.settings import Settings
+
+Chosen = TypeVar("Chosen", bound=Settings)
+
+
+def train_checked(
+    settings: Chosen,
+    *,
+    resume: bool,
+    dry_run: bool,
+    check: Callable[[Chosen], None],
+    describe: Callable[[Chosen, PromptCounts], str],
+    attempt: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, Outcome]],
+) -> int:
+    """Train, or print the plan; gives the exit status.
+
+    Args:
+        settings: Of the run.
+        resume: Go on with the run in the folder.
+        dry_run: Print the plan and end; nothing is written.
+        check: Refuses settings that cannot work.
+        describe: The plan as text.
+        attempt: Trains in a folder that this process holds.
+
+    Raises:
+        SettingsError: A setting is impossible, or the folder is not free.
+        DataError: A file of the user cannot be used.
+    """
+    check(settings)
+    check_trainable(settings)
+    inputs = read_inputs(settings)
+    check_teachers(settings, inputs.tokenizer, inputs.train)
+    if dry_run:
+        if resume:
+            require_resumable(RunFolder(settings.run_folder), settings)
+        say(describe(settings, inputs.counts))
+        return 0
+    with open_run(settings, resume=resume, say=say) as folder:
+        return asyncio.run(attempt(settings, inputs, folder, make_console(settings))).exit_status
