@@ -34,12 +34,13 @@ def test_on_policy_equals_the_synchronous_trainer_bit_for_bit(inputs: TinyRun, t
 
 
 def test_streaming_trains_only_what_the_present_version_made(run: TinyRun):
-    settings = {"schedule__max_staleness": 0, "schedule__sync_every": 2, "trainer__steps": 6}
+    settings = {"schedule__max_staleness": 0, "schedule__sync_every": 2, "trainer__steps": 5}
     assert train_async_here(run, **settings) == 0
     versions = trained_versions(run.run_folder)
-    assert len(versions) == 6 * PROMPTS_PER_STEP
+    assert len(versions) == 5 * PROMPTS_PER_STEP
     assert all(oldest == newest == (step - 1) // 2 for step, oldest, newest in versions)
     assert sorted(run_history(run.run_folder).published) == [0, 1, 2, 3]
+    assert json.loads((run.run_folder / "summary.json").read_text())["policy_version"] == 3, "the last step ends one"
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

@@ -10,6 +10,8 @@ import numpy as np
 from scripted_replicas import EXACT, a_canary, an_update
 
 from rl_async_trainer.messages import TRAIN, Dispatch, GroupEvent
+from rl_async_trainer.refusals import Refusals
+from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.rollouter import Rollouter
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
@@ -23,13 +25,14 @@ PROMPT = make_prompt("p0")
 FAILED = SessionResult(failure="the engine fell")
 
 
-def settings_in(folder: Path) -> AsyncSettings:
+def settings_in(folder: Path, **sections: dict[str, Any]) -> AsyncSettings:
     values = {
         "run": {"directory": folder},
         "policy": {"path": "policy"},
         "prompts": {"train": "train.jsonl"},
         "reward": {"function": "exact_match"},
         "rollout": {"group_size": 3, "deadline_s": 900.0},
+        **sections,
     }
     return build_settings(values, kind=AsyncSettings)
 
@@ -111,3 +114,23 @@ def test_engines_may_take_as_long_to_end_what_they_have_as_a_group_may(tmp_path:
     asyncio.run(rollouter.publish(an_update(1), a_canary(), EXACT, True))
     (given,) = engine.given
     assert (given["drain"], given["drain_deadline_s"]) == (True, 900.0)
+
+
+def test_as_many_groups_are_refused_under_one_version_as_its_first_rounds_have(tmp_path: Path):
+    """Two rounds of two groups for each of the two steps of a version: four are refused, then all train."""
+    settings = settings_in(
+        tmp_path,
+        rollout={"group_size": 3, "prompts_per_step": 2},
+        schedule={"sync_every": 2},
+        refill={"filter": "reward_spread", "max_rounds": 2},
+    )
+    window = RolloutWindow()
+    refusals = Refusals(settings, window)
+    alike = GroupResult(prompt=PROMPT, sessions=tuple(answered(index, version=0) for index in range(3)))
+    for _ in range(2):
+        reasons = [refusals.reason(alike) for _ in range(6)]
+        assert [reason is None for reason in reasons] == [False] * 4 + [True] * 2
+        refusals.updated()
+    assert window.made_up == 4
+    failed = GroupResult(prompt=PROMPT, sessions=(FAILED,) * 3)
+    assert refusals.reason(failed) is None

@@ -34,7 +34,7 @@ class MortalRole:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Tell what it has to tell, or die."""
         if method == "start":
-            return RollouterInfo(engine="scripted", num_engines=1)
+            return RollouterInfo(engine="scripted")
         if self.events:
             events, self.events = self.events, []
             return events

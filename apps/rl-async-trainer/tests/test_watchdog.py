@@ -73,27 +73,6 @@ def test_a_hang_is_written_and_told_once_until_there_is_progress_again(tmp_path)
     assert (len(watched.hangs), watched.num_collected) == (2, 2)
 
 
-def test_a_pause_is_no_hang_until_it_takes_too_long(tmp_path):
-    watched = Watched(tmp_path)
-    with watched.dog.pause("engines to start", at_most_s=500), watched.dog.pause("the first weights", at_most_s=50):
-        watched.clock.advance(499)
-        assert watched.check() is None
-        assert watched.dog.check_loop() is None
-    assert (watched.dog.last_progress, watched.dog.no_progress_s) == ("engines to start", 0.0)
-    with watched.dog.pause("engines to start", at_most_s=500):
-        watched.clock.advance(500)
-        assert watched.check() is not None
-    watched.clock.advance(100)
-    assert watched.check().last_progress == "engines to start"
-
-
-def test_a_pause_shorter_than_the_deadline_does_not_shorten_it(tmp_path):
-    watched = Watched(tmp_path)
-    with watched.dog.pause("the first weights", at_most_s=1):
-        watched.clock.advance(99)
-        assert watched.check() is None
-
-
 def test_a_collector_that_never_ends_does_not_hang_the_watchdog(tmp_path):
     async def collect() -> HangReport:
         while True:

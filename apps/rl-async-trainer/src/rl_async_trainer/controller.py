@@ -173,7 +173,8 @@ class Controller:
     def _lacks_validation(self) -> bool:
         """The last step's validation was due, and is not over."""
         state = self.state
-        return 0 < state.step > state.validated and self._is_due(self._settings.trainer.validate_every)
+        is_due = self._c.validator.has_problems and self._is_due(self._settings.trainer.validate_every)
+        return 0 < state.step > state.validated and is_due
 
     async def _next_groups(self) -> tuple[str, ...]:
         """Wait for the groups of the next step."""
@@ -243,7 +244,7 @@ class Controller:
         self.state = replace(
             state,
             step=scheduler.num_steps,
-            policy_version=scheduler.learner_version,
+            policy_version=scheduler.options.version_after(scheduler.num_steps),
             num_trained=scheduler.num_trained,
             num_spent=scheduler.num_spent,
             num_samples=state.num_samples + report.num_trajectories,
@@ -275,7 +276,7 @@ class Controller:
         """Publish after the last step of a version; wait for it, and validate, where the next step needs that."""
         scheduler, every = self._scheduler, self._settings.schedule.sync_every
         is_last = scheduler.is_done
-        version = -(-scheduler.num_steps // every)
+        version = scheduler.options.version_after(scheduler.num_steps)
         if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
             if is_last or self._settings.schedule_options.is_on_policy:
                 self._rollouts.hold()
@@ -303,6 +304,7 @@ class Controller:
 
     async def _validate_beside(self) -> None:
         """Begin to evaluate the policy of now, while training goes on."""
+        await self._c.validator.wait()  # one at a time: each may hold a copy of the weights
         await self._hold_weights(self.state.step)
         self._c.validator.begin(self.state.step, self._rollouter, self._learner, self._has_validated)
 

@@ -21,7 +21,6 @@ from rl_async_trainer.run_state import read_run_state
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core import Batch, TransferQueue
-from rl_core.cluster import RoleContext
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.records import NO_VERSION, IntArray, Json
 from rl_core.transports import TensorTransport
@@ -66,7 +65,6 @@ class LearnerHost:
         canary_sequences: Sequence[IntArray],
         *,
         folder: Path,
-        context: RoleContext | None = None,
     ) -> None:
         """Name what is needed; nothing heavy starts before `start`.
 
@@ -75,9 +73,7 @@ class LearnerHost:
             queue: Has what is trained on.
             canary_sequences: What proves each weight update.
             folder: The run's.
-            context: Its place among the roles.
         """
-        del context
         self._settings = settings
         self._queue = queue
         self._canary_sequences = list(canary_sequences)

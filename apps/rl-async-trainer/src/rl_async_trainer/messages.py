@@ -54,11 +54,9 @@ class RollouterInfo:
 
     Attributes:
         engine: Name of the engine.
-        num_engines: Replicas.
     """
 
     engine: str
-    num_engines: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

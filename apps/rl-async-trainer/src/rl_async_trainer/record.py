@@ -47,7 +47,7 @@ class RunRecord:
 
 @dataclass(slots=True)
 class History:
-    """What a record says, with what was undone by later attempts left out.
+    """What a record says, with the steps that later ones replaced left out.
 
     Attributes:
         issued: Prompts in order.
@@ -56,18 +56,14 @@ class History:
         settled: Groups in the order of arrival, each once: its last arrival.
         failed: Reason of each group that no step has.
         published: For each version the number of steps before it.
-        fingerprints: Of the weights of each version.
-        num_attempts: Attempts at the run; 0 where there is no record.
     """
 
-    issued: list[str] = field(default_factory=list)
+    issued: dict[str, None] = field(default_factory=dict)
     steps: dict[int, tuple[str, ...]] = field(default_factory=dict)
     started: dict[str, int] = field(default_factory=dict)
     settled: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     published: dict[int, int] = field(default_factory=dict)
-    fingerprints: dict[int, str] = field(default_factory=dict)
-    num_attempts: int = 0
 
     def steps_after(self, step: int) -> list[tuple[str, ...]]:
         """Groups of the steps that were recorded after so many, as far as they follow one another."""
@@ -98,8 +94,7 @@ def read_history(folder: Path) -> History:
 def _apply(history: History, line: dict[str, Any]) -> None:
     what = line["what"]
     if what == "issued":
-        known = set(history.issued)
-        history.issued.extend(uid for uid in _texts(line["uids"]) if uid not in known)
+        history.issued.update(dict.fromkeys(_texts(line["uids"])))
     elif what == "started":
         history.started.update(dict.fromkeys(_texts(line["uids"]), int(line["version"])))
     elif what == "settled":
@@ -113,9 +108,6 @@ def _apply(history: History, line: dict[str, Any]) -> None:
         _apply_step(history, int(line["step"]), tuple(_texts(line["uids"])))
     elif what == "published":
         history.published[int(line["version"])] = int(line["step"])
-        history.fingerprints[int(line["version"])] = str(line["fingerprint"])
-    elif what == "resumed":
-        history.num_attempts += 1
 
 
 def _apply_step(history: History, step: int, uids: tuple[str, ...]) -> None:

@@ -50,7 +50,7 @@ def _plan(history: History, steps: list[tuple[str, ...]]) -> ReplayPlan:
     trained = {uid for step in steps for uid in step}
     last = max(place for place, uid in enumerate(history.issued) if uid in trained)
     return ReplayPlan(
-        issued=tuple(history.issued[: last + 1]),
+        issued=tuple(history.issued)[: last + 1],
         steps=tuple(steps),
         started={uid: version for uid, version in history.started.items() if uid in trained},
     )

@@ -12,22 +12,21 @@ from typing import Any
 from rl_async_trainer.group_events import generated_event, queued_event, refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.messages import Dispatch, GroupEvent, RollouterInfo
+from rl_async_trainer.refusals import Refusals
 from rl_async_trainer.role_parts import ENGINE, engine_reports
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch, put_validation
 from rl_core import Canary, Prompt, TransferQueue
-from rl_core.cluster import RoleContext
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError, WeightProofError
 from rl_core.publish import ProofTolerances, PublishReport
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
-from rl_rollout.filters import GroupFilter, resolve_filter
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_rollout.skip import EntryKey
-from rl_trainer.engines import make_engine, make_replica, replica_pool
+from rl_trainer.engines import make_engine, make_replica, replica_pool, start_within
 from rl_trainer.flow import open_rollout, sampling_params, settle
 from rl_trainer.inputs import read_tokenizer
 from rl_trainer.replay import Replay
@@ -35,17 +34,23 @@ from rl_trainer.replay import Replay
 RunGroups = Callable[[Sequence[Prompt]], Awaitable[list[GroupResult]]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A group that is generated: since when, and the version that was served then."""
+
+    since: float
+    version: int
+
+
 @dataclass(slots=True)
 class _State:
     """What is under way."""
 
-    running: dict[str, float] = field(default_factory=dict)
-    started: dict[str, int] = field(default_factory=dict)
+    running: dict[str, _Running] = field(default_factory=dict)
     validating: dict[str, float] = field(default_factory=dict)
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     events: list[GroupEvent] = field(default_factory=list)
     failure: BaseException | None = None
-    num_refused: int = 0
     num_failed: int = 0
 
 
@@ -70,7 +75,6 @@ class Rollouter:
         queue: TransferQueue,
         *,
         log_directory: Path | None = None,
-        context: RoleContext | None = None,
     ) -> None:
         """Name what is needed; nothing heavy starts before `start`.
 
@@ -78,17 +82,15 @@ class Rollouter:
             settings: Of the run.
             queue: Takes what is generated.
             log_directory: Where engines in processes of their own write what they print.
-            context: Its place among the roles.
         """
         self._settings = settings
         self._queue = queue
         self._log_directory = log_directory
-        self._incarnation = 1 if context is None else context.incarnation
         self._engine: ReplicatedEngine | None = None
         self._rollout: Rollout | None = None
         self._opened = ExitStack()
         self._replay: Replay | None = None
-        self._filter: GroupFilter | None = None
+        self._refusals: Refusals | None = None
         self._state = _State()
         self._news = asyncio.Condition()
         self._window = RolloutWindow()
@@ -102,20 +104,13 @@ class Rollouter:
         """
         settings = self._settings
         tokenizer = read_tokenizer(settings)
-        if settings.refill.filter:
-            self._filter = resolve_filter(settings.refill.filter)
+        self._refusals = Refusals(settings, self._window)
         self._engine = self.make_engine()
-        try:
-            await asyncio.wait_for(self._engine.start(), settings.rollout.start_deadline_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"waited {settings.rollout.start_deadline_s:g} s for the {settings.rollout.engine} engine to start "
-                "(rollout.start_deadline_s), and gave up."
-            ) from None
+        await start_within(self._engine, settings)
         self._rollout = self._opened.enter_context(open_rollout(settings, tokenizer, self._engine))
         await self._rollout.start()
         self._replay = Replay(settings, tokenizer, say=self._window.say)
-        return RollouterInfo(engine=self._engine.traits.name, num_engines=self._engine.num_replicas)
+        return RollouterInfo(engine=self._engine.traits.name)
 
     def make_engine(self) -> ReplicatedEngine:
         """The engines of the settings, not started."""
@@ -147,6 +142,8 @@ class Rollouter:
                 self._window.say("weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error))
                 report = await give()
         self._window.version = update.version
+        if self._refusals is not None:
+            self._refusals.updated()
         if self._replay is not None:
             self._replay.served(report, engine=engine.traits.name)
         return report
@@ -164,9 +161,8 @@ class Rollouter:
         self._check()
         if self._window.version < 0:
             raise NotReadyError("the rollouter has no weights of the run yet, and cannot generate for it.")
-        now = time.monotonic()
-        self._state.running.update(dict.fromkeys((one.prompt.uid for one in dispatches), now))
-        self._state.started.update(dict.fromkeys((one.prompt.uid for one in dispatches), self._window.version))
+        begun = _Running(time.monotonic(), self._window.version)
+        self._state.running.update(dict.fromkeys((one.prompt.uid for one in dispatches), begun))
         self._spawn(self._generate(dispatches))
 
     async def events(self, *, wait_s: float) -> list[GroupEvent]:
@@ -239,8 +235,8 @@ class Rollouter:
         waits = [Wait(what=what, on=on, since_s=since_s) for what, on, since_s in self._window.waits(now)]
         on = ENGINE if num_running or self._rollout is None else awaited_outside(self._rollout)
         if running:
-            uid, since = min(running.items(), key=lambda item: item[1])
-            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - since))
+            uid, begun = min(running.items(), key=lambda item: item[1].since)
+            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - begun.since))
         waits.extend(Wait(what=name, on=on, since_s=now - since) for name, since in self._state.validating.items())
         return RoleView(
             doing=f"serves version {self._window.version}; engines {', '.join(load.state for load in loads)}",
@@ -336,8 +332,9 @@ class Rollouter:
     async def _settle(self, group: GroupResult, orders: dict[str, Dispatch]) -> None:
         """Put a group into the queue, and tell the controller."""
         uid = group.prompt.uid
-        took_s = time.monotonic() - self._state.running.get(uid, time.monotonic())
-        reason = self._refusal(group)
+        begun = self._state.running.get(uid)  # None where it was not submitted
+        took_s = 0.0 if begun is None else time.monotonic() - begun.since
+        reason = None if self._refusals is None else self._refusals.reason(group)
         missing = frozenset(orders[uid].sessions)
         with self._window.waiting(f"put group {uid}", on="queue"):
             if reason is None:
@@ -346,7 +343,7 @@ class Rollouter:
                 await asyncio.to_thread(self._refuse, group, reason, missing)
         self._window.add(group, took_s=took_s, is_refused=reason is not None)
         event = await self._event_of(group, reason, missing)
-        event = replace(event, took_s=took_s, started=self._state.started.pop(uid, None))
+        event = replace(event, took_s=took_s, started=None if begun is None else begun.version)
         self._state.running.pop(uid, None)
         await self._tell([event])
         self._refuse_to_fail_for_ever(group)
@@ -371,21 +368,6 @@ class Rollouter:
         for index in sorted(missing):
             self._queue.fail(group.prompt.uid, index, reason=refusal(self._settings.refill.filter, reason))
 
-    def _refusal(self, group: GroupResult) -> str | None:
-        """Why the filter refuses a group; None too where a step's worth of rounds was refused since the last update."""
-        if self._filter is None or not group.trajectories:
-            return None
-        reason = self._filter(group)
-        if reason is None:
-            return None
-        rounds, size = self._settings.refill.max_rounds, self._settings.rollout.prompts_per_step
-        if self._state.num_refused >= (rounds - 1) * size:
-            self._state.num_refused -= 1  # made up, as the last round of a synchronous step is
-            self._window.made_up += 1
-            return None
-        self._state.num_refused += 1
-        return reason
-
     async def _tell(self, events: Sequence[GroupEvent]) -> None:
         async with self._news:
             self._state.events.extend(events)
@@ -401,7 +383,7 @@ class Rollouter:
 
     def _check_ages(self) -> None:
         deadline_s, now = self._settings.rollout.deadline_s, time.monotonic()
-        late = [uid for uid, since in self._state.running.items() if now - since > deadline_s]
+        late = [uid for uid, begun in self._state.running.items() if now - begun.since > deadline_s]
         if late:
             raise DeadlineError(
                 f"waited {deadline_s:g} s for {len(late)} group(s) to be generated (rollout.deadline_s), and gave up; "

@@ -9,7 +9,6 @@ from rl_async_trainer.hang_report import Wait
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_core.cluster import RoleContext
 from rl_core.errors import NotReadyError
 from rl_distill.teacher.service import TeacherService
 from rl_trainer.distilling import teacher_metrics
@@ -19,18 +18,14 @@ from rl_trainer.teachers import make_teachers
 class TeacherHost:
     """Holds the service of the settings' teachers; one for a run."""
 
-    def __init__(
-        self, settings: AsyncSettings, queue: TransferQueue, *, folder: Path, context: RoleContext | None = None
-    ) -> None:
+    def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, folder: Path) -> None:
         """Name what is needed; nothing heavy starts before `start`.
 
         Args:
             settings: Of the run.
             queue: Has what is scored.
             folder: The run's.
-            context: Its place among the roles.
         """
-        del context
         self._settings = settings
         self._queue = queue
         self._folder = folder

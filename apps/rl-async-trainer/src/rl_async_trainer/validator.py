@@ -72,6 +72,11 @@ class Validator:
         self._lock = asyncio.Lock()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def has_problems(self) -> bool:
+        """False where there is nothing to validate on while training goes on."""
+        return self._inputs.validation is not None
+
     async def run(
         self, step: int, engines: Answers, learner: Answers, *, with_test: bool, is_beside: bool = False
     ) -> dict[str, float]:

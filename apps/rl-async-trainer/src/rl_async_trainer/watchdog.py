@@ -6,9 +6,8 @@ A task looks at the clock while the event loop turns, and a thread looks whether
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +46,7 @@ class _Watched:
 class Watchdog:
     """Reports once when there was no progress for so long; progress arms it again.
 
-    Use it as `async with` around the work; `progress` and `pause` may be called by any thread.
+    Use it as `async with` around the work; `progress` may be called by any thread.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Watchdog:
         self._collect_deadline_s = collect_deadline_s
         self._lock = threading.Lock()
         self._watched = _Watched(progress_at=clock(), beat_at=clock())
-        self._pauses: dict[int, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -100,19 +98,6 @@ class Watchdog:
         with self._lock:
             watched = self._watched
             watched.progress_at, watched.last, watched.phase = self._clock(), what, "armed"
-
-    @contextmanager
-    def pause(self, what: str, at_most_s: float) -> Iterator[None]:
-        """A phase that may take so long without any progress, such as the start of engines; its end is progress."""
-        with self._lock:
-            key = max(self._pauses, default=0) + 1
-            self._pauses[key] = self._clock() + at_most_s
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._pauses[key]
-            self.progress(what)
 
     async def __aenter__(self) -> "Watchdog":
         with self._lock:
@@ -137,7 +122,7 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         with self._lock:
             self._watched.beat_at = self._clock()
-            if self._watched.phase != "armed" or self._clock() < self._due_after(self._watched.progress_at):
+            if self._watched.phase != "armed" or self._clock() < self._watched.progress_at + self._deadline_s:
                 return None
             self._watched.phase, self._watched.collecting_at = "collecting", self._clock()
         found = await self._collected()
@@ -152,7 +137,7 @@ class Watchdog:
         """Look once, in a thread, whether the event loop still turns; where it does not, report that, and give it."""
         with self._lock:
             watched, now = self._watched, self._clock()
-            is_stuck = watched.phase == "armed" and now >= self._due_after(max(watched.beat_at, watched.progress_at))
+            is_stuck = watched.phase == "armed" and now >= max(watched.beat_at, watched.progress_at) + self._deadline_s
             longest_s = self._collect_deadline_s + self._look_s
             is_stuck |= watched.phase == "collecting" and now >= watched.collecting_at + 2 * longest_s
             stuck_s = now - watched.beat_at
@@ -170,9 +155,6 @@ class Watchdog:
     @property
     def _look_s(self) -> float:
         return min(self._deadline_s / 20, MAX_LOOK_S)
-
-    def _due_after(self, last_at: float) -> float:
-        return max(last_at + self._deadline_s, *self._pauses.values()) if self._pauses else last_at + self._deadline_s
 
     def _take(self, phase: Phase) -> bool:
         """Be the one that reports."""

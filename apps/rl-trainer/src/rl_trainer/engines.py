@@ -1,12 +1,13 @@
 """Settings become an engine, in this process or in processes of its own."""
 
+import asyncio
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.cluster.shares import visible_gpus
-from rl_core.errors import SettingsError
+from rl_core.errors import DeadlineError, SettingsError
 from rl_core.ray_session import RayOptions
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.protocol import RolloutEngine
@@ -34,6 +35,26 @@ def make_engine(settings: Settings, policy: Path, *, log_directory: Path | None 
             for index in range(settings.replicas.count)
         ]
     )
+
+
+async def start_within(engine: RolloutEngine, settings: Settings) -> None:
+    """Start an engine in the time of the settings.
+
+    Raises:
+        DeadlineError: It took longer.
+        EngineError: It cannot start.
+    """
+    limit = asyncio.timeout(settings.rollout.start_deadline_s)
+    try:
+        async with limit:
+            await engine.start()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # its own, which says more
+        raise DeadlineError(
+            f"waited {settings.rollout.start_deadline_s:g} s for the {settings.rollout.engine} engine to start "
+            "(rollout.start_deadline_s), and gave up."
+        ) from error
 
 
 def make_replica(

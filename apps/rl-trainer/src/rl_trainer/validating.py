@@ -1,12 +1,8 @@
 """Evaluate a policy without training it."""
 
-import asyncio
-
-from rl_core.errors import DeadlineError
 from rl_metrics.validation import headline
-from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.rollout import Rollout
-from rl_trainer.engines import make_engine
+from rl_trainer.engines import make_engine, start_within
 from rl_trainer.evaluation import validation_metrics
 from rl_trainer.flow import open_rollout
 from rl_trainer.inputs import Inputs
@@ -17,25 +13,11 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
     """Greedy accuracy of the policy on the validation and test problems."""
     engine = make_engine(settings, settings.policy.path)
     try:
-        await start_within(engine, settings.rollout.start_deadline_s)
+        await start_within(engine, settings)
         with open_rollout(settings, inputs.tokenizer, engine) as rollout:
             return await evaluate_splits(settings, inputs, rollout)
     finally:
         await engine.close()
-
-
-async def start_within(engine: RolloutEngine, deadline_s: float) -> None:
-    """Start an engine.
-
-    Raises:
-        DeadlineError: It took longer.
-    """
-    try:
-        await asyncio.wait_for(engine.start(), deadline_s)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"waited {deadline_s:g} s for the engine to start (rollout.start_deadline_s), and gave up."
-        ) from error
 
 
 async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
