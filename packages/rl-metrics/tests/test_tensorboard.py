@@ -83,6 +83,34 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     assert b"new" in tensorboard_series(tmp_path, "val")[-1][1]
 
 
+def test_what_comes_late_of_a_step_that_was_done_drops_none_of_it(tmp_path):
+    first = TensorBoardTracker(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.log(step, {"a": float(step)})
+    first.close()
+    resumed = TensorBoardTracker(tmp_path)
+    resumed.log_late(3, {"late": 0.5})
+    resumed.log_generations(3, "val", [sample()])
+    resumed.log(4, {"a": 40.0})
+    resumed.log_late(2, {"late": 0.25})
+    resumed.close()
+    assert tensorboard_series(tmp_path, "a") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert tensorboard_series(tmp_path, "late") == [(3, 0.5), (2, 0.25)]
+    assert [step for step, _ in tensorboard_series(tmp_path, "val")] == [3]
+
+
+def test_generations_may_come_before_the_metrics_of_their_step(tmp_path):
+    for attempt in (1, 2):
+        tracker = TensorBoardTracker(tmp_path)
+        for step in range(3 - attempt, 3):  # 2 alone, and then 1 and 2
+            tracker.log_generations(step, "val", [sample(output=f"of attempt {attempt}")])
+            tracker.log(step, {"a": float(attempt)})
+        tracker.close()
+    assert tensorboard_series(tmp_path, "a") == [(1, 2.0), (2, 2.0)]
+    assert [step for step, _ in tensorboard_series(tmp_path, "val")] == [1, 2]
+    assert all(b"of attempt 2" in text for _, text in tensorboard_series(tmp_path, "val"))
+
+
 def test_after_close_it_says_so(tmp_path):
     tracker = TensorBoardTracker(tmp_path)
     tracker.close()

@@ -24,7 +24,7 @@ HEAD = "| score | input | output | ground truth | failure | policy version | sou
 class TensorBoardTracker:
     """Writes scalars, and generations as a table in the text plugin, at the trainer's steps.
 
-    What a resumed run writes takes the place of what is there of its own first step and later ones.
+    What a resumed run writes takes the place of what is there of the first step that it logs, and of later ones.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,12 +47,26 @@ class TensorBoardTracker:
         self._events, self._summaries = event_pb2, summary_pb2
         self._text = text_pb
         self._directory = directory
+        is_resumed = any(directory.glob("*.tfevents.*"))
         self._writer = EventFileWriter(str(directory))
-        self._has_begun = False
+        self._early: list[Event] | None = []
         self._is_closed = False
+        if not is_resumed:
+            self._start(0)  # readers take the first start of all for none of a resumed run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a scalar for each metric.
+        """Write a scalar for each metric; a resumed run's first also drops what is there of its step and later ones.
+
+        Raises:
+            NotReadyError: After `close`.
+            OSError: The file cannot be written.
+        """
+        self._check_open()
+        self._start(step)
+        self.log_late(step, metrics)
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a scalar for each metric and drop nothing, as every value has a step of its own.
 
         Raises:
             NotReadyError: After `close`.
@@ -62,11 +76,7 @@ class TensorBoardTracker:
             values = {name: float(np.float32(value)) for name, value in metrics.items()}
         # Simple values, as torch's writer has them: every reader of event files knows these.
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step, [self._summaries.Summary(value=scalars)])
-
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The same as `log`: every value has a step of its own."""
-        self.log(step, metrics)
+        self._write(step, self._summaries.Summary(value=scalars))
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Write a Markdown table in which everything is shown as it is, and nothing is taken for Markdown or HTML.
@@ -76,7 +86,7 @@ class TensorBoardTracker:
             OSError: The file cannot be written.
         """
         table = HEAD + "".join(map(_row, samples))
-        self._write(step, [self._text(name, table)])
+        self._write(step, self._text(name, table))
 
     def close(self) -> None:
         """Write what is pending and close the file. Can be called twice."""
@@ -84,21 +94,28 @@ class TensorBoardTracker:
             self._is_closed = True
             self._writer.close()
 
-    def _write(self, step: int, summaries: "Sequence[Summary]") -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise NotReadyError(f"the event file in {self._directory} is closed; make a new TensorBoardTracker.")
-        if not self._has_begun:
-            self._has_begun = True
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._add(step, self._events.Event(session_log=start))
-        for summary in summaries:
-            self._add(step, self._events.Event(summary=summary))
-        self._writer.flush()
 
-    def _add(self, step: int, event: "Event") -> None:
-        event.step = step
-        event.wall_time = time.time()
+    def _start(self, step: int) -> None:
+        """Have readers drop, once, what they have read of this step and later ones; what this tracker wrote stays."""
+        early, self._early = self._early, None
+        if early is None:
+            return
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.add_event(self._events.Event(step=step, wall_time=time.time(), session_log=start))
+        for event in early:
+            if event.step >= step:  # a step's generations may come before its metrics
+                self._writer.add_event(event)
+
+    def _write(self, step: int, summary: "Summary") -> None:
+        self._check_open()
+        event = self._events.Event(step=step, wall_time=time.time(), summary=summary)
+        if self._early is not None:
+            self._early.append(event)
         self._writer.add_event(event)
+        self._writer.flush()
 
 
 def _row(sample: GenerationSample) -> str:
