@@ -26,6 +26,9 @@ class GatedTracker:
     def log(self, step, metrics):
         self._take(step, metrics)
 
+    def log_late(self, step, metrics):
+        self._take(step, ("late", metrics))
+
     def log_generations(self, step, name, samples):
         self._take(step, (name, samples))
 
@@ -54,11 +57,13 @@ def test_calls_arrive_in_order_on_another_thread():
     tracker = BackgroundTracker(inner, name="slow")
     for step in range(20):
         tracker.log(step, {"a": float(step)})
+    tracker.log_late(7, {"a": 0.5})
     tracker.log_generations(20, "val/generations", ["sample"])
     tracker.close()
     tracker.close()
     assert [call[:2] for call in inner.calls] == [
         *((step, {"a": float(step)}) for step in range(20)),
+        (7, ("late", {"a": 0.5})),
         (20, ("val/generations", ("sample",))),
     ]
     assert {call[2] for call in inner.calls} == {"tracker-slow"}
@@ -69,12 +74,13 @@ def test_what_the_caller_changes_later_does_not_arrive(gated):
     tracker = BackgroundTracker(gated, name="slow")
     metrics, samples = {"a": 1.0}, ["one"]
     tracker.log(1, metrics)
+    tracker.log_late(1, metrics)
     tracker.log_generations(1, "val", samples)
     metrics["a"] = 2.0
     samples.append("two")
     gated.gate.set()
     tracker.close()
-    assert [call[1] for call in gated.calls] == [{"a": 1.0}, ("val", ("one",))]
+    assert [call[1] for call in gated.calls] == [{"a": 1.0}, ("late", {"a": 1.0}), ("val", ("one",))]
 
 
 def test_what_does_not_fit_is_dropped_counted_and_warned_of_once(gated):
@@ -146,6 +152,17 @@ def test_an_error_that_no_call_has_raised_is_raised_by_close():
         with pytest.raises(OSError, match=message):
             tracker.close()
         tracker.close()
+
+
+def test_an_error_of_late_metrics_is_raised_by_the_next_late_metrics_once():
+    inner = GatedTracker(is_open=True, fails_at=1)
+    tracker = BackgroundTracker(inner, name="slow")
+    tracker.log_late(1, {})
+    assert inner.is_closed.wait(DEADLINE_S)
+    with pytest.raises(OSError, match="server gone"):
+        tracker.log_late(2, {})
+    with pytest.raises(NotReadyError, match="slow failed"):
+        tracker.log_late(2, {})
 
 
 def test_a_fanout_leaves_out_one_that_failed_behind_its_thread():

@@ -133,6 +133,17 @@ def test_the_newest_validation_stays(plain):
     assert plain.lines[1] == "GRPO 0/4  validation 0.968"
 
 
+def test_a_late_validation_is_shown_and_stays_and_other_late_metrics_are_not(plain):
+    plain.tracker.begin("GRPO", total_steps=4)
+    plain.run_steps([1, 2])
+    plain.tracker.log_late(1, VALIDATION)
+    plain.tracker.log_late(1, {"actor/entropy": 0.5})
+    plain.run_steps([3, 4])
+    assert plain.lines[2] == "validation of step 1: 0.968"
+    assert [line.split("  ")[0] for line in plain.lines[3:]] == ["GRPO 4/4"]
+    assert plain.lines[-1].endswith("validation 0.968")
+
+
 def test_plain_text_has_no_control_codes_and_no_wrapping(plain):
     plain.tracker.say("x" * 300 + " [bold]not markup[/bold] :smile:")
     assert plain.lines == ["x" * 300 + " [bold]not markup[/bold] :smile:"]

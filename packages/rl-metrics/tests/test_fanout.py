@@ -15,6 +15,11 @@ class ListTracker:
             raise OSError("disk full")
         self.rows.append((step, dict(metrics)))
 
+    def log_late(self, step, metrics):
+        if step == self.fails_at:
+            raise OSError("disk full")
+        self.rows.append((step, "late", dict(metrics)))
+
     def log_generations(self, step, name, samples):
         if step == self.fails_at:
             raise OSError("disk full")
@@ -59,6 +64,19 @@ def test_generations_go_to_all_that_still_work():
             fanout.log_generations(step, "val/generations", ["sample"])
     assert bad.rows == [(1, "val/generations", ["sample"])]
     assert good.rows == [(step, "val/generations", ["sample"]) for step in (1, 2, 3)]
+    assert fanout.active == ("good",)
+    assert bad.num_closed == 1
+    assert [entry["event"] for entry in logs] == ["tracker_failed"]
+
+
+def test_late_metrics_go_to_all_that_still_work():
+    good, bad = ListTracker(), ListTracker(fails_at=2)
+    fanout = Fanout({"bad": bad, "good": good})
+    with structlog.testing.capture_logs() as logs:
+        for step in (1, 2, 3):
+            fanout.log_late(step, {"a": 1.0})
+    assert bad.rows == [(1, "late", {"a": 1.0})]
+    assert good.rows == [(step, "late", {"a": 1.0}) for step in (1, 2, 3)]
     assert fanout.active == ("good",)
     assert bad.num_closed == 1
     assert [entry["event"] for entry in logs] == ["tracker_failed"]

@@ -60,6 +60,20 @@ def test_rows_have_the_trainers_steps_and_none_is_dropped(tmp_path):
     assert ("*", "training/global_step") in [(metric.glob_name, metric.step_metric) for metric in metrics]
 
 
+def test_late_metrics_stand_at_their_own_step(tmp_path):
+    tracker = start(tmp_path)
+    tracker.log(2, {"a": 1.0})
+    tracker.log_late(1, {"val-core/a/acc/mean@1": 0.5})
+    tracker.log(3, {"a": 2.0})
+    tracker.close()
+    rows = wandb_history(wandb_attempts(tmp_path)[0])
+    assert [(row["training/global_step"], row.get("a"), row.get("val-core/a/acc/mean@1")) for row in rows] == [
+        (2, 1.0, None),
+        (1, None, 0.5),
+        (3, 2.0, None),
+    ]
+
+
 def test_a_resumed_run_is_the_same_run(tmp_path):
     for step in (1, 2):
         tracker = start(tmp_path)
