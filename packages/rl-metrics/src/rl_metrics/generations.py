@@ -111,10 +111,11 @@ def draw_generations(
     # list: numpy would take one with a large seed through float64.
     words = np.random.Philox(key=seed).random_raw(len(in_order))
     drawn = [int(index) for index in np.argsort(words, kind="stable")]
-    first = {in_order[index][1]: index for index in reversed(drawn)}  # of each batch, the one that is drawn first
-    firsts = sorted(first.values(), key=drawn.index)[:count]
-    rest = [index for index in drawn if index not in set(firsts)]
-    return [in_order[index][0] for index in sorted([*firsts, *rest][:count])]
+    first: dict[int, int] = {}  # of each batch, the one that is drawn first
+    for index in drawn:
+        first.setdefault(in_order[index][1], index)
+    chosen = list(dict.fromkeys([*first.values(), *drawn]))[:count]
+    return [in_order[index][0] for index in sorted(chosen)]
 
 
 def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:

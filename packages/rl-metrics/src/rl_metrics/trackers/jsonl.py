@@ -55,16 +55,15 @@ class JsonlTracker:
     with whole texts.
     """
 
-    def __init__(self, path: Path, *, generations: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; a resumed run goes on behind what is there.
 
         Args:
-            path: Such as `run/metrics.jsonl`.
-            generations: File of the samples, made with the first; None is `generations.jsonl` beside the other.
+            path: Such as `run/metrics.jsonl`; `generations.jsonl` lies beside it, and is made with the first sample.
             clock: Seconds since the epoch.
         """
         self._writer = JsonLinesWriter(path)
-        self._generations_path = path.with_name("generations.jsonl") if generations is None else generations
+        self._generations_path = path.with_name("generations.jsonl")
         self._generations: JsonLinesWriter | None = None
         self._clock = clock
         self._is_closed = False

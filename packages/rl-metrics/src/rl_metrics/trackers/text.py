@@ -12,7 +12,6 @@ def plain_text(text: str, *, limit: int) -> str:
     """
     if len(text) > limit:  # before it is escaped: a response may be long
         text = text[:limit] + text[-limit:]
-        return _cut(_escaped(text), limit)
     return _cut(_escaped(text), limit)
 
 
