@@ -99,6 +99,7 @@ def test_a_replica_that_waits_for_weights_in_vain_is_closed_and_forgotten(monkey
         assert (engine.num_replicas, engine.num_serving) == (1, 1)
         with pytest.raises(NotReadyError, match="closed"):
             late.traits  # noqa: B018
+        assert not engine.is_waiting_for_weights
 
     run_with([first], work)
 
@@ -308,6 +309,28 @@ def test_a_request_waits_for_the_next_weights_where_those_to_go_back_to_are_gone
     (sample,) = run_with(held, work)
     assert sample.policy_versions.tolist() == [6]
     assert taken == [4, 5, 4, 6]
+
+
+def test_each_request_to_a_replica_without_weights_waits_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_weights, "NEWS_DEADLINE_S", 0.01)
+    taken: list[int] = []
+
+    def receive(update: WeightUpdate) -> WeightReceipt:
+        taken.append(update.version)
+        return honest_receipt(replace(update, digests=an_update(9).digests) if len(taken) > 1 else update)
+
+    held = [Held(1, receive=receive)]
+
+    async def work(engine: ReplicatedEngine) -> None:
+        await publish(engine, 4)
+        with pytest.raises(WeightProofError):
+            await publish(engine, 5)
+        for _ in range(2):
+            with pytest.raises(DeadlineError, match="replica 0 could not get the present weights"):
+                await engine.generate(a_request())
+            assert not engine.is_waiting_for_weights
+
+    run_with(held, work)
 
 
 def test_who_hears_late_of_a_death_leaves_the_restarted_replica_its_weights() -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from rl_async_trainer.hang_report import RoleReport
+from rl_core.cluster.stacks import is_silent
 from rl_rollout.engines.engine_load import EngineLoad
 
 ENGINE, RANK = "engine", "rank"
-SILENCE = ("It has not answered since", "Its stacks are not known")
-"""What `rl_core.cluster.Role.stacks` says of a process that did not answer."""
 
 
 def engine_reports(loads: Sequence[EngineLoad], stacks: Mapping[int, str], *, asked_s: float) -> list[RoleReport]:
@@ -36,7 +35,7 @@ def rank_reports(stacks: Sequence[str], *, asked_s: float) -> list[RoleReport]:
 
 
 def _report(name: str, stack: str, asked_s: float, *, state: str = "serving", running: int = 0) -> RoleReport:
-    is_answering = not any(words in stack for words in SILENCE)
+    is_answering = not is_silent(stack)
     return RoleReport(
         name=name,
         state="serving" if state == "draining" else state,

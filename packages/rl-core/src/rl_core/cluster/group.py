@@ -49,7 +49,7 @@ class RoleGroup:
                     break
                 except RoleDiedError:
                     pause_s = self._group_budget.next_pause_s()
-                    if pause_s is None:
+                    if pause_s is None or time.monotonic() + pause_s >= ends_at:
                         raise
                     await asyncio.sleep(pause_s)
         except BaseException:

@@ -6,7 +6,6 @@ from rl_core.cluster import Role
 from rl_core.errors import DeadlineError, RoleDiedError
 
 NEWS_DEADLINE_S = 60.0
-TICK_S = 0.02
 
 
 def require_life(role: Role, life: int) -> None:
@@ -37,13 +36,14 @@ async def next_life(role: Role, life: int, error: Exception) -> int:
         RoleDiedError: It is not started again.
         DeadlineError: Nobody noticed its death.
     """
-    ends_at = asyncio.get_running_loop().time() + NEWS_DEADLINE_S
-    while role.state == "serving" and role.incarnation == life:  # a call hears of a death before the role does
-        if asyncio.get_running_loop().time() > ends_at:
-            raise DeadlineError(f"{role.spec} gave no answer as if it were dead, but runs on: {error}") from error
-        await asyncio.sleep(TICK_S)
-    while role.state == "restarting":
-        await asyncio.sleep(TICK_S)
+    try:
+        async with asyncio.timeout(NEWS_DEADLINE_S):
+            while role.state == "serving" and role.incarnation == life:  # a call hears of a death before the role does
+                await role.changed()
+    except TimeoutError:
+        raise DeadlineError(f"{role.spec} gave no answer as if it were dead, but runs on: {error}") from error
+    while role.state == "restarting":  # its restarts are counted, and each has its deadline
+        await role.changed()
     if role.state in ("dead", "closed"):
         raise role.death or error
     return role.incarnation

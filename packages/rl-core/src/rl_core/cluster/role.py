@@ -11,6 +11,7 @@ from rl_core.cluster.incarnation import Birth, Incarnation, Launcher
 from rl_core.cluster.messages import named
 from rl_core.cluster.pools import Slot
 from rl_core.cluster.roles import RoleContext, RoleSpec
+from rl_core.cluster.stacks import NOT_KNOWN
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 State = Literal["starting", "serving", "restarting", "dead", "closed"]
@@ -145,6 +146,10 @@ class Role:
                 raise
             raise self._late(method, life, began_at, deadline_s or 0.0) from None
 
+    async def changed(self) -> None:
+        """Wait for the next change of its state."""
+        await self._changed.wait()
+
     async def stacks(self, *, deadline_s: float) -> str:
         """What it does right now: its calls, the Python stacks of its threads, and where tasks of its event loop wait.
 
@@ -165,7 +170,7 @@ class Role:
         try:
             return f"{heading}\n{await life.stacks(deadline_s)}"
         except Exception as error:  # it died on the way; whoever looks for the reason of a hang shall not fail at it
-            return f"{heading}\nIts stacks are not known: {type(error).__name__}: {error}"
+            return f"{heading}\n{NOT_KNOWN}: {type(error).__name__}: {error}"
 
     def on_death(self, callback: DeathCallback) -> None:
         """Have this called, on its event loop, each time it dies, though it may be restarted."""

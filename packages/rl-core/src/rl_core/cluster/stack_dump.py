@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rl_core.cluster.stacks import MAX_TEXT, cut
+from rl_core.cluster.stacks import MAX_TEXT, NOT_ANSWERED, cut
 
 POLL_S = 0.01
 SETTLED_S = 0.1
@@ -76,7 +76,7 @@ async def ask_then_dump(
             raise
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - half_s))
     late = (
-        f"It has not answered since {since}, {half_s:.1f} s: code in C holds its interpreter, or it is stopped, or has "
+        f"{NOT_ANSWERED} {since}, {half_s:.1f} s: code in C holds its interpreter, or it is stopped, or has "
         "no processor. Its tasks are not known."
     )
     limit = asyncio.timeout(half_s)

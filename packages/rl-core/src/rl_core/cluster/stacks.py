@@ -12,6 +12,9 @@ from types import FrameType
 from typing import Any
 
 MAX_TEXT = 64_000
+NOT_ANSWERED = "It has not answered since"
+NOT_KNOWN = "Its stacks are not known"
+"""So begins, behind a heading, what is said of a process that did not answer; see `is_silent`."""
 TURN_S = 0.2
 """How long an event loop may take to turn before it is called blocked."""
 MAX_DEPTH = 100
@@ -34,6 +37,11 @@ def process_stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
     if loop is not None:
         parts += [_describe_loop(loop), *_describe_tasks(loop)]
     return cut("\n".join(parts), MAX_TEXT)
+
+
+def is_silent(text: str) -> bool:
+    """True where the stacks of a role are those of a process that did not answer."""
+    return NOT_ANSWERED in text or NOT_KNOWN in text
 
 
 def cut(text: str, length: int) -> str:

@@ -149,6 +149,9 @@ class RestartChecks(ClusterChecks):
             flag.write_text("die 1")
             with refuses(RoleDiedError, "echo[1]", "its start was waited for"):
                 await cluster.start_group(echo(flag=flag, restart=restart), size=2, deadline_s=START_S)
+            slow = RestartPolicy(max_restarts=1, backoff_s=60.0)
+            with refuses(RoleDiedError, "echo[1]", "its start was waited for"):  # not that there was no time for more
+                await cluster.start_group(echo(flag=flag, restart=slow), size=2, deadline_s=START_S / 2)
 
         self.with_cluster(use)
 

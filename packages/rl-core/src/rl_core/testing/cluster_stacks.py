@@ -6,6 +6,7 @@ import os
 import signal
 
 from rl_core.cluster import Cluster, Role
+from rl_core.cluster.stacks import is_silent
 from rl_core.testing.cluster_checks import START_S, ClusterChecks, echo, until
 
 LONG_S = 60.0
@@ -85,6 +86,7 @@ class BlockedStackChecks(ClusterChecks):
             finally:
                 os.kill(group[1].pid, signal.SIGCONT)
             assert "event loop turns" in well
+            assert (is_silent(well), is_silent(stopped)) == (False, True)
             for word in ("echo[1]", "has not answered since", "did not answer a signal", "is stopped by a signal"):
                 assert word in stopped, f"the text lacks {word!r}: {stopped}"
             assert await group.call(1, "greet", "you") == "hello you!"  # late answers and signals harm nobody

@@ -207,10 +207,13 @@ class ProcessEngine(EngineCalls):
             self._role = role
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
+        limit = asyncio.timeout(host.deadline_s)
         try:
-            async with asyncio.timeout(host.deadline_s):
+            async with limit:
                 self._traits = await self._loaded(role)
         except TimeoutError:
+            if not limit.expired():
+                raise  # a deadline of its own, which says more
             raise DeadlineError(f"{self._spec} had not loaded its model after {host.deadline_s:g} s.") from None
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:

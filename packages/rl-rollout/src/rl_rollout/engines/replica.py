@@ -108,8 +108,8 @@ class Replica:
 
     @property
     def is_coming_back(self) -> bool:
-        """True while it does not answer, but will."""
-        return not self.is_leaving and self.state in ("starting", "restarting")
+        """True while it does not answer, but will; one that is being added was not there before."""
+        return not self.is_leaving and not self.is_joining and self.state in ("starting", "restarting")
 
     @property
     def _process_state(self) -> EngineState:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import structlog
 
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError
 from rl_core.records import IntArray
 from rl_rollout.engines.engine_load import LoadMeter
+from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.replica import Replica
 from rl_rollout.engines.replica_weights import ReplicaWeights
@@ -20,15 +21,6 @@ log = structlog.get_logger(__name__)
 
 MAX_DEATHS = 3
 """Engines that may die under one request before it is given up as the cause."""
-
-
-@runtime_checkable
-class _HasStacks(Protocol):
-    """An engine in a process of its own."""
-
-    async def stacks(self, *, deadline_s: float) -> str:
-        """What its process does."""
-        ...
 
 
 class ReplicaSet:
@@ -66,7 +58,7 @@ class ReplicaSet:
 
     async def stacks(self, *, deadline_s: float) -> dict[int, str]:
         """See `ReplicatedEngine.stacks`."""
-        asked = {index: one.engine for index, one in self._members.items() if isinstance(one.engine, _HasStacks)}
+        asked = {index: one.engine for index, one in self._members.items() if isinstance(one.engine, ProcessEngine)}
         found = await asyncio.gather(*(engine.stacks(deadline_s=deadline_s) for engine in asked.values()))
         return dict(zip(asked, found, strict=True))
 
@@ -118,7 +110,7 @@ class ReplicaSet:
         Raises:
             EngineDiedError: There is none.
         """
-        found = [replica for replica in self.members if replica.is_coming_back and not replica.is_joining]
+        found = [replica for replica in self.members if replica.is_coming_back]
         if not found:
             raise self.nobody_left()
         return found
@@ -221,7 +213,7 @@ class ReplicaSet:
         self._require_open()
         if found := [replica for replica in self.serving if self._may_begin(replica)]:
             return found
-        restarting = [replica for replica in self.members if replica.is_coming_back and not replica.is_joining]
+        restarting = [replica for replica in self.members if replica.is_coming_back]
         if any(replica.is_staying or replica.is_joining for replica in self.members):
             return [replica for replica in restarting if replica.served is self.weights.published]
         return self.coming_back

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,7 @@ class ReplicaWeights:
         """
         self.published = FROM_DISK
         self.waiting: dict[int, Exception] = {}
+        self._num_waiting: Counter[int] = Counter()
         self._changes = changes
 
     @contextmanager
@@ -65,7 +67,7 @@ class ReplicaWeights:
             WeightProofError: It got something else.
             WeightsGoneError: It could not get that.
         """
-        while replica.is_coming_back and not replica.is_joining:
+        while replica.is_coming_back:
             if replica.index in self.waiting:
                 raise self.waiting[replica.index]
             await asyncio.sleep(TICK_S)
@@ -189,6 +191,7 @@ class ReplicaWeights:
         if replica.index not in self.waiting:
             log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
         self.waiting[replica.index] = error
+        self._num_waiting[replica.index] += 1
         try:
             async with asyncio.timeout(NEWS_DEADLINE_S):
                 while self.published is published:
@@ -198,6 +201,11 @@ class ReplicaWeights:
                 f"replica {replica.index} could not get the present weights: {error} It waited "
                 f"{NEWS_DEADLINE_S:g} s for the next publication, and none came."
             ) from None
+        finally:
+            self._num_waiting[replica.index] -= 1
+            if not self._num_waiting[replica.index]:  # who comes now may try again
+                self.waiting.pop(replica.index, None)
+                self._changes.announce()
 
 
 class _Taking:

@@ -334,7 +334,7 @@ class ReplicatedEngine:
         others = [other for other in self._replicas.members if other is not replica]
         if any(other.is_staying for other in others):
             return
-        if replica.is_staying or not any(other.is_coming_back for other in others):
+        if replica.is_staying or not any(other.is_coming_back or other.is_joining for other in others):
             raise EngineError(
                 f"replica {replica.index} is the last of {self.num_replicas} that serves; add another one before it is "
                 "removed, or close the whole engine."
