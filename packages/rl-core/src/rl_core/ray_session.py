@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,10 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.cluster.guard import descendants, is_running, running_processes
 from rl_core.errors import MissingExtraError, RoleError, SettingsError
 
 LOOPBACK = "127.0.0.1"
 NUM_STARTS = 2
+ENDING_S = 10.0
+PAUSE_S = 0.02
 TOO_SLOW = "timed out during startup"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -118,11 +122,27 @@ def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> 
 
 
 def _end_processes_of(folder: str) -> None:
-    """End what a start that failed has left running: all that has this start's folder on its command line."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended
-            if folder.encode() in (process / "cmdline").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
+    """End what a start that failed has left running: all that has this start's folder on its command line.
+
+    A child that was started a moment ago has no command line yet: it is looked at again.
+    """
+    ends_at = time.monotonic() + ENDING_S
+    while time.monotonic() < ends_at:
+        starting = [pid for pid, _ in descendants(os.getpid()) if is_running(pid) and not _command_line(pid)]
+        left = [pid for pid in running_processes() if folder.encode() in _command_line(pid)]
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left and not starting:
+            return
+        time.sleep(PAUSE_S)
+
+
+def _command_line(pid: int) -> bytes:
+    """Empty for a process that is just being started, and for one that is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def import_ray(options: RayOptions) -> Any:

@@ -23,6 +23,7 @@ MARK_VARIABLE = "RL_ROLE_MARKS"
 MARK_LENGTH = 32
 LIMIT_S = 10.0
 PAUSE_S = 0.02
+NUM_LOOKS = 2
 LOOK_S = 0.5
 
 
@@ -80,10 +81,13 @@ def end_family(family: Family) -> None:
         ValueError: See `family_members`.
     """
     ends_at = time.monotonic() + LIMIT_S
-    while found := [pid for pid in family_members(family) if pid != os.getpid()]:
+    num_empty = 0
+    while num_empty < NUM_LOOKS:  # one that was started a moment ago has no environment yet
+        found = [pid for pid in family_members(family) if pid != os.getpid()]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        num_empty = 0 if found else num_empty + 1
         if time.monotonic() > ends_at:
             return  # the kernel does not let them go, such as in a broken network drive
         time.sleep(PAUSE_S)
@@ -110,6 +114,11 @@ def descendants(pid: int) -> frozenset[tuple[int, int]]:
     while children := {child for child, process in processes.items() if process.parent in found} - found:
         found |= children
     return frozenset((child, processes[child].started) for child in found if child != pid)
+
+
+def running_processes() -> list[int]:
+    """All of this host, zombies apart."""
+    return [pid for pid, process in _processes().items() if not process.is_zombie]
 
 
 def is_running(pid: int) -> bool:
