@@ -235,8 +235,7 @@ class RayIncarnation:
             self._is_reported = True
         with contextlib.suppress(Exception):
             ray.kill(self._actor)  # where Ray cannot reach it, and nobody can call it any more
-        with contextlib.suppress(Exception):
-            free_pools_of(self._mark)
+        free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
         with self._lock:
             self._end_text = f"{output} Ray says: {_shorten(error)}"

@@ -1,5 +1,7 @@
 """Resource pools as placement groups of Ray."""
 
+import contextlib
+import logging
 import os
 import uuid
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from rl_core.cluster.guard import MARK_VARIABLE
 from rl_core.cluster.options import ResourcePool
 from rl_core.cluster.shares import Shares, count_room, describe, empty_slot
 from rl_core.errors import SettingsError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +63,20 @@ class RayReserver:
 def free_pools_of(mark: str) -> None:
     """Give back what a role that is gone had reserved, and its descendants: Ray keeps it while their driver lives.
 
+    It raises nothing: what Ray refuses is warned of.
+
     Args:
         mark: Of its descendants; see `rl_core.cluster.guard`.
     """
     if not ray.is_initialized():
         return
-    for found in placement_group_table().values():
-        if mark in found["name"] and found["state"] != "REMOVED":
-            remove_placement_group(get_placement_group(found["name"]))
+    try:
+        for found in placement_group_table().values():
+            if mark in found["name"] and found["state"] != "REMOVED":
+                with contextlib.suppress(ValueError):  # it is gone by now
+                    remove_placement_group(get_placement_group(found["name"]))
+    except Exception as error:
+        log.warning("pools_not_freed mark=%s error=%s: %s", mark, type(error).__name__, error)
 
 
 def check_room(pool: ResourcePool) -> None:

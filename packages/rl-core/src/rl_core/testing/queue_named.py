@@ -60,10 +60,10 @@ class NamedLeaseChecks(QueueChecks):
         self.wait_for_stat(queue, "waiting/lease", 1)
         put_all(queue, "p1", num_sessions=2)
         queue.put("p2", 1, [make_trajectory("p2", 1)])
-        assert not waiter.done()
+        assert queue.stats()["waiting/lease"] == 1
         assert uids_of(queue.lease("train", groups=1, deadline_s=0, lease_s=10)) == ["p0"]
         queue.fail("p2", 0, reason="engine aborted")
-        assert not waiter.done(), "another consumer has p0"
+        assert queue.stats()["waiting/lease"] == 1, "another consumer has p0"
         self.advance(queue, 10)
         lease = waiter.result(DEADLINE_S)
         assert (uids_of(lease), len(lease.batch)) == (["p2", "p0"], 3)
@@ -76,7 +76,7 @@ class NamedLeaseChecks(QueueChecks):
         self.wait_for_stat(queue, "waiting/lease", 2)
         queue.release(first)
         both = reference.result(DEADLINE_S)
-        assert not train.done()
+        assert queue.stats()["waiting/lease"] == 1
         queue.ack(both, {"reference_logprobs": ragged_like(both.batch, "reference_logprobs", [-1.0, -2.0])})
         assert uids_of(train.result(DEADLINE_S)) == ["p1"]
 
@@ -193,7 +193,7 @@ class NamedLeaseChecks(QueueChecks):
         waiter = self.spawn(queue.lease, "train", prompts=["p1"], deadline_s=DEADLINE_S)
         self.wait_for_stat(queue, "waiting/lease", 1)
         self.advance(queue, 9)
-        assert not waiter.done()
+        assert queue.stats()["waiting/lease"] == 1
         self.advance(queue, 1)
         assert waiter.result(DEADLINE_S).batch.keys == (("p1", 1, 0),)
 

@@ -86,7 +86,7 @@ class PartitionChecks(QueueChecks):
         waiter = self.spawn(queue.claim, prompts=1, deadline_s=DEADLINE_S)
         self.wait_for_stat(queue, "waiting/lease", 1)
         queue.issue(prompts_of("e3"), num_sessions=1, partition="eval")
-        assert not waiter.done()
+        assert queue.stats()["waiting/lease"] == 1
         assert uids_of(queue.claim(prompts=9, deadline_s=0, partition="eval")) == ["e2", "e3"]
         with refuses(DeadlineError, "'generate'", "4 issued in partition 'eval'", "4 leased"):
             queue.claim(prompts=1, deadline_s=0, partition="eval")
