@@ -29,14 +29,13 @@ from rl_distill.checkpoint_store import CheckpointStore, Saved
 from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.async_metrics import summarize_staleness
-from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
-from rl_metrics.rollout_metrics import spread, summarize_batch, summarize_speed
 from rl_trainer.flow import make_transport
 from rl_trainer.learners import Learners, start_learners
 from rl_trainer.learning import LearningParts
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.preparation import adapted_kl, prepare_batch
+from rl_trainer.recording import summarize_step
 from rl_trainer.updates import update
 
 CONTROLLER = "controller"
@@ -283,19 +282,13 @@ class LearnerHost:
 
     def _record(self, recorder: Recorder, batch: Batch, *, version: int, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
-        values = {
-            **summarize_batch(batch, policy_version=version, max_prompt_tokens=self._settings.prompts.max_tokens),
-            **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=busy_s),
-            **_staleness(batch, version),
-            "perf/trainer_tokens_per_s": num_tokens / max(busy_s, 1e-9),
-            "training/policy_version": version + 1,
-        }
-        if "old_logprobs" in batch:
-            values |= summarize_mismatch(batch)
-        if "token_rewards" in batch:
-            sums = np.asarray([row.sum(dtype=np.float64) for row in batch.ragged("token_rewards")])
-            values |= spread("critic/rewards", batch.dense("reward") + sums)
-        recorder.record_all(values)
+        recorder.record_all(
+            {
+                **summarize_step(self._settings, batch, version=version, step_s=busy_s),
+                **_staleness(batch, version),
+                "perf/trainer_tokens_per_s": num_tokens / max(busy_s, 1e-9),
+            }
+        )
 
     def _pack(self, version: int | None) -> Packed:
         started = time.perf_counter()

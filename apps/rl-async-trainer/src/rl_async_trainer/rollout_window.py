@@ -3,15 +3,15 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from rl_core import Batch
 from rl_core.records import Trajectory
 from rl_metrics.async_metrics import summarize_processing_times
-from rl_metrics.rollout_metrics import slowest_trajectory, summarize_components, summarize_timings
+from rl_metrics.rollout_metrics import summarize_components, summarize_timings
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.rollout import GroupResult
+from rl_trainer.recording import slowest_session
 
 
 class RolloutWindow:
@@ -92,23 +92,11 @@ class RolloutWindow:
             metrics |= summarize_components([trajectory.reward_components for trajectory in self._trajectories])
             metrics["timing_s/reward"] = sum(timing.reward_s for timing in timings) / len(timings)
             metrics |= summarize_processing_times(self._took_s)
-            self._say_slowest(timings)
+            self.say("slowest_session", **slowest_session(self._trajectories))
         metrics |= self._of_engines(loads, elapsed_s)
         events, self._events = self._events, []
         self._begin()
         return {"metrics": metrics, "events": events}
-
-    def _say_slowest(self, timings: Sequence[Any]) -> None:
-        slowest = self._trajectories[slowest_trajectory(timings)]
-        self.say(
-            "slowest_session",
-            prompt_uid=slowest.prompt_uid,
-            session_index=slowest.session_index,
-            output_index=slowest.output_index,
-            prompt_tokens=slowest.num_prompt_tokens,
-            response_tokens=slowest.num_response_tokens,
-            **asdict(slowest.timings),
-        )
 
     def _of_engines(self, loads: Sequence[EngineLoad], elapsed_s: float) -> dict[str, float]:
         """Idle share and speed of the engines in this window."""

@@ -13,10 +13,8 @@ from rl_core import Batch, Prompt, TaskSpec, TransferQueue
 from rl_core.errors import AlreadySettledError
 from rl_core.records import NO_VERSION, Trajectory
 from rl_metrics.generations import GenerationSample
-from rl_metrics.validation import ValidationResponses, summarize_validation
-from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptTokenizer
-from rl_trainer.evaluation import Run
+from rl_trainer.evaluation import Run, greedy, summarize_answers
 from rl_trainer.settings import Settings
 
 Array = NDArray[Any]
@@ -73,8 +71,7 @@ async def put_validation(
         settings: Of the run.
         source: Who answers.
     """
-    sampling = SamplingParams(max_tokens=settings.rollout.max_response_tokens, temperature=0.0)
-    groups = await run(batch.prompts, sampling)
+    groups = await run(batch.prompts, greedy(settings))
     rows = []
     for group in groups:
         uid = batch.queue_uid(group.prompt)
@@ -112,18 +109,8 @@ def collect_validation(
     lease = queue.lease(TASK, prompts=[uid for uid, _ in asked], deadline_s=deadline_s)
     rows, extras = lease.batch, lease.batch.extras
     rewards = np.asarray([np.nan if extra.get("reward") is None else extra["reward"] for extra in extras], np.float64)
-    names = sorted({name for extra in extras for name in _components(extra)})
-    variables = {"reward": list(rewards)} | {
-        name: [float(_components(extra).get(name, np.nan)) for extra in extras] for name in names
-    }
     prompts = [prompt for _, prompt in asked]
-    metrics = summarize_validation(
-        ValidationResponses(
-            uids=[prompt.uid for prompt in prompts],
-            sources=[prompt.data_source for prompt in prompts],
-            variables=variables,
-        )
-    )
+    metrics = summarize_answers(prompts, list(rewards), [_components(extra) for extra in extras])
     versions = [row[row != NO_VERSION] for row in rows.ragged("policy_versions")]
     sampled = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
     if len(sampled):

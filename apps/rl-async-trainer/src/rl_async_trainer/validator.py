@@ -15,6 +15,7 @@ from rl_core import Prompt, TransferQueue
 from rl_metrics.generations import GenerationSample, draw_generations
 from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
+from rl_trainer.evaluation import chosen_problems, with_accuracies
 from rl_trainer.inputs import Inputs
 
 DRAW_SEED = 0
@@ -153,23 +154,19 @@ class Validator:
     @staticmethod
     def noted(state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
         """A run's state with the results of a validation."""
-        results = dict(state.results)
-        for split, accuracy in (("validation", headline(metrics)), ("test", metrics.get("test/accuracy"))):
-            if accuracy is not None:
-                results.setdefault(f"{split}_accuracy_first", accuracy)
-                results[f"{split}_accuracy_last"] = accuracy
+        accuracies = {"validation": headline(metrics), "test": metrics.get("test/accuracy")}
+        results = with_accuracies(state.results, accuracies)
         return replace(state, results=results, validated=max(step, state.validated))
 
     def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:
         """Of each split that has problems."""
-        limit, size = self._settings.prompts.validation_limit, self._settings.schedule.validation_batch
         splits: dict[str, PromptSet | None] = {"validation": self._inputs.validation}
         if with_test:
             splits["test"] = self._inputs.test
         for split, problems in splits.items():
             if problems is not None:
-                chosen = [problems[index] for index in range(min(len(problems), limit or len(problems)))]
-                yield split_batches(split, step, chosen, size=size)
+                chosen = chosen_problems(self._settings, problems)
+                yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
     async def _ask(self, batches: list[ValidationBatch], answers: Answers, *, is_beside: bool) -> None:
         await asyncio.to_thread(self._issue, batches)

@@ -12,7 +12,7 @@ from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer.checkpoints import TrainerState
-from rl_trainer.evaluation import validation_metrics, write_generations
+from rl_trainer.evaluation import validation_metrics, with_accuracies, write_generations
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
@@ -34,9 +34,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
             deadline_s=parts.settings.rollout.deadline_s,
         )
         accuracy = headline(found)
-        if accuracy is not None:
-            results.setdefault(f"{split}_accuracy_first", accuracy)
-            results[f"{split}_accuracy_last"] = accuracy
+        results = with_accuracies(results, {split: accuracy})
         if split == "validation":
             metrics |= found
         elif accuracy is not None:

@@ -3,21 +3,13 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
-
-import numpy as np
 
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError, WeightProofError
 from rl_core.publish import PublishReport
-from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import (
-    slowest_trajectory,
-    spread,
-    summarize_batch,
     summarize_components,
-    summarize_speed,
     summarize_timings,
 )
 from rl_rollout.engines.replicas import publish_to
@@ -28,8 +20,9 @@ from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer.distilling import record_teachers
 from rl_trainer.flow import sampling_params, settle
-from rl_trainer.learning import canary_sequences, proof_tolerances, record_all
+from rl_trainer.learning import canary_sequences, proof_tolerances
 from rl_trainer.off_policy import groups_of_texts, text_options
+from rl_trainer.recording import slowest_session, summarize_step
 from rl_trainer.replay import record_replay
 
 
@@ -200,18 +193,9 @@ def record_rollouts(
         if trajectory.prompt_uid not in replayed:
             recorder.record("timing_s/reward", trajectory.timings.reward_s)
     batch = Batch.from_trajectories(trajectories)
-    record_all(recorder, summarize_timings(batch, timings))
-    record_all(recorder, summarize_components([trajectory.reward_components for trajectory in trajectories]))
-    slowest = trajectories[slowest_trajectory(timings)]
-    parts.say(
-        "slowest_session",
-        prompt_uid=slowest.prompt_uid,
-        session_index=slowest.session_index,
-        output_index=slowest.output_index,
-        prompt_tokens=slowest.num_prompt_tokens,
-        response_tokens=slowest.num_response_tokens,
-        **asdict(slowest.timings),
-    )
+    recorder.record_all(summarize_timings(batch, timings))
+    recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
+    parts.say("slowest_session", **slowest_session(trajectories))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
@@ -257,22 +241,6 @@ async def rest_engine(parts: Parts) -> None:
 
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int, step_s: float) -> None:
     """Record what the batch says of rewards, lengths, staleness, mismatch and speed."""
-    num_tokens = len(batch.ragged("input_ids").values)
-    if "reward" not in batch:  # texts, which no policy of this run sampled
-        batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
-    sampled_by = None if parts.settings.distillation.texts is not None else version
-    values = {
-        **summarize_batch(batch, policy_version=sampled_by, max_prompt_tokens=parts.settings.prompts.max_tokens),
-        **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
-        "training/policy_version": version + 1,
-        "training/epoch": parts.source.epoch,
-    }
-    if parts.recomputes_old_logprobs:
-        values |= summarize_mismatch(batch)
-    if "token_rewards" in batch:
-        penalties = batch.ragged("token_rewards")
-        sums = np.asarray([row.sum(dtype=np.float64) for row in penalties])
-        values |= spread("critic/rewards", batch.dense("reward") + sums)
-    for name, value in values.items():
-        recorder.record(name, value)
+    recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
+    recorder.record("training/epoch", parts.source.epoch)
     recorder.record("timing_s/step", step_s)

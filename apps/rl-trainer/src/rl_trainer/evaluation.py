@@ -1,7 +1,7 @@
 """Greedy responses to validation and test problems."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,23 +27,62 @@ async def validation_metrics(
         prompts: All of them, of which `validation_limit` may leave some.
         run: Gives one session of each prompt.
     """
-    limit = settings.prompts.validation_limit
-    chosen: Sequence[Prompt] = [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))]
-    sampling = SamplingParams(max_tokens=settings.rollout.max_response_tokens, temperature=0.0)
-    groups = await run(chosen, sampling)
-    rows = [(group, group.trajectories[0] if group.trajectories else None) for group in groups]
-    components = sorted({key for _, row in rows if row is not None for key in row.reward_components})
-    variables = {
-        "reward": [np.nan if row is None or row.reward is None else row.reward for _, row in rows],
-        **{key: [np.nan if row is None else row.reward_components.get(key, np.nan) for _, row in rows]
-           for key in components},
-    }  # fmt: skip
-    responses = ValidationResponses(
-        uids=[group.prompt.uid for group, _ in rows],
-        sources=[group.prompt.data_source for group, _ in rows],
-        variables=variables,
+    groups = await run(chosen_problems(settings, prompts), greedy(settings))
+    rows = [group.trajectories[0] if group.trajectories else None for group in groups]
+    metrics = summarize_answers(
+        [group.prompt for group in groups],
+        [None if row is None else row.reward for row in rows],
+        [{} if row is None else row.reward_components for row in rows],
     )
-    return summarize_validation(responses), groups
+    return metrics, groups
+
+
+def chosen_problems(settings: Settings, prompts: PromptSet) -> list[Prompt]:
+    """The problems that are asked: all, or the first `prompts.validation_limit`."""
+    limit = settings.prompts.validation_limit
+    return [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))]
+
+
+def greedy(settings: Settings) -> SamplingParams:
+    """How validation problems are answered."""
+    return SamplingParams(max_tokens=settings.rollout.max_response_tokens, temperature=0.0)
+
+
+def summarize_answers(
+    prompts: Sequence[Prompt], rewards: Sequence[float | None], components: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Validation metrics of one answer to each problem.
+
+    Args:
+        prompts: The problems.
+        rewards: Of the answers; None where there is none.
+        components: Of the rewards, by name; what one lacks does not count.
+    """
+    names = sorted({name for found in components for name in found})
+    variables = {"reward": [np.nan if reward is None else reward for reward in rewards]}
+    variables |= {name: [found.get(name, np.nan) for found in components] for name in names}
+    return summarize_validation(
+        ValidationResponses(
+            uids=[prompt.uid for prompt in prompts],
+            sources=[prompt.data_source for prompt in prompts],
+            variables=variables,
+        )
+    )
+
+
+def with_accuracies(results: Mapping[str, float], accuracies: Mapping[str, float | None]) -> dict[str, float]:
+    """Results with `{split}_accuracy_first` and `{split}_accuracy_last` of a validation.
+
+    Args:
+        results: Of the run so far.
+        accuracies: By split; None where nothing was asked.
+    """
+    found = dict(results)
+    for split, accuracy in accuracies.items():
+        if accuracy is not None:
+            found.setdefault(f"{split}_accuracy_first", accuracy)
+            found[f"{split}_accuracy_last"] = accuracy
+    return found
 
 
 def write_generations(file: Path, groups: Sequence[GroupResult], tokenizer: PromptTokenizer, *, count: int) -> None:

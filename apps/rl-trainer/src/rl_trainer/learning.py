@@ -1,6 +1,6 @@
 """What the learner's side of a step works with, wherever it runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rl_core import Batch, Canary, Ragged, RowKey
@@ -12,7 +12,6 @@ from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.objectives.policy_objective import PolicyObjective
 from rl_distill.objectives.selection import TokenSelection
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.reduction import Recorder
 from rl_rollout.prompts import PromptSet
 from rl_trainer.learners import Learners
 from rl_trainer.objective import sampled_logprobs
@@ -76,9 +75,3 @@ def proof_tolerances(settings: Settings) -> ProofTolerances:
     default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
     canary = settings.trainer.proof_tolerance
     return ProofTolerances(probe=default.probe, canary=default.canary if canary is None else canary)
-
-
-def record_all(recorder: Recorder, values: Mapping[str, float]) -> None:
-    """Record several values."""
-    for name, value in values.items():
-        recorder.record(name, value)

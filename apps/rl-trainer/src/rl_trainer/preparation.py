@@ -16,7 +16,7 @@ from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.teacher.service import teacher_task
 from rl_metrics.reduction import Recorder
 from rl_trainer.distilling import has_policy_gradient, has_teachers, learns_from_rewards, objective_options
-from rl_trainer.learning import LearningParts, record_all
+from rl_trainer.learning import LearningParts
 
 TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
 """Columns that advantages are not made of."""
@@ -55,15 +55,15 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
             policy_logprobs=parts.sampled_logprobs,
             keep_advantages=learns_from_rewards(parts.settings),
         )
-        record_all(recorder, metrics)
+        recorder.record_all(metrics)
         batch = batch.only(batch.names - TEACHER_COLUMNS)  # the policy gradient has all of it in the advantages
     if correction.weights != "none":
         level, cap, floor = correction.weights, correction.cap, correction.floor
         batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
-        record_all(recorder, correction_weight_metrics(batch, level=level, cap=cap, floor=floor))
+        recorder.record_all(correction_weight_metrics(batch, level=level, cap=cap, floor=floor))
     if correction.reject:
         batch, metrics = with_rejection(batch, bounds=correction.reject)
-        record_all(recorder, metrics)
+        recorder.record_all(metrics)
         if not batch.ragged("loss_mask").values.any():
             raise DataError(
                 f"correction.reject = {correction.reject} left no token of {len(batch)} trajectories to train on. "

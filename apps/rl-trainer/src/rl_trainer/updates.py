@@ -10,7 +10,7 @@ from rl_distill.learner import StepResult
 from rl_distill.objectives.batch_columns import with_loss_weights
 from rl_distill.objectives.value_objective import value_objective
 from rl_metrics.reduction import Recorder
-from rl_trainer.learning import LearningParts, record_all
+from rl_trainer.learning import LearningParts
 
 
 def update(parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int, kl_coefficient: float) -> None:
@@ -75,7 +75,7 @@ def _record(parts: LearningParts, recorder: Recorder, who: str, result: StepResu
     parts.skipped.check(result, batch, what=who)
     if not result.is_applied:
         return
-    record_all(recorder, result.metrics)
+    recorder.record_all(result.metrics)
     recorder.record(f"{who}/grad_norm", result.grad_norm)
     recorder.record(f"{who}/lr", result.learning_rate)
     if who == "actor":

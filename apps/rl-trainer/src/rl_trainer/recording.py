@@ -1,0 +1,52 @@
+"""What both trainers say of a step's batch and of its sessions."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rl_core import Batch
+from rl_core.records import Trajectory
+from rl_metrics.mismatch_metrics import summarize_mismatch
+from rl_metrics.rollout_metrics import slowest_trajectory, spread, summarize_batch, summarize_speed
+from rl_trainer.settings import Settings
+
+
+def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: float) -> dict[str, float]:
+    """Rewards, lengths, staleness, mismatch and speed of what a step trained on.
+
+    Args:
+        settings: Of the run.
+        batch: With `old_logprobs` only where these were recomputed.
+        version: Policy version of the weights that the step began with.
+        step_s: Seconds of the step.
+    """
+    num_tokens = len(batch.ragged("input_ids").values)
+    if "reward" not in batch:  # texts, which no policy of this run sampled
+        batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
+    sampled_by = None if settings.distillation.texts is not None else version
+    values: dict[str, float] = {
+        **summarize_batch(batch, policy_version=sampled_by, max_prompt_tokens=settings.prompts.max_tokens),
+        **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
+        "training/policy_version": version + 1,
+    }
+    if "old_logprobs" in batch:
+        values |= summarize_mismatch(batch)
+    if "token_rewards" in batch:
+        sums = np.asarray([row.sum(dtype=np.float64) for row in batch.ragged("token_rewards")])
+        values |= spread("critic/rewards", batch.dense("reward") + sums)
+    return values
+
+
+def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Fields of the event `slowest_session`: which it was, and where its time went."""
+    slowest = trajectories[slowest_trajectory([trajectory.timings for trajectory in trajectories])]
+    return {
+        "prompt_uid": slowest.prompt_uid,
+        "session_index": slowest.session_index,
+        "output_index": slowest.output_index,
+        "prompt_tokens": slowest.num_prompt_tokens,
+        "response_tokens": slowest.num_response_tokens,
+        **asdict(slowest.timings),
+    }
