@@ -39,10 +39,19 @@ class JsonLinesWriter:
             NotReadyError: After `close`.
             OSError: The file cannot be written.
         """
+        line = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        self.append_line(line.encode("utf-8", errors="replace"))
+
+    def append_line(self, line: bytes) -> None:
+        """Write one line that is JSON already, without its end.
+
+        Raises:
+            NotReadyError: After `close`.
+            OSError: The file cannot be written.
+        """
         if self._file is None:
             raise NotReadyError(f"{self.path} is closed; make a new JsonLinesWriter to append more.")
-        line = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
-        payload = line.encode("utf-8", errors="replace")
+        payload = line + b"\n"
         if self._is_torn:
             payload = b"\n" + payload
         self._is_torn = True
