@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Self, TypeVar, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 from rl_core.errors import DataError
 from rl_core.records import Json
@@ -212,25 +212,25 @@ class _Fields:
     def text(self, name: str) -> str:
         value = self._row.get(name)
         if not isinstance(value, str):
-            self._refuse(name, "text")
+            raise self._refused(name, "text")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         values = self.many(name)
         if not all(isinstance(value, str) for value in values):
-            self._refuse(name, "a list of texts")
+            raise self._refused(name, "a list of texts")
         return tuple(str(value) for value in values)
 
     def many(self, name: str) -> Sequence[object]:
         value = self._row.get(name)
         if not isinstance(value, list):
-            self._refuse(name, "a list")
+            raise self._refused(name, "a list")
         return value
 
     def whole(self, name: str) -> int:
         value = self._row.get(name)
         if isinstance(value, bool) or not isinstance(value, int):
-            self._refuse(name, "a whole number")
+            raise self._refused(name, "a whole number")
         return value
 
     def number(self, name: str) -> float | None:
@@ -238,11 +238,11 @@ class _Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self._refuse(name, "a number or null")
+            raise self._refused(name, "a number or null")
         try:
             number = float(value)
         except OverflowError:
-            self._refuse(name, "a number that fits 64 bits")
+            raise self._refused(name, "a number that fits 64 bits") from None
         return number if math.isfinite(number) else None
 
     def one_of(self, name: str, allowed: tuple[ChoiceT, ...]) -> ChoiceT:
@@ -250,8 +250,8 @@ class _Fields:
         for choice in allowed:
             if value == choice:
                 return choice
-        self._refuse(name, f"one of {', '.join(allowed)}")
+        raise self._refused(name, f"one of {', '.join(allowed)}")
 
-    def _refuse(self, name: str, expected: str) -> NoReturn:
+    def _refused(self, name: str, expected: str) -> DataError:
         found = repr(self._row.get(name))
-        raise DataError(f"{name} of {self._of} must be {expected}; found {found[:80]}.")
+        return DataError(f"{name} of {self._of} must be {expected}; found {found[:80]}.")
