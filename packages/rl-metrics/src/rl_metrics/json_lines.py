@@ -3,16 +3,22 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from rl_core.errors import NotReadyError
 from rl_core.records import Json
 
 log = structlog.get_logger(__name__)
+
+BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are not read."""
+TOO_LONG = b"too long"
 
 
 class JsonLinesWriter:
@@ -67,28 +73,72 @@ class JsonLinesWriter:
             self._file = None
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, in order; lines that are torn or no JSON object are left out, with one warning."""
+def read_json_lines(
+    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The objects that a file has now, in order, also while it is written.
+
+    Lines that are torn, too long or no JSON object are left out, with one warning; the last line, while it has no
+    line end, without one: it may be on its way.
+
+    Args:
+        path: The file; what is appended from now on is not read.
+        decode: Gives the object of a line, or None; `parse_line` when left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    decode = parse_line if decode is None else decode
     num_bad = 0
     first_bad = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            row = _parsed(line)
-            if row is not None:
-                yield row
-            elif line.strip():
-                num_bad += 1
-                first_bad = first_bad or number
+    for number, (line, is_ended) in enumerate(_lines(path), start=1):
+        row = decode(line)
+        if row is not None:
+            yield row
+        elif is_ended and line.strip():
+            num_bad += 1
+            first_bad = first_bad or number
     if num_bad:
         log.warning("unreadable_lines", path=str(path), count=num_bad, first_line=first_bad)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object of one line; None when it is none. NaN and Infinity, which JSON has not, are numbers."""
     try:
-        row = json.loads(line)
+        row = _ANYTHING.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        row = _parsed_leniently(line)
+    return row if isinstance(row, dict) else None
+
+
+_ANYTHING = msgspec.json.Decoder()
+
+
+def _parsed_leniently(line: bytes) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Lines without their ends, and whether they have one; of a line that is too long, what stands for it."""
+    with path.open("rb") as file:
+        missing = os.fstat(file.fileno()).st_size
+        rest = b""
+        is_too_long = False
+        while missing > 0 and (block := file.read(min(BLOCK_BYTES, missing))):
+            missing -= len(block)
+            first, *others = block.split(b"\n")
+            rest += first
+            if others:
+                yield TOO_LONG if is_too_long else rest, True
+                yield from ((line, True) for line in others[:-1])
+                rest, is_too_long = others[-1], False
+            if len(rest) > MAX_LINE_BYTES:
+                rest, is_too_long = b"", True
+        if rest and not is_too_long:
+            yield rest, False
 
 
 def _ends_torn(file: int) -> bool:

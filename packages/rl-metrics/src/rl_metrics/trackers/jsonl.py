@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.generations import GenerationSample
@@ -101,6 +101,11 @@ class JsonlTracker:
             self._generations.close()
 
 
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a value that was read can be a step: a whole number that int64 holds."""
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
 def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
     """The metrics of a run, also one that is still writing.
 
@@ -163,16 +168,21 @@ def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable] | None:
         sample = GenerationSample.from_json(line)
     except DataError:
         return None
-    return index, GenerationTable(step=step, name=name, time=_number(line.get("time")), samples=(sample,))
+    return index, GenerationTable(step=step, name=name, time=number_or_nan(line.get("time")), samples=(sample,))
 
 
 def _metric_row(line: dict[str, Any]) -> MetricRow | None:
     step, written = line.pop("step", None), line.pop("time", None)
-    if not isinstance(step, int) or isinstance(step, bool):
+    if not is_step(step):
         return None
-    metrics = {name: _number(value) for name, value in line.items()}
-    return MetricRow(step=step, time=_number(written), metrics=metrics)
+    metrics = {name: number_or_nan(value) for name, value in line.items()}
+    return MetricRow(step=step, time=number_or_nan(written), metrics=metrics)
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+def number_or_nan(value: Any) -> float:
+    """The number that was read; NaN when it is none, or not finite."""
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan

@@ -1,0 +1,293 @@
+"""The folder of a run, each file read when it is first asked for."""
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from rl_core.errors import DataError
+from rl_core.records import Json
+from rl_metrics.events import read_events
+from rl_metrics.history import History, read_history
+from rl_metrics.json_lines import read_json_lines
+from rl_metrics.rollout_log import RolloutRow, read_rollouts
+from rl_metrics.trackers.jsonl import GenerationTable, is_step, number_or_nan, read_generations
+
+log = structlog.get_logger(__name__)
+
+METRICS = "metrics.jsonl"
+MAX_DOCUMENT_BYTES = 64 << 20
+"""Larger settings, summaries and hang reports are not read."""
+
+FILES = (
+    METRICS,
+    "events.jsonl",
+    "rollouts.jsonl",
+    "generations.jsonl",
+    "histograms.jsonl",
+    "probes.jsonl",
+    "settings.toml",
+    "summary.json",
+    "hang.json",
+)
+"""Any of them makes a folder one of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistogramRow:
+    """The distributions of one step.
+
+    Attributes:
+        step: Optimizer steps done.
+        time: Seconds since the epoch when it was written; NaN where that is unknown.
+        histograms: By name, as `Histogram.to_json` gave them.
+    """
+
+    step: int
+    time: float
+    histograms: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRow:
+    """What the policy thinks at one token.
+
+    Attributes:
+        step: Optimizer steps done.
+        time: Seconds since the epoch when it was written; NaN where that is unknown.
+        policy_version: Of the policy that was asked.
+        probe: Its name, the same at every step.
+        prompt: As text.
+        response: As text: what is asked about.
+        position: Of the token in the response, from 0.
+        token: As text.
+        logprob: Of the token; NaN where that is unknown.
+        candidates: Texts and logprobs of the likeliest tokens there, likeliest first.
+    """
+
+    step: int
+    time: float
+    policy_version: int
+    probe: str
+    prompt: str
+    response: str
+    position: int
+    token: str
+    logprob: float
+    candidates: tuple[tuple[str, float], ...]
+
+
+class RunRecord:
+    """What a run wrote, also one that is still writing, or was imported; files that are not there are empty.
+
+    Only regular files in the folder are read: a pipe, a device, or a link that leads out of the folder is left out,
+    with a warning.
+    """
+
+    def __init__(self, folder: Path, *, metrics: str = METRICS) -> None:
+        """Nothing is read yet.
+
+        Args:
+            folder: Of the run.
+            metrics: Name of the file of its metrics.
+        """
+        self.folder = folder
+        self.name = folder.resolve().name if metrics == METRICS else Path(metrics).stem
+        self._metrics = metrics
+
+    @cached_property
+    def history(self) -> History:
+        """The metrics by step."""
+        path = self._file(self._metrics)
+        if path is None:
+            return History(steps=np.zeros(0, dtype=np.int64), times=np.zeros(0), values={})
+        return read_history(path)
+
+    @cached_property
+    def events(self) -> tuple[dict[str, Any], ...]:
+        """The events, in their order."""
+        path = self._file("events.jsonl")
+        return () if path is None else tuple(read_events(path))
+
+    @cached_property
+    def generations(self) -> tuple[GenerationTable, ...]:
+        """The samples of each validation."""
+        path = self._file("generations.jsonl")
+        return () if path is None else tuple(read_generations(path))
+
+    @cached_property
+    def histograms(self) -> tuple[HistogramRow, ...]:
+        """The distributions by rising step."""
+        return tuple(_standing_histograms(self._rows("histograms.jsonl")))
+
+    @cached_property
+    def probes(self) -> tuple[ProbeRow, ...]:
+        """What the policy thinks at chosen tokens, by rising step."""
+        return tuple(_standing_probes(self._rows("probes.jsonl")))
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run; tables are dicts."""
+        content = self._document("settings.toml")
+        try:
+            return tomllib.loads(content.decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            log.warning("unreadable_file", path=str(self.folder / "settings.toml"), error=str(error))
+            return {}
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What the run said when it ended."""
+        return self._json_document("summary.json")
+
+    @cached_property
+    def hang(self) -> dict[str, Any]:
+        """What each role did when nothing had happened for too long."""
+        return self._json_document("hang.json")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the newest attempt ended by itself: not while one runs, nor after it was stopped, failed or killed.
+
+        Where events tell nothing, a summary does.
+        """
+        for event in reversed(self.events):
+            if event["event"] == "run_finished":
+                return True
+            if event["event"] in ("run_started", "run_resumed", "run_stopped", "run_failed"):
+                return False
+        return bool(self.summary)
+
+    def rollouts(self) -> Iterator[RolloutRow]:
+        """The trajectories, one at a time, by rising step."""
+        path = self._file("rollouts.jsonl")
+        return iter(()) if path is None else read_rollouts(path)
+
+    def _rows(self, name: str) -> Iterable[dict[str, Any]]:
+        path = self._file(name)
+        return () if path is None else read_json_lines(path)
+
+    def _json_document(self, name: str) -> dict[str, Any]:
+        content = self._document(name)
+        if not content:
+            return {}
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            log.warning("unreadable_file", path=str(self.folder / name), error=str(error))
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def _document(self, name: str) -> bytes:
+        path = self._file(name)
+        if path is None:
+            return b""
+        with path.open("rb") as file:
+            content = file.read(MAX_DOCUMENT_BYTES + 1)
+        if len(content) > MAX_DOCUMENT_BYTES:
+            log.warning("unreadable_file", path=str(path), error=f"it is larger than {MAX_DOCUMENT_BYTES} bytes")
+            return b""
+        return content
+
+    def _file(self, name: str) -> Path | None:
+        path = self.folder / name
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:  # such as links in a circle, or no right to read
+            log.warning("unreadable_file", path=str(path), error=str(error))
+            return None
+        if not stat.S_ISREG(mode):
+            why = "it is no regular file"
+        elif not path.resolve().is_relative_to(self.folder.resolve()):
+            why = "it is a link that leads out of the run's folder"
+        elif not os.access(path, os.R_OK):
+            why = "there is no right to read it"
+        else:
+            return path
+        log.warning("unreadable_file", path=str(path), error=why)
+        return None
+
+
+def open_run(path: Path) -> RunRecord:
+    """The record of a run.
+
+    Args:
+        path: Its folder, or a file of metrics as JsonlTracker writes it.
+
+    Raises:
+        DataError: There is no such folder or file, or it is none of a run.
+    """
+    if path.is_file():
+        return RunRecord(path.parent, metrics=path.name)
+    if not path.is_dir():
+        raise DataError(f"{path} must be the folder of a run, or its {METRICS}; there is no such folder or file.")
+    if not any((path / name).is_file() for name in FILES):
+        raise DataError(f"{path} must be the folder of a run; it has none of {', '.join(FILES)}.")
+    return RunRecord(path)
+
+
+def _standing_histograms(lines: Iterable[dict[str, Any]]) -> list[HistogramRow]:
+    rows: list[HistogramRow] = []
+    for line in lines:
+        step, histograms = line.get("step"), line.get("histograms")
+        if not is_step(step) or not isinstance(histograms, dict):
+            continue
+        while rows and rows[-1].step >= step:
+            rows.pop()
+        rows.append(HistogramRow(step=step, time=number_or_nan(line.get("time")), histograms=histograms))
+    return rows
+
+
+def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:
+    """The newest history: a lower step, or a token that was asked at this step before, begins the step anew."""
+    rows: list[ProbeRow] = []
+    asked: set[tuple[str, int]] = set()
+    for line in lines:
+        row = _probe_row(line)
+        if row is None:
+            continue
+        place = (row.probe, row.position)
+        if rows and (row.step != rows[-1].step or place in asked):
+            while rows and rows[-1].step >= row.step:
+                rows.pop()
+            asked.clear()
+        asked.add(place)
+        rows.append(row)
+    return rows
+
+
+class _Probe(msgspec.Struct, frozen=True):
+    """A line of probes.jsonl."""
+
+    step: int
+    probe: str
+    prompt: str
+    response: str
+    position: int
+    token: str
+    policy_version: int = 0
+    time: float | None = None
+    logprob: float | None = None
+    candidates: tuple[tuple[str, float | None], ...] = ()
+
+
+def _probe_row(line: Mapping[str, Any]) -> ProbeRow | None:
+    try:
+        read = msgspec.convert(line, _Probe)
+    except (msgspec.ValidationError, OverflowError, RecursionError):
+        return None
+    fields: dict[str, Any] = msgspec.structs.asdict(read)
+    candidates = tuple((text, number_or_nan(logprob)) for text, logprob in read.candidates)
+    numbers = {"time": number_or_nan(read.time), "logprob": number_or_nan(read.logprob)}
+    return ProbeRow(**{**fields, **numbers, "candidates": candidates})
