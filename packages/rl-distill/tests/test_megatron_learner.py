@@ -85,6 +85,31 @@ def test_three_steps_are_the_references(
         torch.testing.assert_close(learners[0].export_weights()[name], tensor, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_step_gives_the_tokens_that_it_trained_as_they_were_before_it(
+    with_entropy: bool, tied_policy: Path, make_batch: MakeBatch
+):
+    batch = make_batch(LENGTHS)
+    mask = batch.ragged("loss_mask").values
+    options = replace(OPTIONS, micro_batch_tokens=13)
+    learners = [MegatronLearner(tied_policy, options), TorchLearner(tied_policy, options)]
+    before = learners[0].logprobs(batch, temperature=0.8).values
+    found, expected = (
+        learner.train_step(batch, policy_gradient, temperature=0.8, with_entropy=with_entropy, with_tokens=True).tokens
+        for learner in learners
+    )
+    np.testing.assert_allclose(found["policy_logprobs"].values, before * mask, rtol=0, atol=2e-6)
+    assert not np.array_equal(learners[0].logprobs(batch, temperature=0.8).values * mask, before * mask)
+    for name in ("policy_logprobs", "entropy"):
+        np.testing.assert_allclose(found[name].values, expected[name].values, rtol=0, atol=1e-5)
+        assert np.array_equal(found[name].offsets, batch.ragged("input_ids").offsets)
+    first_of_row = batch.ragged("input_ids").offsets[:-1]
+    scored = mask.copy()
+    scored[first_of_row] = False
+    assert (found["entropy"].values[scored] > 0).all()
+    assert not found["entropy"].values[~mask].any()
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [1, 13, 30])
 def test_a_step_does_not_depend_on_the_micro_batches(
     micro_batch_tokens: int, tied_policy: Path, make_batch: MakeBatch, tmp_path: Path

@@ -76,7 +76,9 @@ def four_layers_untied(policy_writer: Callable[..., Path], tmp_path_factory: pyt
 
 def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepResult]:
     return [
-        learner.train_step(make_batch(LENGTHS, seed=step), policy_gradient, temperature=0.8, with_entropy=True)
+        learner.train_step(
+            make_batch(LENGTHS, seed=step), policy_gradient, temperature=0.8, with_entropy=True, with_tokens=True
+        )
         for step in (1, 2, 3)
     ]
 
@@ -97,6 +99,9 @@ def check_parity(started: Started, parallel: ParallelOptions, policy: Path, make
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
         assert found.metrics == pytest.approx(expected.metrics)
         assert found.step == expected.step
+        assert found.tokens.keys() == expected.tokens.keys() == {"policy_logprobs", "entropy"}
+        for name, column in expected.tokens.items():
+            np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=2e-5)
     for name, tensor in alone.export_weights().items():
         torch.testing.assert_close(together.export_weights()[name], tensor, rtol=0, atol=2e-5)
 

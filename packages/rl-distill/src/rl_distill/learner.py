@@ -1,7 +1,7 @@
 """What every learner does: logprobs, optimizer steps, weights, checkpoints."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class StepResult:
         metrics: Weighted means of the objective's metric sums.
         is_applied: False where loss or gradient norm is not finite: the step was skipped, the weights stay.
         broken_rows: Rows of the batch in which something is not finite, where that was found out.
+        tokens: Of each trained token of the batch, aligned with input_ids and 0 elsewhere, float32: "policy_logprobs",
+            before the update, and "entropy". Empty unless they were asked for.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepResult:
     metrics: Mapping[str, float]
     is_applied: bool = True
     broken_rows: tuple[int, ...] = ()
+    tokens: Mapping[str, Ragged] = field(default_factory=dict)
 
 
 class Learner(Protocol):
@@ -86,11 +89,24 @@ class Learner(Protocol):
         ...
 
     def train_step(
-        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
     ) -> StepResult:
         """One optimizer step on the whole batch; the batch needs `loss_weights`.
 
         A step whose loss or gradients are not finite is skipped: see `StepResult.is_applied`.
+
+        Args:
+            batch: Whole groups.
+            objective: What is minimised.
+            temperature: That the batch was sampled with.
+            with_entropy: The objective is given the entropy.
+            with_tokens: The result has `StepResult.tokens`.
 
         Raises:
             ShapeError: A needed column is missing or nothing in the batch trains.

@@ -1,7 +1,7 @@
 """Rows into micro-batches by a budget of tokens: packed end to end, without padding."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -226,3 +226,25 @@ def unpack_values(packs: Sequence[Pack], values: Sequence[torch.Tensor], batch: 
         places = token_positions(ids.offsets[pack.rows], np.diff(pack.offsets))
         out[places] = tokens.detach().float().cpu().numpy()
     return Ragged(out, ids.offsets)
+
+
+def unpack_trained(
+    packs: Sequence[Pack], scored: Sequence[Mapping[str, torch.Tensor]], batch: Batch
+) -> dict[str, Ragged]:
+    """Values of trained tokens by name as columns in the batch's row order, 0 where nothing trains.
+
+    Args:
+        packs: Of rows of the batch.
+        scored: Of each pack, [T] by name, the same names in all.
+        batch: Where they came from.
+
+    Returns:
+        float32, aligned with input_ids; {} of no packs.
+    """
+    masks = [pack.micro_batch.columns.get("loss_mask") for pack in packs]
+    trained = [
+        {name: values if mask is None else values * mask for name, values in named.items()}
+        for named, mask in zip(scored, masks, strict=True)
+    ]
+    names = trained[0] if trained else ()
+    return {name: unpack_values(packs, [named[name] for named in trained], batch) for name in names}

@@ -27,7 +27,7 @@ from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSav
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
 from rl_distill.objectives.logit_divergence import LogitDivergence, teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
-from rl_distill.packing import Pack, pack_batch, unpack_values
+from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
 from rl_distill.reference_model import reference_model
 from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
@@ -105,7 +105,13 @@ class TorchLearner:
         return unpack_values(packs, values, batch)
 
     def train_step(
-        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
     ) -> StepResult:
         """One optimizer step on the whole batch.
 
@@ -116,14 +122,16 @@ class TorchLearner:
         check_trainable(batch)
         step = self._step + 1
         self._model.zero_grad()
-        loss, metrics = 0.0, []
-        for pack in self._packs(batch):
+        loss, metrics, scored = 0.0, [], []
+        packs = self._packs(batch)
+        for pack in packs:
             logprobs, entropy, logits = self._score(pack, temperature)
             micro = self._compared(pack, logits, comparison_of(objective))
             part, sums = objective(logprobs, entropy if with_entropy else None, micro)
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
             metrics.append(sums)
+            scored.append({"policy_logprobs": logprobs.detach(), "entropy": entropy.detach()})
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._mains[name].grad = parameter.grad.float()
@@ -141,6 +149,7 @@ class TorchLearner:
             learning_rate=learning_rate,
             metrics=metric_means([metric_totals(metrics)]),
             is_applied=is_applied,
+            tokens=unpack_trained(packs, scored, batch) if with_tokens else {},
         )
 
     def export_weights(self) -> Mapping[str, Tensor]:

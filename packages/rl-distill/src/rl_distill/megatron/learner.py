@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.batch import Batch
@@ -134,20 +135,23 @@ class RankedModel:
         needed = {"input_ids"} | ({"routed_experts"} & batch.names)
         shares, rows = self._shares(batch.only(needed))
         found = self._call_shares("score", shares, temperature=temperature)
-        out = np.zeros(len(ids.values), dtype=np.float32)
-        for of_rank, values in zip(rows, found, strict=True):
-            if values:
-                out[token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values["values"]
-        return Ragged(out, ids.offsets)
+        tokens = _in_batch_order(batch, rows, found)
+        return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
     def _train(
-        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
     ) -> StepResult:
         check_open(self._is_open)
         check_temperature(temperature)
         check_trainable(batch)
         shares, rows = self._shares(batch)
-        arguments = {"temperature": temperature, "with_entropy": with_entropy}
+        arguments = {"temperature": temperature, "with_entropy": with_entropy, "with_tokens": with_tokens}
         parts: list[StepShare] = self._call_shares("train_step", shares, objective, **arguments)
         broken = [int(of_rank[row]) for of_rank, part in zip(rows, parts, strict=True) for row in part.broken_rows]
         first = parts[0]
@@ -160,6 +164,7 @@ class RankedModel:
             metrics=metric_means(part.metrics for part in parts),
             is_applied=first.is_applied,
             broken_rows=tuple(sorted(broken)),
+            tokens=_in_batch_order(batch, rows, [part.tokens for part in parts]),
         )
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
@@ -190,6 +195,18 @@ class RankedModel:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the model by Hugging Face name."""
         return tensor_shapes(self._source.config)
+
+
+def _in_batch_order(
+    batch: Batch, rows: Sequence[Rows], found: Sequence[Mapping[str, NDArray[np.float32]]]
+) -> dict[str, Ragged]:
+    """Values of tokens by name, float32, from what each data-parallel rank gave for its rows; {} of none."""
+    ids = batch.ragged("input_ids")
+    out = {name: np.zeros(len(ids.values), dtype=np.float32) for of_rank in found for name in of_rank}
+    for of_rank, named in zip(rows, found, strict=True):
+        for name, values in named.items():
+            out[name][token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values
+    return {name: Ragged(values, ids.offsets) for name, values in out.items()}
 
 
 class TrainedModel(RankedModel):
@@ -287,14 +304,22 @@ class MegatronLearner(TrainedModel):
         return self._score(batch, temperature=temperature)
 
     def train_step(
-        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
     ) -> StepResult:
         """One optimizer step on the whole batch; logprobs are those of `loss_mask`, others stay 0.
 
         Raises:
             ShapeError: loss_weights is missing or all zero.
         """
-        return self._train(batch, objective, temperature=temperature, with_entropy=with_entropy)
+        return self._train(
+            batch, objective, temperature=temperature, with_entropy=with_entropy, with_tokens=with_tokens
+        )
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
         """Read the teachers' output matrices, for objectives that compare whole distributions.

@@ -90,7 +90,7 @@ class RankModel:
         return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
     def train_step(
-        self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool
+        self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool, with_tokens: bool
     ) -> StepShare | None:
         """One optimizer step; None on ranks that do not answer. A step that is not finite changes nothing."""
         gathered = Gathered()
@@ -98,14 +98,16 @@ class RankModel:
         def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
             values = placed.spread(scores.values)
             entropy = None
-            if with_entropy and scores.entropy is not None:
+            if (with_entropy or with_tokens) and scores.entropy is not None:
                 entropy = placed.spread(scores.entropy)
             measured = {name: placed.spread(of) for name, of in scores.others.items()}
             if len(placed.pack.rows):
-                loss, sums = objective(values, entropy, with_measures(placed.pack.micro_batch, measured))
+                micro_batch = with_measures(placed.pack.micro_batch, measured)
+                loss, sums = objective(values, entropy if with_entropy else None, micro_batch)
                 if not loss.requires_grad:
                     raise DataError("the objective's loss has no gradient; make it from the logprobs, not detached.")
-                gathered.add(placed.pack, values + measured.get(LOSSES, 0.0), loss, sums)
+                scored = {"policy_logprobs": values} | ({} if entropy is None else {"entropy": entropy})
+                gathered.add(placed.pack, values + measured.get(LOSSES, 0.0), loss, sums, scored=scored)
             else:
                 loss = scores.trained * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
@@ -127,6 +129,7 @@ class RankModel:
             metrics=metric_totals(gathered.metrics),
             broken_rows=() if is_applied else gathered.broken_rows(),
             is_applied=is_applied,
+            tokens=gathered.tokens(share.batch) if with_tokens else {},
         )
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_core.batch import Batch
 from rl_distill.learner import MetricSums
-from rl_distill.packing import Pack, pack_rows
+from rl_distill.packing import Pack, pack_rows, unpack_trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class StepShare:
         metrics: (weighted sum, weight) of each metric over the rank's rows.
         broken_rows: Rows of the share in which something is not finite, where the step was not applied.
         is_applied: False where loss or gradient norm is not finite; the weights are as before.
+        tokens: `StepResult.tokens` of the share's rows, in their order, where they were asked for.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StepShare:
     metrics: Mapping[str, tuple[float, float]]
     broken_rows: tuple[int, ...] = ()
     is_applied: bool = True
+    tokens: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -60,16 +62,31 @@ class Gathered:
     losses: list[Tensor] = field(default_factory=list)
     metrics: list[MetricSums] = field(default_factory=list)
     values: list[tuple[Pack, Tensor]] = field(default_factory=list)
+    scored: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def add(self, pack: Pack, values: Tensor, loss: Tensor, sums: MetricSums) -> None:
-        """Keep what one micro-batch gave."""
+    def add(self, pack: Pack, values: Tensor, loss: Tensor, sums: MetricSums, *, scored: Mapping[str, Tensor]) -> None:
+        """Keep what one micro-batch gave.
+
+        Args:
+            pack: The micro-batch.
+            values: [T] of its tokens, of which none must be other than finite.
+            loss: Summed.
+            sums: Of the objective.
+            scored: Values of its tokens by name, [T] each, for whoever asked for them.
+        """
         self.losses.append(loss.detach())
         self.metrics.append(sums)
         self.values.append((pack, values.detach()))
+        self.scored.append({name: of.detach() for name, of in scored.items()})
 
     def loss(self) -> float:
         """Their sum."""
         return sum(float(loss) for loss in self.losses)
+
+    def tokens(self, batch: Batch) -> dict[str, NDArray[np.float32]]:
+        """What was scored, in the order of the share's rows."""
+        found = unpack_trained([pack for pack, _ in self.values], self.scored, batch)
+        return {name: of.values for name, of in found.items()}
 
     def broken_rows(self) -> tuple[int, ...]:
         """Rows in which something is not finite."""
