@@ -16,6 +16,9 @@ from rl_metrics.trackers.jsonl import LATE, is_step, number_or_nan
 FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]
 
+_Part = tuple[IntColumn, IntColumn, FloatColumn]
+"""Of one metric and layout: the lines that have it, their rows in the history, and their values."""
+
 BLOCK_VALUES = 1 << 16
 """Values that wait as Python numbers before they become an array."""
 
@@ -97,10 +100,12 @@ class _Layout:
         if len(self.waiting) >= BLOCK_VALUES:
             self._pack()
 
-    def matrix(self) -> FloatColumn:
-        """[lines, names]."""
+    def take(self) -> FloatColumn:
+        """[lines, names] all values; they are then no longer kept here."""
         self._pack()
-        return np.concatenate(self.blocks).reshape(len(self.rows), len(self.names))
+        matrix = np.concatenate(self.blocks).reshape(len(self.rows), len(self.names))
+        self.blocks = []
+        return matrix
 
     def _pack(self) -> None:
         try:
@@ -145,15 +150,16 @@ class _Lines:
         return History(steps=steps[standing], times=times, values=self._columns(place, len(standing)))
 
     def _columns(self, place: IntColumn, num_rows: int) -> _Columns:
-        parts: dict[str, list[tuple[IntColumn, IntColumn, FloatColumn]]] = {}
-        for layout in self._layouts.values():
+        parts: dict[str, list[_Part]] = {}
+        for names in list(self._layouts):
+            layout = self._layouts.pop(names)  # its memory is free before the next is unpacked
             lines = np.array(layout.rows, dtype=np.int64)
-            is_kept = place[lines] >= 0
-            lines, matrix = lines[is_kept], layout.matrix()[is_kept] if layout.names else None
-            if matrix is None or not len(lines):
+            kept = np.flatnonzero(place[lines] >= 0)
+            if not len(kept) or not names:
                 continue
-            for number, name in enumerate(layout.names):
-                parts.setdefault(name, []).append((lines, place[lines], matrix[:, number].copy()))
+            lines, rows, matrix = lines[kept], place[lines[kept]], layout.take()
+            for number, name in enumerate(names):
+                parts.setdefault(name, []).append((lines, rows, matrix[kept, number]))
         return _Columns(num_rows, {name: _merged(of_name) for name, of_name in parts.items()})
 
 
@@ -179,8 +185,10 @@ def _places(steps: IntColumn, late: IntColumn, standing: IntColumn) -> IntColumn
     return place
 
 
-def _merged(parts: list[tuple[IntColumn, IntColumn, FloatColumn]]) -> tuple[IntColumn, FloatColumn]:
+def _merged(parts: list[_Part]) -> tuple[IntColumn, FloatColumn]:
     """Rows and values of one metric, by rising row; of several lines of a row the last one's."""
+    if len(parts) == 1 and np.all(parts[0][1][1:] > parts[0][1][:-1]):
+        return parts[0][1:]
     lines, rows, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.lexsort((lines, rows))
     rows, values = rows[order], values[order]
