@@ -122,6 +122,4 @@ ASYNC = (
     one("perf/trainer_tokens_per_s", "tokens/s", "Tokens trained by the second of work on the step, without waiting."),
     one("perf/teacher_tokens_per_s", "tokens/s", "Tokens scored a second since the step before, by all teachers."),
     seconds("wait_rollouts", "Waiting for the groups of the step and their scores, or for the end of a broadcast"),
-    one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
-    one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),
 )

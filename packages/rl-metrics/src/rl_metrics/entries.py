@@ -6,6 +6,9 @@ GUIDE = "rule of thumb"
 BY_DESIGN = "by definition"
 PROOF = "weight proof in float32"
 
+ZERO = Band(high=0.0, source=BY_DESIGN)
+"""Healthy where there is none."""
+
 
 def spread(
     stem: str, *, unit: str, meaning: str, over: WeightedBy, healthy_mean: Band | None = None

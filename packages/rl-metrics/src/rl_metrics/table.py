@@ -8,6 +8,7 @@ from rl_metrics.correction_table import CORRECTION
 from rl_metrics.definitions import Band, Metric, MetricTable
 from rl_metrics.distillation_table import DISTILLATION
 from rl_metrics.entries import BY_DESIGN, GUIDE, PROOF, mean, one, seconds, spread
+from rl_metrics.validation_table import VALIDATION
 
 TRAINING = (
     one("training/global_step", "steps", "Optimizer steps of the policy done so far."),
@@ -286,36 +287,6 @@ TIMING = (
     one("perf/process_memory_gb", "GiB", "Resident memory of the process.", reduction="max"),
     one("perf/max_memory_allocated_gb", "GiB", "Largest memory that torch held on the device.", reduction="max"),
     one("perf/max_memory_reserved_gb", "GiB", "Largest memory that torch reserved on the device.", reduction="max"),
-)
-
-VALIDATION = (
-    mean(
-        "val-core/{source}/{variable}/mean@{n}",
-        "1",
-        "The source's main variable (acc, else reward): mean over a prompt's n responses, then over prompts.",
-        over="prompt",
-    ),
-    mean(
-        "val-aux/{source}/{variable}/mean@{n}",
-        "1",
-        "Any other variable: mean over a prompt's n responses, then over prompts.",
-        over="prompt",
-    ),
-    mean(
-        "val-aux/{source}/{variable}/std@{n}",
-        "1",
-        "Standard deviation over a prompt's n responses, mean over prompts.",
-        over="prompt",
-    ),
-    one(
-        "val-aux/{source}/{variable}/num_missing",
-        "responses",
-        "Responses without this variable; they count in no other metric of it.",
-        reduction="sum",
-        healthy=Band(high=0.0, source=BY_DESIGN),
-    ),
-    one("val-aux/{source}/num_prompts", "prompts", "Validation prompts of the source.", reduction="sum"),
-    one("val-aux/{source}/num_responses", "responses", "Validation responses of the source.", reduction="sum"),
 )
 
 RECORDING = (

@@ -1,107 +1,81 @@
 """Validation by source and variable: values of several responses to each prompt, reduced to one number.
 
-An estimator takes a `ResponseTable` (prompts by responses) and gives metrics such as {"mean@8": 0.5}. Prompts may
-have different numbers of responses: each prompt counts once, with the responses it has, and the number in the name
-is the largest.
+Prompts may have different numbers of responses: each prompt counts once, with the responses it has, and the number in
+the name of `mean@N` and `std@N` is the largest. Of what needs n responses only prompts count that have as many.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from rl_core.errors import ShapeError
+from rl_metrics.bootstrap import Bootstrap, mean_intervals
+from rl_metrics.validation_estimators import (
+    Estimator,
+    best_at_n,
+    majority_at_n,
+    mean_at_n,
+    pass_at_k,
+    std_at_n,
+    worst_at_n,
+)
+from rl_metrics.validation_responses import (
+    Floats,
+    ResponseTable,
+    ValidationResponses,
+    checked_columns,
+    numbered,
+    response_table,
+)
 
-FloatMatrix = NDArray[np.float64]
+__all__ = ["ESTIMATORS", "ResponseTable", "ValidationResponses", "headline", "response_table", "summarize_validation"]
 
 MAIN_VARIABLES = ("acc", "reward")
 """The main variable of a source is the first of these that it has."""
 
-CORE_PREFIXES = ("mean@",)
-"""Metrics of the main variable that are in `val-core`; everything else is in `val-aux`."""
+CORE_STEMS = ("mean", "best", "maj", "pass")
+"""Of the main variable these are in `val-core`, each with its largest number; everything else is in `val-aux`."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationResponses:
-    """Responses of a validation, in any order.
-
-    Attributes:
-        uids: [R] uid of each response's prompt; one uid in two sources is two prompts.
-        sources: [R] data source of each response's prompt.
-        variables: Numbers of each response by name, [R] each; NaN where a response has none. "acc" or "reward" is
-            the main one.
-    """
-
-    uids: Sequence[str]
-    sources: Sequence[str]
-    variables: Mapping[str, ArrayLike] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseTable:
-    """Values of one variable in one source, a row for each prompt that has any.
-
-    Attributes:
-        values: [P, N] float64; row p holds counts[p] values and then NaN.
-        counts: [P] int64, each at least 1.
-    """
-
-    values: FloatMatrix
-    counts: NDArray[np.int64]
-
-    @property
-    def max_count(self) -> int:
-        """N, the largest number of responses of a prompt."""
-        return int(self.values.shape[1])
-
-
-Estimator = Callable[[ResponseTable], Mapping[str, float]]
-"""A validation metric; the key is the last part of its name. It returns nothing where it is not defined."""
-
-
-def mean_at_n(table: ResponseTable) -> dict[str, float]:
-    """`mean@N`: mean of each prompt's responses, then over prompts."""
-    return {f"mean@{table.max_count}": float(_prompt_means(table).mean())}
-
-
-def std_at_n(table: ResponseTable) -> dict[str, float]:
-    """`std@N`: population standard deviation of each prompt's responses, mean over prompts with at least two."""
-    several = table.counts >= 2
-    if not several.any():
-        return {}
-    squared = np.where(np.isnan(table.values), 0.0, (table.values - _prompt_means(table)[:, None]) ** 2)
-    deviations = np.sqrt(squared.sum(axis=1) / table.counts)
-    return {f"std@{table.max_count}": float(deviations[several].mean())}
-
-
-ESTIMATORS: tuple[Estimator, ...] = (mean_at_n, std_at_n)
+ESTIMATORS: tuple[Estimator, ...] = (mean_at_n, std_at_n, pass_at_k, best_at_n, worst_at_n, majority_at_n)
 """What `summarize_validation` computes unless told otherwise."""
+
+HEADLINE = re.compile(r"val-core/.+/mean@[0-9]+", re.DOTALL)
 
 
 def summarize_validation(
-    responses: ValidationResponses, *, estimators: Sequence[Estimator] = ESTIMATORS
+    responses: ValidationResponses,
+    *,
+    estimators: Sequence[Estimator] | None = None,
+    pass_threshold: float | None = None,
+    bootstrap: Bootstrap | None = None,
 ) -> dict[str, float]:
-    """`val-core/{source}/{variable}/mean@N` of each source's main variable, `val-aux/...` of everything else.
+    """`val-core/{source}/{variable}/mean@N` and others of each source's main variable, `val-aux/...` of all else.
 
     Args:
         responses: All responses of the validation.
-        estimators: What to compute of each variable.
+        estimators: What to compute of each variable; None computes `ESTIMATORS`.
+        pass_threshold: From which value on a response passes, for `pass@k`; None gives `pass@k` of variables whose
+            values are all 0 or 1.
+        bootstrap: How the intervals of the metrics in `val-core` are drawn; None draws 1000 times for 95 %.
 
     Returns:
-        Metrics by name. A missing value (NaN) is counted in `val-aux/{source}/{variable}/num_missing`, and is in no
-        mean; a variable that a source never has is left out there.
+        Metrics by name, the same for any order of the responses. `{metric}/ci_low` and `{metric}/ci_high` hold the
+        mean over prompts, as far as which prompts were asked is chance. A missing value (NaN) is counted in
+        `val-aux/{source}/{variable}/num_missing`, and is in no mean; a variable that a source never has is left out.
 
     Raises:
-        ShapeError: uids, sources and variables are not equally long.
+        ShapeError: uids, sources, predictions and variables are not equally long.
     """
-    columns = _checked_columns(responses)
-    uids, sources = np.asarray(responses.uids, dtype=np.str_), np.asarray(responses.sources, dtype=np.str_)
+    columns = checked_columns(responses)
+    if estimators is None:
+        estimators = [partial(pass_at_k, threshold=pass_threshold) if e is pass_at_k else e for e in ESTIMATORS]
+    uids, sources = numbered(responses.uids), numbered(responses.sources)
+    votes = None if responses.predictions is None else numbered(responses.predictions)
     metrics: dict[str, float] = {}
-    for source in np.unique(sources) if len(sources) else ():
-        rows = np.flatnonzero(sources == source)
-        names, prompt_of = np.unique(uids[rows], return_inverse=True)
-        metrics[f"val-aux/{source}/num_prompts"] = float(len(names))
+    for number, source in enumerate(sorted(set(responses.sources))):
+        rows = np.flatnonzero(sources == number)
+        metrics[f"val-aux/{source}/num_prompts"] = float(len(np.unique(uids[rows])))
         metrics[f"val-aux/{source}/num_responses"] = float(len(rows))
         here = {name: values[rows] for name, values in columns.items() if not np.isnan(values[rows]).all()}
         main = next((name for name in MAIN_VARIABLES if name in here), None)
@@ -109,52 +83,56 @@ def summarize_validation(
             num_missing = int(np.isnan(values).sum())
             if num_missing:
                 metrics[f"val-aux/{source}/{name}/num_missing"] = float(num_missing)
-            table = response_table(values, prompt_of=prompt_of)
-            for estimator in estimators:
-                for metric, value in estimator(table).items():
-                    is_core = name == main and metric.startswith(CORE_PREFIXES)
-                    metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
+            table = response_table(values, prompt_of=uids[rows], votes=None if votes is None else votes[rows])
+            found = _estimates(table, estimators)
+            core = _core_names(found) if name == main else set()
+            metrics |= _named(f"{source}/{name}", found, core=core)
+            intervals = _intervals({m: found[m] for m in found if m in core}, bootstrap or Bootstrap())
+            metrics |= {f"val-core/{source}/{name}/{metric}": value for metric, value in intervals.items()}
     return metrics
 
 
 def headline(metrics: Mapping[str, float]) -> float | None:
     """One number for a validation: the mean of `val-core/.../mean@N` over sources; None when there is none."""
-    values = [value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
+    values = [value for name, value in metrics.items() if HEADLINE.fullmatch(name)]
     return float(np.mean(values)) if values else None
 
 
-def response_table(values: ArrayLike, *, prompt_of: ArrayLike) -> ResponseTable:
-    """Put values beside each other by prompt, in their order; NaN is left out.
-
-    Args:
-        values: [R] float.
-        prompt_of: [R] int, the prompt of each value.
-    """
-    flat, prompts = np.asarray(values, dtype=np.float64), np.asarray(prompt_of)
-    is_there = ~np.isnan(flat)
-    flat, prompts = flat[is_there], prompts[is_there]
-    _, row_of, counts = np.unique(prompts, return_inverse=True, return_counts=True)
-    order = np.argsort(row_of, kind="stable")
-    starts = np.cumsum(counts) - counts
-    position = np.arange(len(flat)) - starts[row_of[order]]
-    matrix = np.full((len(counts), int(counts.max(initial=0))), np.nan)
-    matrix[row_of[order], position] = flat[order]
-    return ResponseTable(values=matrix, counts=counts.astype(np.int64))
+def _estimates(table: ResponseTable, estimators: Sequence[Estimator]) -> dict[str, Floats]:
+    """Numbers of each prompt by metric; of those alone in which a prompt counts."""
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite values give infinite means, and no spread
+        found = {metric: values for estimator in estimators for metric, values in estimator(table).items()}
+    return {metric: values for metric, values in found.items() if not np.isnan(values).all()}
 
 
-def _prompt_means(table: ResponseTable) -> NDArray[np.float64]:
-    sums: NDArray[np.float64] = np.nansum(table.values, axis=1)
-    return sums / table.counts
+def _named(variable: str, found: Mapping[str, Floats], *, core: Set[str]) -> dict[str, float]:
+    """The means over prompts, each in its section."""
+    with np.errstate(invalid="ignore"):
+        means = {metric: float(np.nanmean(of_prompts)) for metric, of_prompts in found.items()}
+    return {f"{'val-core' if m in core else 'val-aux'}/{variable}/{m}": value for m, value in means.items()}
 
 
-def _checked_columns(responses: ValidationResponses) -> dict[str, NDArray[np.float64]]:
-    expected = (len(responses.uids),)
-    columns = {name: np.asarray(values, dtype=np.float64) for name, values in responses.variables.items()}
-    shapes = {"sources": (len(responses.sources),)} | {name: values.shape for name, values in columns.items()}
-    for name, shape in shapes.items():
-        if shape != expected:
-            raise ShapeError(
-                f"{name} must have uids' shape {list(expected)}; found {list(shape)}. Give one value for each "
-                "response, NaN where there is none."
-            )
-    return columns
+def _core_names(names: Mapping[str, Floats]) -> set[str]:
+    """Metrics of the main variable that are in `val-core`."""
+    largest: dict[str, int] = {}
+    number_of: dict[str, tuple[str, int]] = {}
+    for name in names:
+        match = re.match(r"([a-z]+)@([0-9]+)", name)
+        if match and match[1] in CORE_STEMS:
+            number_of[name] = match[1], int(match[2])
+            largest[match[1]] = max(int(match[2]), largest.get(match[1], 0))
+    return {name for name, (stem, number) in number_of.items() if number == largest[stem]}
+
+
+def _intervals(found: Mapping[str, Floats], bootstrap: Bootstrap) -> dict[str, float]:
+    """`mean@8/ci_low`, `best@8/ci_low` (of best@8/mean) and so on; none of a spread, or of a single prompt."""
+    means = {name.removesuffix("/mean"): values for name, values in found.items() if not name.endswith("/std")}
+    if not means:
+        return {}
+    low, high = mean_intervals(np.stack(list(means.values()), axis=1), bootstrap=bootstrap)
+    ends = {}
+    for index, name in enumerate(means):
+        if not np.isnan(low[index]):
+            ends[f"{name}/ci_low"] = float(low[index])
+            ends[f"{name}/ci_high"] = float(high[index])
+    return ends

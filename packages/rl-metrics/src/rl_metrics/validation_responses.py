@@ -1,0 +1,121 @@
+"""Responses of a validation, and one variable of them, prompt by prompt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rl_core.errors import ShapeError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NO_VOTE = -1
+"""The vote of a response without a prediction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResponses:
+    """Responses of a validation, in any order.
+
+    Attributes:
+        uids: [R] uid of each response's prompt; one uid in two sources is two prompts.
+        sources: [R] data source of each response's prompt.
+        variables: Numbers of each response by name, [R] each; NaN where a response has none. "acc" or "reward" is
+            the main one.
+        predictions: [R] what each response answers, such as "42", for majority votes; None where it answers nothing.
+            None for the whole where there are no predictions.
+    """
+
+    uids: Sequence[str]
+    sources: Sequence[str]
+    variables: Mapping[str, ArrayLike] = field(default_factory=dict)
+    predictions: Sequence[str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTable:
+    """One variable in one source: the responses that have it, by prompt and then by value.
+
+    Attributes:
+        values: [V] float64, rising within a prompt.
+        prompt_of: [V] int64 row of each value's prompt, rising from 0 to P - 1.
+        counts: [P] int64 values of each prompt, each at least 1.
+        votes: [V] int64 number of each response's prediction, NO_VOTE where it has none; None without predictions.
+    """
+
+    values: Floats
+    prompt_of: Ints
+    counts: Ints
+    votes: Ints | None = None
+
+    @property
+    def max_count(self) -> int:
+        """N, the largest number of responses of a prompt."""
+        return int(self.counts.max(initial=0))
+
+    @property
+    def ranks(self) -> Ints:
+        """[V] rank of each value within its prompt, from 1, the smallest."""
+        starts = np.cumsum(self.counts) - self.counts
+        ranks: Ints = np.arange(1, len(self.values) + 1) - starts[self.prompt_of]
+        return ranks
+
+    def over_prompts(self, weighted: Floats) -> Floats:
+        """[P] sums of [V] numbers by prompt."""
+        return np.bincount(self.prompt_of, weights=weighted, minlength=len(self.counts)).astype(np.float64)
+
+
+def response_table(values: ArrayLike, *, prompt_of: ArrayLike, votes: ArrayLike | None = None) -> ResponseTable:
+    """Gather values by prompt; NaN is left out, and so is a prompt that has nothing else.
+
+    Args:
+        values: [R] float.
+        prompt_of: [R] int, the prompt of each value.
+        votes: [R] int, the number of each response's prediction, NO_VOTE where it has none.
+
+    Returns:
+        The same table for any order of the responses.
+    """
+    flat, prompts = np.asarray(values, dtype=np.float64), np.asarray(prompt_of)
+    cast = None if votes is None else np.asarray(votes, dtype=np.int64)
+    is_there = ~np.isnan(flat)
+    flat, prompts = flat[is_there], prompts[is_there]
+    _, rows, counts = np.unique(prompts, return_inverse=True, return_counts=True)
+    if cast is not None:
+        cast = cast[is_there]
+    order = np.lexsort((flat, rows) if cast is None else (cast, flat, rows))
+    return ResponseTable(
+        values=flat[order],
+        prompt_of=rows[order].astype(np.int64),
+        counts=counts.astype(np.int64),
+        votes=None if cast is None else cast[order],
+    )
+
+
+def numbered(texts: Sequence[str | None]) -> Ints:
+    """[R] the number of each text among all different ones in their order, NO_VOTE where it is None."""
+    index: dict[str | None, int] = {text: at for at, text in enumerate(sorted({t for t in texts if t is not None}))}
+    index[None] = NO_VOTE
+    return np.fromiter((index[text] for text in texts), dtype=np.int64, count=len(texts))
+
+
+def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
+    """The variables as arrays.
+
+    Raises:
+        ShapeError: uids, sources, predictions and variables are not equally long.
+    """
+    expected = (len(responses.uids),)
+    columns = {name: np.asarray(values, dtype=np.float64) for name, values in responses.variables.items()}
+    shapes: dict[str, tuple[int, ...]] = {"sources": (len(responses.sources),)}
+    if responses.predictions is not None:
+        shapes["predictions"] = (len(responses.predictions),)
+    for name, shape in (shapes | {name: values.shape for name, values in columns.items()}).items():
+        if shape != expected:
+            raise ShapeError(
+                f"{name} must have uids' shape {list(expected)}; found {list(shape)}. Give one value for each "
+                f"response, {'None' if name == 'predictions' else 'NaN'} where there is none."
+            )
+    return columns

@@ -1,0 +1,77 @@
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_metrics.bootstrap import Bootstrap, mean_intervals
+
+NAN = float("nan")
+
+
+def intervals(*columns, **options):
+    return mean_intervals(
+        np.stack([np.asarray(column, float) for column in columns], 1), bootstrap=Bootstrap(**options)
+    )
+
+
+def test_agrees_with_the_normal_approximation():
+    values = np.random.default_rng(0).normal(2.0, 3.0, size=400)
+    low, high = intervals(values, num_draws=4000)[:, 0]
+    half = 1.96 * values.std() / 20
+    assert low == pytest.approx(values.mean() - half, abs=0.05)
+    assert high == pytest.approx(values.mean() + half, abs=0.05)
+
+
+def test_covers_the_true_mean_as_often_as_it_says():
+    generator = np.random.default_rng(1)
+    columns = [generator.random(60) < 0.3 for _ in range(300)]
+    low, high = intervals(*columns, num_draws=400)
+    assert 0.89 <= ((low <= 0.3) & (high >= 0.3)).mean() <= 0.99
+
+
+def test_a_lower_level_is_narrower():
+    values = np.arange(50.0)
+    wide, narrow = intervals(values), intervals(values, level=0.5)
+    assert wide[0, 0] < narrow[0, 0] < 24.5 < narrow[1, 0] < wide[1, 0]
+
+
+def test_prompts_that_do_not_count_change_only_how_many_are_drawn():
+    few = np.array([0.0, 1.0, 0.0, 1.0, NAN, NAN])
+    all_equal = np.array([3.0, 3.0, 3.0, 3.0, NAN, 3.0])
+    found = intervals(few, all_equal)
+    assert 0.0 <= found[0, 0] < 0.5 < found[1, 0] <= 1.0
+    assert found[:, 1].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("column", [[1.0, NAN, NAN], [NAN] * 3, [1.0, 2.0, np.inf], [-np.inf, np.inf, 1.0]])
+def test_one_prompt_or_an_infinite_value_has_no_interval(column):
+    found = intervals(column, [1.0, 2.0, 3.0])
+    assert np.isnan(found[:, 0]).all()
+    assert 1.0 <= found[0, 1] < 2.0 < found[1, 1] <= 3.0
+    assert np.isnan(intervals(column)).all()
+
+
+def test_no_draws_give_no_intervals():
+    assert np.isnan(intervals([1.0, 2.0], num_draws=0)).all()
+
+
+def test_the_seed_decides_the_draws():
+    values = np.random.default_rng(0).random(40)
+    assert intervals(values, seed=7).tolist() == intervals(values, seed=7).tolist()
+    assert intervals(values, seed=7).tolist() != intervals(values, seed=2**64 - 1).tolist()
+
+
+def test_memory_is_bounded():
+    values = np.random.default_rng(0).random(100_000)
+    tracemalloc.start()
+    intervals(values, num_draws=100)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * 2**20  # all draws at once would take 80 MB of integers alone, and as much again twice
+
+
+@pytest.mark.parametrize("options", [{"level": 0.0}, {"level": 1.0}, {"num_draws": -1}, {"seed": -1}, {"seed": 2**64}])
+def test_impossible_numbers_are_refused(options):
+    with pytest.raises(SettingsError, match=r"found .*\d"):
+        Bootstrap(**options)

@@ -1,0 +1,89 @@
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_metrics.majority import vote_weights, winning_probabilities
+from rl_metrics.validation_responses import response_table
+
+
+def pattern(sizes, silent=0):
+    columns = np.zeros(sum(sizes) + silent + 1, dtype=np.int64)
+    for size in sizes:
+        columns[size] += 1
+    columns[0] = silent
+    return columns
+
+
+def enumerated(sizes, silent, num_votes):
+    """How likely each prediction wins, by going through all draws; last, that nobody votes."""
+    responses = [index for index, size in enumerate(sizes) for _ in range(size)] + [None] * silent
+    wins = np.zeros(len(sizes) + 1)
+    for draw in itertools.product(responses, repeat=num_votes):
+        votes = Counter(vote for vote in draw if vote is not None)
+        winners = [vote for vote, count in votes.items() if count == max(votes.values())]
+        for winner in winners:
+            wins[winner] += 1 / len(winners)
+        wins[-1] += not winners
+    return wins / len(responses) ** num_votes
+
+
+def test_hand_computed():
+    # Of A, A, B two are drawn: A A (4/9) and B B (1/9) are clear, A B (4/9) is a tie.
+    found = winning_probabilities(pattern([2, 1])[None], num_votes=2)[0]
+    np.testing.assert_allclose(found, [0.0, 1 / 3, 2 / 3, 0.0], atol=1e-15)
+    # Of A and one without a prediction: only where neither draw is A nobody votes.
+    found = winning_probabilities(pattern([1], silent=1)[None], num_votes=2)[0]
+    np.testing.assert_allclose(found, [1 / 4, 3 / 4, 0.0], atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "silent", "num_votes"),
+    [
+        ([1, 1, 1], 0, 3),
+        ([3, 1, 1], 0, 5),
+        ([2, 2, 1], 0, 4),
+        ([1, 1, 1, 1], 2, 4),
+        ([4, 2], 0, 6),
+        ([5], 0, 5),
+        ([], 3, 3),
+        ([1], 4, 5),
+    ],
+)
+def test_agrees_with_all_draws(sizes, silent, num_votes):
+    found = winning_probabilities(pattern(sizes, silent)[None], num_votes=num_votes)[0]
+    expected = enumerated(sizes, silent, num_votes)
+    np.testing.assert_allclose([found[size] for size in sizes], expected[:-1], atol=1e-13)
+    assert found[0] == pytest.approx(expected[-1], abs=1e-13)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(0, 12), st.integers(1, 40))
+def test_somebody_wins_and_more_responses_win_more_often(sizes, silent, num_votes):
+    found = winning_probabilities(pattern(sizes, silent)[None], num_votes=num_votes)[0]
+    assert sum(found[size] for size in sizes) + found[0] == pytest.approx(1.0, abs=1e-11)
+    ordered = [found[size] for size in sorted(set(sizes))]
+    assert all(low <= high + 1e-12 for low, high in itertools.pairwise(ordered))
+
+
+def test_many_ways_at_once_are_each_as_alone():
+    patterns = np.stack([pattern([3, 2, 1]), pattern([6]), pattern([2, 2, 1], 1), pattern([1] * 6), pattern([], 6)])
+    together = winning_probabilities(patterns, num_votes=6)
+    for row, alone in zip(together, patterns, strict=True):
+        np.testing.assert_allclose(row, winning_probabilities(alone[None], num_votes=6)[0], atol=1e-14)
+
+
+def test_a_large_vote_is_won_by_the_majority():
+    found = winning_probabilities(pattern([129, 127])[None], num_votes=256)[0]
+    assert found[129] + found[127] == pytest.approx(1.0, abs=1e-11)
+    assert 0.5 < found[129] < 0.6  # 1.125 expected votes ahead, with a standard deviation of 16
+    assert winning_probabilities(pattern([200, 56])[None], num_votes=256)[0][200] == pytest.approx(1.0, abs=1e-11)
+
+
+def test_weights_of_responses_are_those_of_their_predictions():
+    # Prompt 0: A A B with values 0.2, 0.4, 1.0; prompt 1 has too few; prompt 2: no predictions.
+    table = response_table([0.2, 0.4, 1.0, 5.0, 7.0, 8.0], prompt_of=[0, 0, 0, 1, 2, 2], votes=[4, 4, 9, 4, -1, -1])
+    np.testing.assert_allclose(vote_weights(table, 2), [1 / 3, 1 / 3, 1 / 3, 0.0, 0.5, 0.5], atol=1e-15)
