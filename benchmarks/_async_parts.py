@@ -115,10 +115,16 @@ class SleepingPolicy:
         return Ragged.from_rows(rows, dtype="float32")
 
     def train_step(
-        self, batch: Batch, objective: Objective, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
     ) -> StepResult:
         """Sleep."""
-        del objective, temperature, with_entropy
+        del objective, temperature, with_entropy, with_tokens
         began_at = time.perf_counter()
         versions = [row[row != NO_VERSION] for row in batch.ragged("policy_versions")]
         self._staleness += [float(self.step - row.min()) for row in versions]

@@ -2,7 +2,8 @@
 
 Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
 them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Weights
-never come here, and of rows only the validation partition's, whose samples go to the trackers.
+never come here, and of rows only the validation partition's, whose samples go to the trackers, and the few of each
+step that are written down.
 """
 
 import asyncio
@@ -210,6 +211,7 @@ class Controller:
         try:
             metrics |= await publishing
         finally:
+            self._c.write_rollouts(report.rollouts)
             self._c.log_metrics(number, metrics)  # also where it is stopped amid a validation
         if self._lacks_validation:
             await self._validate_beside()

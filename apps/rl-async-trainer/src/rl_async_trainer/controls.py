@@ -1,6 +1,6 @@
 """What the parts of the controller share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.supply import PromptSupply
 from rl_async_trainer.validator import Validator
 from rl_core import TransferQueue
+from rl_trainer.rollout_rows import RolloutDraft
 from rl_trainer.stopping import StopSignal
 
 
@@ -32,6 +33,7 @@ class Controls:
         progress: Told of each progress.
         say: Writes an event.
         log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
+        write_rollouts: Writes trajectories of a step down.
         find_checkpoint: The newest whole checkpoint.
         wall_s: Seconds spent so far, over all attempts.
     """
@@ -48,5 +50,6 @@ class Controls:
     progress: Callable[[str], None]
     say: Callable[..., None]
     log_metrics: Callable[..., None]
+    write_rollouts: Callable[[Sequence[RolloutDraft]], None]
     find_checkpoint: Callable[[], Path | None]
     wall_s: Callable[[], float]

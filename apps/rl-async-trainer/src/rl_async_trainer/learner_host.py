@@ -36,6 +36,7 @@ from rl_trainer.learning import LearningParts
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.recording import summarize_step
+from rl_trainer.rollout_rows import draft_rollouts
 from rl_trainer.updates import update
 
 CONTROLLER = "controller"
@@ -226,7 +227,13 @@ class LearnerHost:
         self._step = step
         busy_s = time.perf_counter() - started
         self._record(recorder, batch, version=order.version, busy_s=busy_s)
-        return StepReport(metrics=recorder.reduce(), num_trajectories=len(batch), kl=kl.state(), busy_s=busy_s)
+        return StepReport(
+            metrics=recorder.reduce(),
+            num_trajectories=len(batch),
+            kl=kl.state(),
+            busy_s=busy_s,
+            rollouts=draft_rollouts(settings, batch, step=step, version=order.version),
+        )
 
     def _rows(self, order: StepOrder) -> Batch:
         """The groups of a step, which nobody else asks for, and which stay in the queue until a checkpoint has them.
@@ -254,13 +261,14 @@ class LearnerHost:
         """Late columns, advantages, optimizer updates.
 
         Returns:
-            What was trained on, with the tokens that the correction rejected, and the KL's coefficient after it.
+            What was trained on, with the tokens that the correction rejected and what the update said of its tokens,
+            and the KL's coefficient after it.
         """
         batch = self._with_late_columns(parts, rows, recorder)
         with recorder.timer("adv"):
             prepared = prepare_batch(parts, batch, recorder, kl_coefficient=kl.coefficient)
-        update(parts, prepared, recorder, step=step - 1, kl_coefficient=kl.coefficient)
-        trained = prepared.with_columns({"loss_mask": batch["loss_mask"]})
+        said = update(parts, prepared, recorder, step=step - 1, kl_coefficient=kl.coefficient)
+        trained = prepared.with_columns({"loss_mask": batch["loss_mask"], **said})
         return trained, adapted_kl(parts, kl, trained, recorder)
 
     def _with_late_columns(self, parts: LearningParts, batch: Batch, recorder: Recorder) -> Batch:

@@ -1,10 +1,14 @@
-"""What the controller and its roles tell one another: orders, reports and events; never rows or weights."""
+"""What the controller and its roles tell one another: orders, reports and events.
 
-from collections.abc import Mapping
+Weights never, and of rows the few that people read.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core import Canary, Prompt
 from rl_core.weights import WeightUpdate
+from rl_trainer.rollout_rows import RolloutDraft
 
 TRAIN = "train"
 """The queue's task of the learner."""
@@ -100,12 +104,14 @@ class StepReport:
         num_trajectories: Trained on.
         kl: State of the KL's coefficient after it.
         busy_s: Seconds that the learner worked on it; waiting for rows is not in them.
+        rollouts: Trajectories that are to be written down.
     """
 
     metrics: Mapping[str, float]
     num_trajectories: int
     kl: Mapping[str, float]
     busy_s: float
+    rollouts: Sequence[RolloutDraft] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

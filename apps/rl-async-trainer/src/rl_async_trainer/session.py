@@ -33,6 +33,7 @@ from rl_trainer.attempt import Attempt, Outcome
 from rl_trainer.distilling import learns_from_rewards
 from rl_trainer.inputs import Inputs
 from rl_trainer.learning import canary_sequences
+from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.stopping import StopRequestedError, StopSignal
 from rl_trainer.trackers import make_trackers
@@ -165,6 +166,8 @@ class Session:
             on_generations=self._log_generations,
             progress=lambda what: self._watchdog.progress(what),
         )
+        rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
+        stack.callback(rollouts.close)
         evidence = HangEvidence(
             roles,
             queue,
@@ -191,6 +194,7 @@ class Session:
             progress=self._watchdog.progress,
             say=self._events.write,
             log_metrics=self._log_metrics,
+            write_rollouts=rollouts.write,
             find_checkpoint=self._attempt.find_checkpoint,
             wall_s=lambda: self._attempt.wall_s,
         )

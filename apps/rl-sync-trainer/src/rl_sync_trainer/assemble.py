@@ -16,6 +16,7 @@ from rl_trainer.inputs import Inputs
 from rl_trainer.learners import needs_critic
 from rl_trainer.learning import LearningParts
 from rl_trainer.replay import Replay
+from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopSignal
@@ -45,6 +46,7 @@ class Parts(LearningParts):
         say: Writes an event, with its name and fields.
         log_metrics: Takes the metrics of a step.
         save_checkpoint: Writes a checkpoint.
+        rollouts: Writes trajectories down; None writes none.
     """
 
     inputs: Inputs
@@ -61,6 +63,7 @@ class Parts(LearningParts):
     say: Callable[..., None]
     log_metrics: Callable[[int, Mapping[str, float]], None]
     save_checkpoint: Callable[[TrainerState], None]
+    rollouts: RolloutWriter | None = None
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """Issue prompts, and tell the teachers, who may wait for some."""

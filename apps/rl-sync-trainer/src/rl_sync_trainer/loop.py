@@ -7,7 +7,7 @@ from rl_core import Batch
 from rl_metrics.reduction import Recorder
 from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, VALUES, Parts
 from rl_sync_trainer.evaluation import evaluate
-from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine
+from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts
 from rl_trainer.checkpoints import TrainerState
 from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.updates import update
@@ -65,6 +65,8 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     with recorder.timer("update_weights"):
         await publish(parts, version, recorder)
     parts.queue.forget_finished()
+    with recorder.timer("dump_rollout_generations"):
+        write_rollouts(parts, trained, step=state.step + 1, version=state.policy_version)
     step_s = time.perf_counter() - started
     record_step(parts, recorder, trained, version=state.policy_version, step_s=step_s)
     return replace(
@@ -105,14 +107,14 @@ def train_on_groups(
     """Lease a step's groups, train on them, and ack.
 
     Returns:
-        What was trained on, with the tokens that the correction rejected.
+        What was trained on, with the tokens that the correction rejected, and what the update said of its tokens.
     """
     lease = parts.lease(TRAIN, num_groups)
     with recorder.timer("adv"):
         batch = prepare_batch(parts, lease.batch, recorder, kl_coefficient=kl_coefficient)
-    update(parts, batch, recorder, step=state.step, kl_coefficient=kl_coefficient)
+    said = update(parts, batch, recorder, step=state.step, kl_coefficient=kl_coefficient)
     parts.queue.ack(lease)
-    return batch.with_columns({"loss_mask": lease.batch["loss_mask"]})
+    return batch.with_columns({"loss_mask": lease.batch["loss_mask"], **said})
 
 
 def is_due(step: int, every: int) -> bool:

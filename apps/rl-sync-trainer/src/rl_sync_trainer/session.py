@@ -22,6 +22,7 @@ from rl_trainer.inputs import Inputs
 from rl_trainer.learners import Learners, start_learners
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.replay import Replay
+from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopRequestedError, StopSignal
@@ -146,6 +147,8 @@ class Session:
         stack.callback(queue.close)
         transport = make_transport(settings)
         stack.callback(transport.close)
+        rollouts = RolloutWriter(self._folder.path / "rollouts.jsonl", self._inputs.tokenizer)
+        stack.callback(rollouts.close)
         return Parts(
             settings=settings,
             inputs=self._inputs,
@@ -167,6 +170,7 @@ class Session:
             say=self._events.write,
             log_metrics=self._trackers.log,
             save_checkpoint=lambda state: self._save(state, learners),
+            rollouts=rollouts,
         )
 
     def _keep_state(self, state: TrainerState) -> None:

@@ -24,6 +24,7 @@ from rl_trainer.learning import canary_sequences, proof_tolerances
 from rl_trainer.off_policy import groups_of_texts, text_options
 from rl_trainer.recording import slowest_session, summarize_step
 from rl_trainer.replay import record_replay
+from rl_trainer.rollout_rows import draft_rollouts
 
 
 class StepFeed:
@@ -237,6 +238,12 @@ async def rest_engine(parts: Parts) -> None:
     """Let the engine free its memory for the learner, where that is set and it can."""
     if parts.settings.rollout.sleep and parts.engine.traits.can_sleep:
         await parts.engine.sleep()
+
+
+def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:
+    """Write some of a step's trajectories down."""
+    if parts.rollouts is not None:
+        parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
 
 
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int, step_s: float) -> None:

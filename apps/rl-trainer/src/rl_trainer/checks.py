@@ -103,6 +103,8 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
         "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
         "metrics.log_val_generations": (settings.metrics.log_val_generations, 0),
+        "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
+        "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),
     }
     for name, (value, least) in at_least.items():
         if not value >= least:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from rl_core import Batch, Trajectory, TransferQueue
+from rl_core import Batch, Prompt, Trajectory, TransferQueue
 from rl_core.broadcast import BroadcastTransport
 from rl_core.errors import DataError
 from rl_core.transports import SharedFileTransport, TensorTransport
@@ -16,6 +16,7 @@ from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.rollout import GroupResult, Rollout, RolloutOptions
 from rl_trainer.inputs import make_scorer
 from rl_trainer.objective import gdpo_components
+from rl_trainer.rollout_rows import rollout_extras
 from rl_trainer.settings import Settings
 
 
@@ -90,28 +91,36 @@ def settle(
         groups: Whole groups.
         only: Sessions that are still to be settled; None settles all.
     """
-    trajectories = [
-        trajectory
+    pairs = [
+        (group.prompt, trajectory)
         for group in groups
         for trajectory in group.trajectories
         if only is None or trajectory.session_index in only
     ]
-    if trajectories:
-        put_trajectories(queue, settings, trajectories)
+    if pairs:
+        put_trajectories(queue, settings, pairs)
     for group in groups:
         for index, session in enumerate(group.sessions):
             if session.failure is not None and (only is None or index in only):
                 queue.fail(group.prompt.uid, index, reason=session.failure)
 
 
-def put_trajectories(queue: TransferQueue, settings: Settings, trajectories: Sequence[Trajectory]) -> None:
+def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
     """Settle whole sessions in the queue, with the components of their rewards where the advantage compares them.
+
+    Args:
+        queue: Where to.
+        settings: Of the run.
+        pairs: Trajectories with their prompts.
 
     Raises:
         DataError: A trajectory lacks such a component.
     """
     names = gdpo_components(settings)
+    trajectories = [trajectory for _, trajectory in pairs]
     batch = Batch.from_trajectories(trajectories)
+    if settings.metrics.log_rollouts:
+        batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
     if settings.distillation.texts is not None:  # nobody rewards them
         batch = batch.only(batch.names - {"reward"})
     if not names:

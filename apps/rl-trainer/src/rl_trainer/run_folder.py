@@ -66,6 +66,8 @@ CHANGEABLE_ON_RESUME = (
     "metrics.console",
     "metrics.strict",
     "metrics.log_val_generations",
+    "metrics.log_rollouts",
+    "metrics.log_rollout_tokens",
     "metrics.trackers",
     "metrics.wandb_project",
     "distillation.cache",

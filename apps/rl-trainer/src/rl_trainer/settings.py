@@ -306,6 +306,9 @@ class MetricSettings:
         console: "auto" (a progress bar in a terminal, else plain lines), "bar", "lines" or "off".
         strict: Fail on a metric that is not defined, instead of a warning.
         log_val_generations: Validation responses that are shown, and written down, each time.
+        log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: a draw, and always
+            the worst and the slowest; 0 writes none.
+        log_rollout_tokens: Most tokens of a step's; at least one trajectory is written.
         trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder) and "wandb" (offline where
             WANDB_MODE says so).
         wandb_project: wandb's project.
@@ -314,6 +317,8 @@ class MetricSettings:
     console: Literal["auto", "bar", "lines", "off"] = "auto"
     strict: bool = False
     log_val_generations: int = 20
+    log_rollouts: int = 8
+    log_rollout_tokens: int = 8192
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     wandb_project: str = "rl"
 

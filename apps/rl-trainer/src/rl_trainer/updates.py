@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rl_core import Batch
+from rl_core import Batch, Ragged
+from rl_core.ragged import token_positions
 from rl_distill.learner import StepResult
 from rl_distill.objectives.batch_columns import with_loss_weights
 from rl_distill.objectives.value_objective import value_objective
@@ -13,7 +14,9 @@ from rl_metrics.reduction import Recorder
 from rl_trainer.learning import LearningParts
 
 
-def update(parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int, kl_coefficient: float) -> None:
+def update(
+    parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int, kl_coefficient: float
+) -> dict[str, Ragged]:
     """Train on a step's batch, as often and in as many parts as the settings say.
 
     Args:
@@ -23,12 +26,17 @@ def update(parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int,
         step: Steps done before it.
         kl_coefficient: In the loss.
 
+    Returns:
+        "policy_logprobs" and "entropy" of the batch's trained tokens, as they were in their first update; {} where
+        nobody asked for them, or the policy did not train.
+
     Raises:
         NonFiniteError: Too many updates in a row were not finite.
     """
     settings = parts.settings
     critic_alone = parts.learners.critic is not None and step < settings.critic.head_start_steps
     objective = parts.objective_at(kl_coefficient)
+    seen: list[tuple[Batch, StepResult]] = []
     for part in minibatches(batch, count=settings.trainer.minibatches, epochs=settings.trainer.epochs):
         weighted = with_loss_weights(
             part,
@@ -42,9 +50,32 @@ def update(parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int,
         if not critic_alone:
             with recorder.timer("update_actor"):
                 result = parts.learners.policy.train_step(
-                    weighted, objective, temperature=settings.rollout.temperature, with_entropy=True
+                    weighted,
+                    objective,
+                    temperature=settings.rollout.temperature,
+                    with_entropy=True,
+                    with_tokens=settings.metrics.log_rollouts > 0,
                 )
+            seen.append((part, result))
             _record(parts, recorder, "actor", result, weighted)
+
+    return _in_row_order(batch, seen[: settings.trainer.minibatches])
+
+
+def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:
+    """What updates said of the tokens of a batch's parts; rows in none of them are 0."""
+    ids = batch.ragged("input_ids")
+    row_of = {key: row for row, key in enumerate(batch.keys)} if len(seen) > 1 else {}
+    found: dict[str, Ragged] = {}
+    for part, result in seen:
+        if part is batch:
+            return dict(result.tokens)
+        rows = np.asarray([row_of[key] for key in part.keys], dtype=np.int64)
+        places = token_positions(ids.offsets[rows], ids.lengths[rows])
+        for name, column in result.tokens.items():
+            whole = found.setdefault(name, Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
+            whole.values[places] = column.values
+    return found
 
 
 def minibatches(batch: Batch, *, count: int, epochs: int) -> Iterator[Batch]:

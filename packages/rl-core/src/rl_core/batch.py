@@ -161,6 +161,16 @@ class Batch:
         check_alignment(merged)
         return Batch._of(self.keys, merged, self._extras)
 
+    def with_extras(self, extras: Sequence[Mapping[str, Json]]) -> "Batch":
+        """A batch with this JSON of each row in place of its own, sharing the columns.
+
+        Raises:
+            ShapeError: There are not as many as rows.
+        """
+        if len(extras) != len(self):
+            raise ShapeError(f"extras must have {len(self)} rows; found {len(extras)}.")
+        return Batch._of(self.keys, self._columns, tuple(extras))
+
     def only(self, names: Set[str]) -> "Batch":
         """A batch with these columns alone, sharing them.
 

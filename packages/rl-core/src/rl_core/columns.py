@@ -43,6 +43,8 @@ COLUMNS: dict[str, ColumnSpec] = {
     "rollout_logprobs": _token("float32", "The engine's logprobs of the sampled tokens."),
     "policy_versions": _token("int32", "Policy version that sampled each token; -1 where none did."),
     "old_logprobs": _token("float32", "The learner's logprobs before the update (PPO's denominator)."),
+    "policy_logprobs": _token("float32", "The learner's logprobs in its update of the row, just before it."),
+    "entropy": _token("float32", "Entropy of the learner's distribution that each trained token was scored under."),
     "reference_logprobs": _token("float32", "Logprobs of the frozen reference policy."),
     "teacher_logprobs": _token(
         "float32",
