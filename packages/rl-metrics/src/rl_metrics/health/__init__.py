@@ -1,5 +1,24 @@
 """Whether a training is healthy, and why not."""
 
 from rl_metrics.health.finding import Check, Evidence, Finding, Side, Status, Verdict
+from rl_metrics.health.guide import GUIDE
+from rl_metrics.health.judging import judge
+from rl_metrics.health.rules import Cause, Probe, Rule, Threshold, require_rules, with_thresholds, without
 
-__all__ = ["Check", "Evidence", "Finding", "Side", "Status", "Verdict"]
+__all__ = [
+    "GUIDE",
+    "Cause",
+    "Check",
+    "Evidence",
+    "Finding",
+    "Probe",
+    "Rule",
+    "Side",
+    "Status",
+    "Threshold",
+    "Verdict",
+    "judge",
+    "require_rules",
+    "with_thresholds",
+    "without",
+]

@@ -1,0 +1,254 @@
+"""The kinds of checks: pure functions from series of a metric to what they say at each step.
+
+A check gets columns of finite numbers, each [n] float64 and of the same steps, and gives what it measured at each of
+these, and where that is wrong. Windows end at the step that is judged.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Limits = Mapping[str, float]
+
+SIGNIFICANT_Z = 2.576
+"""Of a Mann-Kendall test at 1 %, both sides."""
+
+MAX_TREND_POINTS = 200
+"""Points that a trend is fitted to; more are thinned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a check says.
+
+    Attributes:
+        values: [n] float64, what it measured up to each step.
+        is_wrong: [n] bool, where that is beyond the limits.
+        before: What the newest value is compared with; None where it is compared with limits alone.
+    """
+
+    values: Floats
+    is_wrong: NDArray[np.bool_]
+    before: float | None = None
+
+
+CheckKind = Callable[[tuple[Floats, ...], Limits, int], Measured]
+"""Columns, limits by name, window in steps; every column has at least one value."""
+
+
+def level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The running median is below `min` or above `max`; of two columns, that of the first over the second."""
+    values = running_median(quotient(columns), window)
+    return Measured(values=values, is_wrong=_outside(values, limits))
+
+
+def mean_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The running mean is below `min` or above `max`: for shares of time, which may take turns from step to step."""
+    values = _running(np.mean, quotient(columns), window)
+    return Measured(values=values, is_wrong=_outside(values, limits))
+
+
+def highest(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Any value of the window is above `max`: for proofs and counts that should never be so."""
+    values = _running(np.max, columns[0], window)
+    return Measured(values=values, is_wrong=_outside(values, limits))
+
+
+def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """All values of all columns are at most `max` away from 0 throughout the window."""
+    largest = np.max([np.abs(column) for column in columns], axis=0)
+    values = _running(np.max, largest, window)
+    return Measured(values=values, is_wrong=values <= limits["max"])
+
+
+def never_positive(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """All values of all columns have been at most `max` away from 0 since the first step."""
+    del window
+    values = np.maximum.accumulate(np.max([np.abs(column) for column in columns], axis=0))
+    return Measured(values=values, is_wrong=values <= limits["max"])
+
+
+def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The running median has fallen from the best before it by more than the share `max`, and by more than `by`.
+
+    The share is of the best value, or of the way from the start to it where that is longer.
+    """
+    smooth = running_median(columns[0], window)
+    best = np.maximum.accumulate(smooth)
+    scale = np.maximum(np.abs(best), best - smooth[0])
+    values = _ratio(best - smooth, scale)
+    is_wrong = (values > limits["max"]) & (best - smooth > limits.get("by", 0.0))
+    return Measured(values=values, is_wrong=is_wrong, before=float(best[-1]))
+
+
+def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The best running median is above the start by less than the share `min`; of the start, or of the second column.
+
+    The second column, where given, is the largest value of each step: what a perfect step would have.
+    """
+    smooth = running_median(columns[0], window)
+    best = np.maximum.accumulate(smooth)
+    top = np.maximum.accumulate(columns[1]) if len(columns) > 1 else np.zeros_like(smooth)
+    start = float(smooth[min(window, len(smooth)) - 1])
+    values = _ratio(best - start, np.maximum(top - start, abs(start)))
+    is_wrong = values < limits["min"]
+    is_wrong[:window] = True
+    return Measured(values=values, is_wrong=is_wrong, before=start)
+
+
+def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The running median of the first column is at least the share `min` of the highest value of the second so far."""
+    values = _ratio(running_median(columns[0], window), np.maximum.accumulate(columns[1]))
+    return Measured(values=values, is_wrong=values >= limits["min"])
+
+
+def rises(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The newest window has a rising trend that chance does not explain."""
+    return _trend(columns[0], limits, window, sign=1.0)
+
+
+def grows(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """A steady growth over the newest window, in both of its halves, by more than the share `max` of its start."""
+    return _trend(columns[0], limits, window, sign=1.0, is_steady=True)
+
+
+def jumps(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """More than `count` values of the window are above `least`, and more than `times` the median of the ten before."""
+    column = columns[0]
+    before = np.concatenate([column[:1], running_median(column, JUMP_BASE)[:-1]])
+    is_jump = (column > limits["times"] * before) & (column > limits.get("least", 0.0))
+    is_jump[:FIRST_JUMP] = False
+    values = _running(np.sum, is_jump.astype(np.float64), window)
+    return Measured(values=values, is_wrong=values > limits["count"], before=float(before[-1]))
+
+
+def leap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The median of the newest five values is more than `times` that of the first five, and above `min`."""
+    smooth = running_median(columns[0], SHORT)
+    start = float(smooth[min(SHORT, len(smooth)) - 1])
+    values = running_median(smooth, window)
+    is_wrong = (values > limits["times"] * max(start, 0.0)) & (values > limits.get("min", -math.inf))
+    return Measured(values=values, is_wrong=is_wrong, before=start)
+
+
+def shrunk(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The running median is below the share `min` of the first one, and below `below`."""
+    smooth = running_median(columns[0], window)
+    start = float(np.median(columns[0][: min(SHORT, len(smooth))]))
+    values = _ratio(smooth, np.full_like(smooth, start))
+    is_wrong = (values < limits["min"]) & (smooth < limits.get("below", math.inf)) & (start > 0)
+    return Measured(values=values, is_wrong=is_wrong, before=start)
+
+
+def sudden_fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Within the window, a median of three values is below the share `min` of that five steps before, if at `least`."""
+    smooth = running_median(columns[0], 3)
+    share = np.ones_like(smooth)
+    if len(smooth) > SHORT + 2:  # full medians alone
+        before = smooth[2:-SHORT]
+        fallen = _ratio(smooth[SHORT + 2 :], before)
+        share[SHORT + 2 :] = np.where(before >= limits.get("least", 0.0), fallen, 1.0)
+    values = _running(np.min, share, window)
+    return Measured(values=values, is_wrong=values < limits["min"])
+
+
+def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The second column lies below the first by more than the share `max` of the first: running medians."""
+    first, second = (running_median(column, window) for column in columns[:2])
+    values = _ratio(first - second, np.abs(first))
+    return Measured(values=values, is_wrong=values > limits["max"], before=float(first[-1]))
+
+
+KINDS: dict[str, CheckKind] = {
+    kind.__name__: kind
+    for kind in (
+        *(level, mean_level, highest, zero, never_positive, fall, no_rise, near_top, rises, grows),
+        *(jumps, leap, shrunk, sudden_fall, gap),
+    )
+}
+"""By the name that rules use."""
+
+SHORT = 5
+JUMP_BASE = 10
+FIRST_JUMP = 3
+"""Values before the first that can be a jump: the first steps also start things."""
+
+
+def running_median(column: Floats, window: int) -> Floats:
+    """[n] median of the last `window` values up to each; of fewer at the start."""
+    window = max(1, min(window, len(column)))
+    ordered: list[float] = []
+    start = []
+    for value in column[: window - 1].tolist():
+        insort(ordered, value)
+        start.append((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
+    return np.concatenate([start, np.median(sliding_window_view(column, window), axis=-1)])
+
+
+def quotient(columns: tuple[Floats, ...]) -> Floats:
+    """[n] the first column over the second; the first alone where there is no other."""
+    return _ratio(columns[0], columns[1]) if len(columns) > 1 else columns[0]
+
+
+def theil_sen(column: Floats) -> float:
+    """Median slope of all pairs, per value."""
+    first, second = np.triu_indices(len(column), k=1)
+    return float(np.median((column[second] - column[first]) / (second - first))) if len(first) else 0.0
+
+
+def mann_kendall_z(column: Floats) -> float:
+    """How far a column's pairs rise (above 0) or fall (below), in standard deviations of a column without a trend."""
+    n = len(column)
+    if n < 3:
+        return 0.0
+    first, second = np.triu_indices(n, k=1)
+    rising = float(np.sign(column[second] - column[first]).sum())
+    _, ties = np.unique(column, return_counts=True)
+    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1.0) * (2 * ties + 5)).sum())) / 18
+    return (rising - math.copysign(1.0, rising)) / math.sqrt(variance) if rising and variance > 0 else 0.0
+
+
+def _trend(column: Floats, limits: Limits, window: int, *, sign: float, is_steady: bool = False) -> Measured:
+    newest = column[-window:]
+    thinned = newest[:: max(1, math.ceil(len(newest) / MAX_TREND_POINTS))]
+    growth = sign * theil_sen(thinned) * (len(thinned) - 1)
+    start = float(np.median(newest[: max(1, len(newest) // 5)]))
+    share = float(_ratio(np.array([growth]), np.array([abs(start)]))[0])
+    is_wrong = sign * mann_kendall_z(thinned) > SIGNIFICANT_Z and share > limits["max"] and growth > limits.get("by", 0)
+    if is_wrong and is_steady:
+        half = len(thinned) // 2
+        slopes = sorted(sign * theil_sen(part) for part in (thinned[:half], thinned[half:]))
+        is_wrong = slopes[0] > STEADY_SHARE * slopes[1]
+    since = np.zeros(len(column), dtype=np.bool_)
+    since[len(column) - len(newest) :] = is_wrong
+    return Measured(values=np.full(len(column), share), is_wrong=since, before=start)
+
+
+STEADY_SHARE = 0.4
+"""The slower half of a steady growth has at least this share of the faster one's slope."""
+
+
+def _running(reduce: Callable[..., Floats], column: Floats, window: int) -> Floats:
+    window = max(1, min(window, len(column)))
+    start = np.array([reduce(column[: n + 1]) for n in range(window - 1)], dtype=np.float64)
+    return np.concatenate([start, np.asarray(reduce(sliding_window_view(column, window), axis=-1), dtype=np.float64)])
+
+
+def _outside(values: Floats, limits: Limits) -> NDArray[np.bool_]:
+    return (values < limits.get("min", -math.inf)) | (values > limits.get("max", math.inf))
+
+
+def _ratio(over: Floats, under: Floats) -> Floats:
+    """[n] quotients; 0 where both are 0."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.nan_to_num(over / under, nan=0.0, posinf=FAR, neginf=-FAR)
+
+
+FAR = 1e300
+"""Stands for a quotient that is not finite."""

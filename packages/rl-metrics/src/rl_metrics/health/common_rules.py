@@ -1,0 +1,82 @@
+"""What rules of several sides share: sources, metrics by their names, probes of how the reward does, causes."""
+
+from rl_metrics.health.rules import Cause, Probe
+
+GUIDE = "evaluation guide"
+THUMB = "rule of thumb"
+PROOF = "tolerance of the weight proof in bfloat16"
+BY_DESIGN = "by definition"
+
+SCORE = ("critic/score/mean", "critic/rewards/mean")
+BEST_SCORE = ("critic/score/max", "critic/rewards/max")
+WITHOUT_SPREAD = ("rollout/groups_without_spread_ratio",)
+REFERENCE_KL = ("actor/reference_kl", "actor/kl_loss")
+STALENESS = ("training/staleness/mean", "fully_async/staleness/mean")
+
+SOLVED = Probe(kind="near_top", reads=(SCORE, BEST_SCORE), limits={"min": 0.95}, window=10)
+"""Nearly every reward is the best there is: nothing is left to learn."""
+
+IMPROVES = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=30)
+"""The reward rises now."""
+
+IMPROVED = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=1_000_000)
+"""The reward has risen over the whole run."""
+
+STANDS_STILL = Probe(
+    kind="no_rise",
+    reads=(SCORE, BEST_SCORE),
+    limits={"min": 0.2},
+    window=10,
+    says="the reward's best is {value:share} of the way from its start ({before}) to the top",
+)
+"""The reward has hardly risen."""
+
+NO_SPREAD = Probe(
+    kind="level",
+    reads=(WITHOUT_SPREAD,),
+    limits={"max": 0.95},
+    window=5,
+    says="in {value:share} of the groups all rewards are equal",
+)
+
+OFF_POLICY = Probe(
+    kind="level", reads=(STALENESS,), limits={"max": 0.5}, window=5, says="rollouts are {value} versions old"
+)
+"""Rollouts are of older weights than those that they train."""
+
+TOO_FAST = Cause(text="learning rate too high", advice="divide the learning rate by three")
+REWARD_ZERO = Cause(
+    text="every reward is 0",
+    advice="call the reward function on a response that you know to be right",
+    rule="reward_zero",
+)
+BROKEN = Cause(
+    text="the policy was broken by its updates",
+    advice="go back to a checkpoint from before, with a third of the learning rate",
+    rule="reward_fell",
+)
+RANDOM = Cause(
+    text="the policy became random",
+    advice="go back to a checkpoint from before, with a third of the learning rate",
+    rule="entropy_rise",
+)
+PROVED_STALE = Cause(
+    text="the engines do not have the learner's weights",
+    advice="look at the weight proof, and restart the engines",
+    rule="weights_proof",
+)
+MISMATCH = Cause(
+    text="engine and learner compute other probabilities",
+    advice="run rl-metrics doctor on the run",
+    rule="engine_mismatch",
+)
+CUT_SHORT = Cause(
+    text="responses are cut before they have an answer",
+    advice="raise rollout.max_response_tokens",
+    rule="truncated",
+)
+DETERMINISTIC = Cause(
+    text="the policy has become deterministic",
+    advice="raise the entropy bonus or the temperature",
+    rule="entropy_collapse",
+)

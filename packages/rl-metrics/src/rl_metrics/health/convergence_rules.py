@@ -1,0 +1,264 @@
+"""Rules of convergence: does the policy move, and not too far at a time."""
+
+from rl_metrics.health.common_rules import (
+    GUIDE,
+    IMPROVES,
+    MISMATCH,
+    PROVED_STALE,
+    REFERENCE_KL,
+    SOLVED,
+    STANDS_STILL,
+    THUMB,
+    TOO_FAST,
+)
+from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+
+CONVERGENCE = (
+    Rule(
+        name="policy_loss",
+        side="convergence",
+        title="policy loss near 0",
+        what="The policy loss stays far from 0.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("actor/pg_loss", "actor/loss"),),
+                limits={"min": "min", "max": "max"},
+                says="{metric} is at {value} (from {min} to {max} is healthy)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="min", default=-0.5, meaning="running median", source=GUIDE),
+            Threshold(name="max", default=0.5, meaning="running median", source=GUIDE),
+        ),
+        causes=(
+            MISMATCH,
+            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            Cause(text="advantages are not centred", advice="look at critic/advantages/mean, and normalize them"),
+            TOO_FAST,
+        ),
+    ),
+    Rule(
+        name="kl_high",
+        side="convergence",
+        title="KL of a step's updates",
+        what="The policy moves too far within a step.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("actor/ppo_kl",),),
+                limits={"min": "min", "max": "max"},
+                says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="max", default=0.03, meaning="running median, nats", source=GUIDE),
+            Threshold(name="min", default=-0.03, meaning="running median, nats (k1 may be negative)", source=GUIDE),
+        ),
+        window=5,
+        min_steps=3,
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            TOO_FAST,
+            Cause(text="too many updates on the same rollouts", advice="lower trainer.minibatches and trainer.epochs"),
+        ),
+    ),
+    Rule(
+        name="policy_held",
+        side="convergence",
+        title="the policy leaves the reference",
+        what="The policy does not move away from the reference, and the reward does not rise.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(REFERENCE_KL,),
+                limits={"min": "min"},
+                says="{metric} is at {value} nats (0.005 to 0.02 is usual, less means that it does not move)",
+            ),
+        ),
+        thresholds=(Threshold(name="min", default=0.005, meaning="running median, nats", source=GUIDE),),
+        min_steps=15,
+        needs=(STANDS_STILL,),
+        unless=(SOLVED,),
+        causes=(
+            Cause(
+                text="every reward is 0, so nothing is learnt", advice="see the finding reward_zero", rule="reward_zero"
+            ),
+            Cause(
+                text="no group has a spread of rewards, so nothing is learnt",
+                advice="see the finding without_spread",
+                rule="without_spread",
+            ),
+            Cause(
+                text="the KL penalty is too strong",
+                advice="divide algorithm.kl_coefficient by ten",
+                sign=Probe(
+                    kind="level",
+                    reads=(("actor/kl_coef",),),
+                    limits={"max": 0.02},
+                    window=5,
+                    says="{metric} is {value}; up to 0.02 is usual",
+                ),
+            ),
+            Cause(text="learning rate too low", advice="multiply the learning rate by three"),
+        ),
+    ),
+    Rule(
+        name="reference_kl_high",
+        side="convergence",
+        title="KL to the reference",
+        what="The policy runs away from the reference without a gain in reward.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(REFERENCE_KL,),
+                limits={"max": "max"},
+                says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.03, meaning="running median, nats", source=GUIDE),),
+        min_steps=15,
+        needs=(STANDS_STILL,),
+        unless=(SOLVED,),
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            Cause(
+                text="the policy was broken by its updates",
+                advice="divide the learning rate by three",
+                rule="reward_fell",
+            ),
+            TOO_FAST,
+            Cause(text="the KL penalty is too weak", advice="raise algorithm.kl_coefficient"),
+        ),
+    ),
+    Rule(
+        name="entropy_collapse",
+        side="convergence",
+        title="entropy falls to 0.2 to 0.5, and not to nothing",
+        what="The policy has become deterministic before it learnt the task.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="shrunk",
+                reads=(("actor/entropy",),),
+                limits={"min": "share", "below": "min"},
+                says="{metric} is at {value:share} of its start, which was {before} nats "
+                "(below {share:share} and {min} nats is a collapse)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="min", default=0.2, meaning="running median, nats", source=GUIDE),
+            Threshold(name="share", default=0.15, meaning="of its start", source=THUMB),
+        ),
+        window=5,
+        unless=(SOLVED, IMPROVES),
+        causes=(
+            Cause(
+                text="every reward is 0, and other terms of the loss rule",
+                advice="see the finding reward_zero",
+                rule="reward_zero",
+            ),
+            Cause(
+                text="an entropy bonus that is negative, or missing with a high learning rate",
+                advice="set algorithm.entropy_coefficient at or above 0",
+            ),
+            TOO_FAST,
+            Cause(text="clipping favours likely tokens", advice="raise the upper clip (clip-higher), or use Clip-Cov"),
+            Cause(text="sampling too cold", advice="raise rollout.temperature"),
+        ),
+    ),
+    Rule(
+        name="entropy_drop",
+        side="convergence",
+        title="entropy falls slowly",
+        what="The entropy dropped suddenly.",
+        probes=(
+            Probe(
+                kind="sudden_fall",
+                reads=(("actor/entropy",),),
+                limits={"min": "share", "least": "least"},
+                says="{metric} fell to {value:share} within five steps (at least {share:share} is healthy)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="share", default=0.4, meaning="of the entropy five steps before", source=THUMB),
+            Threshold(name="least", default=0.1, meaning="nats before the drop, below which none counts", source=THUMB),
+        ),
+        window=20,
+        unless=(SOLVED,),
+        causes=(
+            Cause(
+                text="the policy is becoming deterministic",
+                advice="raise the entropy bonus or the temperature",
+                rule="entropy_collapse",
+            ),
+            TOO_FAST,
+        ),
+    ),
+    Rule(
+        name="entropy_rise",
+        side="convergence",
+        title="entropy does not rise",
+        what="The policy becomes more random.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="leap",
+                reads=(("actor/entropy",),),
+                limits={"times": "times", "min": "min"},
+                says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="times", default=2.0, meaning="running median over that of the start", source=THUMB),
+            Threshold(name="min", default=0.5, meaning="running median, nats: the guide's upper end", source=GUIDE),
+        ),
+        window=3,
+        min_steps=6,
+        unless=(SOLVED, IMPROVES),
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            TOO_FAST,
+            Cause(text="entropy bonus too high", advice="lower algorithm.entropy_coefficient"),
+            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+        ),
+    ),
+    Rule(
+        name="clip_share",
+        side="convergence",
+        title="ratios within the clip range",
+        what="Too many ratios are clipped.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("actor/pg_clipfrac",),),
+                limits={"max": "max"},
+                says="{metric}: {value:share} of the tokens (at most {max:share} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("actor/pg_clipfrac_lower",),),
+                limits={"max": "lower_max"},
+                says="{metric}: {value:share} of the tokens (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="max", default=0.2, meaning="share of tokens", source=THUMB),
+            Threshold(name="lower_max", default=0.1, meaning="share of tokens clipped by the dual clip", source=THUMB),
+        ),
+        window=5,
+        min_steps=5,
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            Cause(text="the policy moves too far within a step", advice="see the finding kl_high", rule="kl_high"),
+            TOO_FAST,
+            Cause(text="too many updates on the same rollouts", advice="lower trainer.minibatches and trainer.epochs"),
+        ),
+    ),
+)

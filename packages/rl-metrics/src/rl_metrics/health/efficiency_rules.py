@@ -1,0 +1,212 @@
+"""Rules of efficiency: where the time and the memory go."""
+
+from rl_metrics.health.common_rules import GUIDE, THUMB
+from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+
+SLOW_REWARD = Cause(text="the reward takes most of the time", advice="see the finding reward_slow", rule="reward_slow")
+LEAK = Cause(
+    text="memory runs short, and the machine swaps or collects", advice="see the finding memory", rule="memory"
+)
+STEP = (("timing_s/step", "perf/time_per_step"),)
+
+EFFICIENCY = (
+    Rule(
+        name="memory",
+        side="efficiency",
+        title="memory is steady",
+        what="Memory grows from step to step.",
+        severity="critical",
+        probes=tuple(
+            Probe(
+                kind="grows",
+                reads=((name,),),
+                limits={"max": "max", "by": "by"},
+                says="{metric} grew by {value:share} within {window} steps, from {before} GiB, and goes on",
+            )
+            for name in ("memory/*", "perf/process_memory_gb", "perf/max_memory_allocated_gb")
+        ),
+        thresholds=(
+            Threshold(name="max", default=0.1, meaning="growth over the window, share of its start", source=THUMB),
+            Threshold(name="by", default=0.05, meaning="growth over the window, GiB", source=THUMB),
+        ),
+        window=100,
+        min_steps=15,
+        causes=(
+            Cause(
+                text="a leak in the owner that grows: objects of every step are kept",
+                advice="look at the events memory_objects for the type that grows, and run rl-metrics doctor",
+            ),
+            Cause(text="a queue or cache without a bound", advice="look at queue/* and at the caches' limits"),
+            Cause(text="responses become longer", advice="look at response_length/mean"),
+        ),
+    ),
+    Rule(
+        name="reward_slow",
+        side="efficiency",
+        title="share of the reward in a step's time",
+        what="The reward function takes a large part of the step.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("timing_s/reward",), *STEP),
+                limits={"max": "max"},
+                says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("agent_loop/slowest/compute_score",), *STEP),
+                limits={"max": "max"},
+                says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.25, meaning="share of the step's time", source=THUMB),),
+        min_steps=5,
+        causes=(
+            Cause(
+                text="slow reward: each call takes long",
+                advice="profile the reward function; run more at once (reward.max_concurrency), or cache its answers",
+            ),
+            Cause(
+                text="the service that the reward asks answers slowly, or refuses and is asked again",
+                advice="look at reward.max_calls_per_s, reward.retries and the service",
+            ),
+        ),
+    ),
+    Rule(
+        name="tools_slow",
+        side="efficiency",
+        title="share of tools in a step's time",
+        what="Tools take a large part of the step.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("agent_loop/slowest/tool_calls",), *STEP),
+                limits={"max": "max"},
+                says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.5, meaning="share of the step's time", source=THUMB),),
+        min_steps=5,
+        causes=(Cause(text="slow tools", advice="look at the slowest sessions, and set time limits for tools"),),
+    ),
+    Rule(
+        name="step_time_jump",
+        side="efficiency",
+        title="step time without threefold jumps",
+        what="Some steps take several times as long as those before.",
+        probes=(
+            Probe(
+                kind="jumps",
+                reads=(("perf/time_per_step", "timing_s/step"),),
+                limits={"times": "times", "count": "count"},
+                says="{value} of the last {window} steps took more than {times} times the usual {before} s",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="times", default=3.0, meaning="what is a jump, over the median before", source=GUIDE),
+            Threshold(name="count", default=2.0, meaning="jumps that are let pass", source=THUMB),
+        ),
+        window=50,
+        causes=(
+            SLOW_REWARD,
+            LEAK,
+            Cause(text="a few very long responses", advice="look at response_length/max, and allow partial rollouts"),
+            Cause(text="preemptions in the engine", advice="look at agent_loop/num_preempted/max; give it more memory"),
+            Cause(text="something else on the machine", advice="look at what runs beside"),
+        ),
+    ),
+    Rule(
+        name="step_time_drift",
+        side="efficiency",
+        title="time a token does not drift",
+        what="Tokens take much longer than they did.",
+        probes=(
+            Probe(
+                kind="fall",
+                reads=(("perf/throughput",),),
+                limits={"max": "max"},
+                says="{metric} is {value:share} below its best, which was {before} tokens/s",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="max", default=0.5, meaning="share of the best speed that may be lost", source=THUMB),
+        ),
+        window=20,
+        min_steps=40,
+        causes=(
+            SLOW_REWARD,
+            LEAK,
+            Cause(text="longer responses cost more a token", advice="look at response_length/mean"),
+            Cause(text="something else on the machine", advice="look at what runs beside"),
+        ),
+    ),
+    Rule(
+        name="learner_idle",
+        side="efficiency",
+        title="the learner works (utilisation over 50 %)",
+        what="The learner waits most of the time.",
+        probes=(
+            Probe(
+                kind="mean_level",
+                reads=(("fully_async/trainer/idle_ratio",),),
+                limits={"max": "max"},
+                says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.5, meaning="share of the time", source=GUIDE),),
+        window=20,
+        causes=(
+            SLOW_REWARD,
+            Cause(text="too few engines", advice="add engines (rl-async-trainer scale), or a staleness of one more"),
+            Cause(text="long waits for checkpoints or validation", advice="write and validate beside the training"),
+        ),
+    ),
+    Rule(
+        name="engines_idle",
+        side="efficiency",
+        title="the engines work",
+        what="The engines wait most of the time.",
+        probes=(
+            Probe(
+                kind="mean_level",
+                reads=(("fully_async/rollouter/idle_ratio",),),
+                limits={"max": "max"},
+                says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(
+            Threshold(
+                name="max",
+                default=0.8,
+                meaning="share of the time; engines that wait half of it are often meant to",
+                source=THUMB,
+            ),
+        ),
+        window=20,
+        causes=(
+            SLOW_REWARD,
+            Cause(text="too many engines for this learner", advice="take engines away (rl-async-trainer scale)"),
+            Cause(text="the bound of staleness holds them", advice="raise schedule.max_staleness"),
+        ),
+    ),
+    Rule(
+        name="mfu",
+        side="efficiency",
+        title="model FLOPs utilisation",
+        what="The learner uses little of what its devices can do.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("perf/mfu/*",),),
+                limits={"min": "min"},
+                says="{metric} is at {value:share} (at least {min:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="min", default=0.1, meaning="share of the devices' peak", source=THUMB),),
+        causes=(
+            Cause(text="micro-batches too small", advice="raise the tokens of a micro-batch"),
+            Cause(text="padding or recomputation", advice="pack sequences, and recompute less"),
+            Cause(text="too many ranks for the model", advice="lower tensor and pipeline parallelism"),
+        ),
+    ),
+)

@@ -1,0 +1,11 @@
+"""The rules that a run is judged by, unless a user gives others."""
+
+from rl_metrics.health.convergence_rules import CONVERGENCE
+from rl_metrics.health.efficiency_rules import EFFICIENCY
+from rl_metrics.health.mismatch_rules import AGREEMENT
+from rl_metrics.health.rules import Rule
+from rl_metrics.health.stability_rules import STABILITY
+from rl_metrics.health.task_rules import TASK
+
+GUIDE: tuple[Rule, ...] = (*TASK, *CONVERGENCE, *AGREEMENT, *STABILITY, *EFFICIENCY)
+"""By side; of two findings that explain nothing of each other the earlier rule's comes first."""

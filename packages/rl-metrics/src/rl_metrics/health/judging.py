@@ -1,0 +1,165 @@
+"""Judging a run by rules: what each finds, why that may be, and which finding explains which."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_metrics.health.finding import Check, Evidence, Finding, Status, Verdict
+from rl_metrics.health.guide import GUIDE
+from rl_metrics.health.looks import Look, Looker
+from rl_metrics.health.ordering import in_order
+from rl_metrics.health.rules import Cause, Rule, with_thresholds
+from rl_metrics.history import History
+
+STARTS = ("run_started", "run_resumed")
+WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
+MAX_ERROR_CHARS = 300
+NEAR = 10
+"""Steps that an effect may seem to come before its cause, as windows differ."""
+
+
+def judge(
+    history: History,
+    *,
+    rules: Sequence[Rule] = GUIDE,
+    thresholds: Mapping[str, float] | None = None,
+    events: Iterable[Mapping[str, Any]] = (),
+) -> Verdict:
+    """Whether a run is healthy at its newest step.
+
+    Args:
+        history: Metrics of the run so far.
+        rules: What it is judged by.
+        thresholds: A user's own, by rule and threshold: `{"kl_high.max": 0.05}`.
+        events: Of the run, in their order.
+
+    Raises:
+        SettingsError: There is no such threshold.
+    """
+    if thresholds:
+        rules = with_thresholds(rules, thresholds)
+    looker = Looker(history)
+    newest = int(history.steps[-1]) if len(history.steps) else 0
+    reports = _of_this_attempt(events)
+    opinions = [_opinion(rule, looker, reports, newest) for rule in rules]
+    found = {opinion.rule.name: opinion.finding for opinion in opinions if opinion.finding is not None}
+    explained = {
+        opinion.rule.name: _explain(opinion.rule, opinion.finding, found, looker)
+        for opinion in opinions
+        if opinion.finding is not None
+    }
+    checks = tuple(_check(opinion, explained) for opinion in opinions)
+    by_rule = {rule: finding for rule, (finding, _) in explained.items()}
+    explainers = {rule: because for rule, (_, because) in explained.items()}
+    return Verdict(status=_worst(checks), step=newest, checks=checks, findings=in_order(by_rule, explainers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opinion:
+    """What a rule says, before other findings are known."""
+
+    rule: Rule
+    is_known: bool
+    finding: Finding | None
+    reading: str
+
+
+def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int) -> _Opinion:
+    looks = [look for probe in rule.probes for look in looker.looks(probe, rule)]
+    enough = [look for look in looks if len(look.steps) >= rule.min_steps]
+    reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
+    wrong = [look for look in enough if look.is_wrong]
+    is_wrong = bool(wrong) and not looker.is_excused(rule)
+    if not is_wrong and not reported:
+        return _Opinion(rule=rule, is_known=bool(enough), finding=None, reading=_reading(rule, looks, enough))
+    wrong = sorted(wrong, key=lambda look: look.since_step) if is_wrong else []
+    evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong))
+    finding = Finding(
+        rule=rule.name,
+        side=rule.side,
+        severity=rule.severity,
+        what=rule.what,
+        since_step=min([*(step for _, step in reported), *(look.since_step for look in wrong)]),
+        evidence=evidence,
+        causes=(),
+        advice=(),
+    )
+    return _Opinion(rule=rule, is_known=True, finding=finding, reading="; ".join(one.text for one in evidence))
+
+
+def _explain(
+    rule: Rule, finding: Finding, found: Mapping[str, Finding], looker: Looker
+) -> tuple[Finding, frozenset[str]]:
+    """The finding with its causes, and the rules whose findings explain it."""
+    likely: list[Cause] = []
+    possible: list[Cause] = []
+    evidence = list(finding.evidence)
+    because = set()
+    for cause in rule.causes:
+        if cause.rule is not None:
+            other = found.get(cause.rule)
+            if other is not None and other.since_step <= finding.since_step + max(rule.window, NEAR):
+                because.add(cause.rule)
+                likely.append(cause)
+        elif cause.sign is not None:
+            signs = looker.found(cause.sign, rule)
+            if signs:
+                likely.append(cause)
+                evidence.extend(look.evidence for look in signs)
+        else:
+            possible.append(cause)
+    causes = list(dict.fromkeys(cause.text for cause in (*likely, *possible)))
+    advice = list(dict.fromkeys(cause.advice for cause in (*likely, *possible)))
+    explained = replace(finding, evidence=tuple(evidence), causes=tuple(causes), advice=tuple(advice))
+    return explained, frozenset(because)
+
+
+def _check(opinion: _Opinion, explained: Mapping[str, tuple[Finding, frozenset[str]]]) -> Check:
+    rule = opinion.rule
+    finding = explained[rule.name][0] if rule.name in explained else None
+    status: Status = "unknown"
+    if finding is not None:
+        status = finding.severity
+    elif opinion.is_known:
+        status = "ok"
+    return Check(
+        rule=rule.name, side=rule.side, title=rule.title, status=status, finding=finding, reading=opinion.reading
+    )
+
+
+def _worst(checks: Sequence[Check]) -> Status:
+    said = {check.status for check in checks}
+    for status in WORST_FIRST:
+        if status in said:
+            return status
+    return "unknown"
+
+
+def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look]) -> str:
+    if enough:
+        return "; ".join(dict.fromkeys(look.reading for look in enough[:3]))
+    if looks:
+        most = max(len(look.steps) for look in looks)
+        return f"{most} of the {rule.min_steps} steps that it takes"
+    names = dict.fromkeys(" or ".join(names) for probe in rule.probes for names in probe.reads)
+    return f"the run does not record {', '.join(names)}"
+
+
+def _of_this_attempt(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    newest: list[Mapping[str, Any]] = []
+    for event in events:
+        if event.get("event") in STARTS:
+            newest = []
+        else:
+            newest.append(event)
+    return newest
+
+
+def _is_reported(rule: Rule, event: Mapping[str, Any]) -> bool:
+    return any(event.get("event") == name and text in str(event.get("error")) for name, text in rule.events)
+
+
+def _told(event: Mapping[str, Any], newest: int) -> tuple[Evidence, int]:
+    step = event.get("step")
+    since = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else newest
+    return Evidence(metric=str(event.get("event")), text=str(event.get("error"))[:MAX_ERROR_CHARS]), since

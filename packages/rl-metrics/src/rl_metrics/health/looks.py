@@ -1,0 +1,171 @@
+"""Looking at a run's metrics with the probes of rules."""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.health.checks import KINDS, Floats, Measured
+from rl_metrics.health.finding import Evidence
+from rl_metrics.health.rules import Probe, Rule
+from rl_metrics.history import History
+
+MAX_POINTS = 20_000
+"""Points of a series that are judged: of a longer one the middle is thinned."""
+
+NUM_FIRST = 1000
+NUM_NEWEST = 9000
+
+
+class _Figure(float):
+    """A number as findings show it: `{value}` has four digits, `{value:share}` is in per cent."""
+
+    def __format__(self, spec: str) -> str:
+        if spec == "share":
+            return f"{100 * self:.3g} %"
+        return f"{float(self):.4g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a probe sees of one metric.
+
+    Attributes:
+        probe: Looked.
+        metric: Its first column, or the one that stands for a pattern.
+        steps: [n] int64, those at which all columns are finite.
+        newest: Running median of the metric itself at the newest step.
+        limits: As numbers.
+        window: In steps.
+        measured: What its check says at these steps.
+    """
+
+    probe: Probe
+    metric: str
+    steps: NDArray[np.int64]
+    newest: float
+    limits: dict[str, float]
+    window: int
+    measured: Measured
+
+    @property
+    def is_wrong(self) -> bool:
+        """Something is found at the newest step."""
+        return bool(self.measured.is_wrong[-1])
+
+    @property
+    def since_step(self) -> int:
+        """First step from which it is so up to the newest."""
+        right = np.flatnonzero(~self.measured.is_wrong)
+        return int(self.steps[right[-1] + 1 if len(right) else 0])
+
+    @property
+    def evidence(self) -> Evidence:
+        """What it saw, in words."""
+        value = float(self.measured.values[-1])
+        figures = {name: _Figure(limit) for name, limit in self.limits.items()}
+        before = _Figure(self.measured.before or 0.0)
+        window = min(self.window, len(self.steps))
+        text = self.probe.says.format(metric=self.metric, value=_Figure(value), before=before, window=window, **figures)
+        return Evidence(metric=self.metric, text=text, value=value)
+
+    @property
+    def reading(self) -> str:
+        """How the metric itself stands."""
+        window = min(self.window, len(self.steps))
+        over = f" over the last {window} steps" if window > 1 else ""
+        return f"{self.metric} {_Figure(self.newest)}{over}"
+
+
+class Looker:
+    """Looks at one run; what was looked up once is kept."""
+
+    def __init__(self, history: History) -> None:
+        """Nothing is looked at yet."""
+        self._history = history
+        self._columns: dict[str, Floats] = {}
+        self._rows: dict[tuple[str, ...], NDArray[np.intp]] = {}
+        self._found: dict[int, list[Look]] = {}
+
+    def looks(self, probe: Probe, rule: Rule) -> list[Look]:
+        """What a probe sees: a look at each metric that the run has of those it reads."""
+        window = probe.window or rule.window
+        limits = {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in probe.limits.items()}
+        looks = []
+        for metric, names in self._choices(probe):
+            rows = self._finite(names)
+            if not len(rows):
+                continue
+            columns = tuple(self._column(name)[rows] for name in names)
+            own = self._column(metric)[rows]
+            looks.append(
+                Look(
+                    probe=probe,
+                    metric=metric,
+                    steps=self._history.steps[rows],
+                    newest=float(np.median(own[-window:])),
+                    limits=limits,
+                    window=window,
+                    measured=KINDS[probe.kind](columns, limits, window),
+                )
+            )
+        return looks
+
+    def found(self, probe: Probe, rule: Rule) -> list[Look]:
+        """Looks of a probe that find something."""
+        if id(probe) not in self._found:
+            self._found[id(probe)] = [look for look in self.looks(probe, rule) if look.is_wrong]
+        return self._found[id(probe)]
+
+    def is_excused(self, rule: Rule) -> bool:
+        """What the rule's probes find does not count: something that it needs is not so, or something excuses it."""
+        if any(self.found(probe, rule) for probe in rule.unless):
+            return True
+        return not all(self.found(probe, rule) for probe in rule.needs)
+
+    def _choices(self, probe: Probe) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The metric that is meant, and the names of all columns: one choice, or one for each match of a pattern."""
+        columns = [self._first_there(names) for names in probe.reads]
+        if not all(columns):
+            return
+        patterns = [place for place, matches in enumerate(columns) if any("*" in name for name in probe.reads[place])]
+        place = patterns[0] if patterns else 0
+        for match in columns[place]:
+            names = tuple(match if other == place else matches[0] for other, matches in enumerate(columns))
+            yield match, names
+
+    def _first_there(self, names: tuple[str, ...]) -> list[str]:
+        """The first of the names that the run has; all that match where it is a pattern."""
+        for name in names:
+            if "*" in name:
+                pattern = re.compile(fnmatch.translate(name))
+                matches = sorted(metric for metric in self._history.values if pattern.match(metric))
+                if matches:
+                    return matches
+            elif name in self._history.values:
+                return [name]
+        return []
+
+    def _column(self, name: str) -> Floats:
+        if name not in self._columns:
+            self._columns[name] = self._history.values[name]
+        return self._columns[name]
+
+    def _finite(self, names: tuple[str, ...]) -> NDArray[np.intp]:
+        if names not in self._rows:
+            is_finite = np.isfinite(self._column(names[0]))
+            for name in names[1:]:
+                is_finite &= np.isfinite(self._column(name))
+            self._rows[names] = _thinned(np.flatnonzero(is_finite))
+        return self._rows[names]
+
+
+def _thinned(rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    if len(rows) <= MAX_POINTS:
+        return rows
+    middle = rows[NUM_FIRST:-NUM_NEWEST]
+    stride = -(-len(middle) // (MAX_POINTS - NUM_FIRST - NUM_NEWEST))
+    return np.concatenate([rows[:NUM_FIRST], middle[::stride], rows[-NUM_NEWEST:]])

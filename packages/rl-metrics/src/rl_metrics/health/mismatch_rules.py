@@ -1,0 +1,156 @@
+"""Rules of stability about who generates and who learns: are engine and learner one policy."""
+
+from rl_metrics.health.common_rules import OFF_POLICY, PROOF, PROVED_STALE, STANDS_STILL, THUMB, TOO_FAST
+from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+
+AGREEMENT = (
+    Rule(
+        name="weights_proof",
+        side="stability",
+        title="the engines have the learner's weights",
+        what="The proof of a weight update failed: the engines generate with other weights.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="highest",
+                reads=(("weights/canary_max_diff",),),
+                limits={"max": "canary_max"},
+                says="{metric} reached {value} nats (at most {max} is right)",
+            ),
+            Probe(
+                kind="highest",
+                reads=(("weights/probe_max_diff",),),
+                limits={"max": "probe_max"},
+                says="{metric} reached {value} (at most {max} is right)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="canary_max", default=0.3, meaning="nats; 0.001 in float32", source=PROOF),
+            Threshold(name="probe_max", default=0.03, meaning="relative; 0.001 in float32", source=PROOF),
+        ),
+        min_steps=1,
+        events=(("run_failed", "WeightProofError"),),
+        causes=(
+            Cause(
+                text="stale weights: an update did not reach an engine",
+                advice="restart the engines; look at weights.transport and the engines' logs",
+            ),
+            Cause(
+                text="the engine changes weights as it loads them: quantization, tied or renamed tensors",
+                advice="compare the tensors' names, and the engine's dtype",
+            ),
+        ),
+    ),
+    Rule(
+        name="engine_mismatch",
+        side="stability",
+        title="engine and learner agree (train-inference mismatch)",
+        what="The engine and the learner give the same tokens other probabilities.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("rollout_corr/k3_kl",),),
+                limits={"max": "kl_max"},
+                says="{metric} is at {value} nats (at most {max} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("training/rollout_probs_diff_mean",),),
+                limits={"max": "diff_max"},
+                says="{metric} is at {value} (at most {max} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("training/rollout_actor_probs_pearson_corr",),),
+                limits={"min": "correlation_min"},
+                says="{metric} is at {value} (at least {min} is healthy)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="kl_max", default=0.1, meaning="k3 KL, running median, nats", source=THUMB),
+            Threshold(name="diff_max", default=0.01, meaning="mean difference of probabilities", source=THUMB),
+            Threshold(name="correlation_min", default=0.99, meaning="correlation of probabilities", source=THUMB),
+        ),
+        window=5,
+        min_steps=3,
+        unless=(OFF_POLICY,),
+        causes=(
+            PROVED_STALE,
+            Cause(
+                text="stale weights: the difference grows from step to step",
+                advice="look at the weight proof, and restart the engines",
+                sign=Probe(
+                    kind="leap",
+                    reads=(("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"),),
+                    limits={"times": 2.0},
+                    window=3,
+                    says="{metric} is at {value}, and was at {before} in the first steps",
+                ),
+            ),
+            Cause(
+                text="stale weights: the learner moves, and what the engine writes does not",
+                advice="look at the weight proof, and restart the engines",
+                sign=STANDS_STILL,
+            ),
+            Cause(
+                text="another template or tokenizer at the learner than at the engine",
+                advice="run rl-metrics doctor on the run; compare the token ids of one prompt",
+            ),
+            Cause(
+                text="sampling that cuts the distribution (top-p, top-k, penalties), or another temperature",
+                advice="leave rollout.top_p at 1, and the temperature the same for both",
+            ),
+            Cause(
+                text="other precision or kernels in the engine than in the learner",
+                advice="use the same dtype, or correct with correction.weights",
+            ),
+        ),
+    ),
+    Rule(
+        name="off_policy",
+        side="stability",
+        title="old rollouts are near enough",
+        what="What trains differs too much from what the policy would write now.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("rollout_corr/k3_kl",),),
+                limits={"max": "kl_max"},
+                says="{metric} is at {value} nats (at most {max} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("rollout_corr/rollout_is_eff_sample_size",),),
+                limits={"min": "samples_min"},
+                says="{metric}: {value:share} of the samples count (at least {min:share} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("rollout_corr/rollout_is_mean",),),
+                limits={"min": "weight_min", "max": "weight_max"},
+                says="{metric} is at {value} (from {min} to {max} is healthy)",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="kl_max", default=0.05, meaning="k3 KL, running median, nats", source=THUMB),
+            Threshold(name="samples_min", default=0.5, meaning="effective share of the samples", source=THUMB),
+            Threshold(name="weight_min", default=0.5, meaning="mean importance weight", source=THUMB),
+            Threshold(name="weight_max", default=2.0, meaning="mean importance weight", source=THUMB),
+        ),
+        needs=(OFF_POLICY,),
+        causes=(
+            PROVED_STALE,
+            Cause(
+                text="stale weights: the learner moves, and what the engine writes does not",
+                advice="look at the weight proof, and restart the engines",
+                sign=STANDS_STILL,
+            ),
+            Cause(
+                text="rollouts are too old for steps of this size",
+                advice="lower schedule.max_staleness or schedule.sync_every, or correct with correction.weights",
+            ),
+            TOO_FAST,
+        ),
+    ),
+)

@@ -1,0 +1,170 @@
+"""What a health rule is: data that says what to look at, what is wrong, why that may be, and what to try."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rl_core.errors import SettingsError
+from rl_metrics.health.finding import Severity, Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """A number that a user can set.
+
+    Attributes:
+        name: Such as "max"; users write it after the rule's name: "kl_high.max".
+        default: Unless the user sets it.
+        meaning: What it bounds, with its unit.
+        source: Who says so.
+    """
+
+    name: str
+    default: float
+    meaning: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One look at some metrics.
+
+    Attributes:
+        kind: Name of a check in `checks.KINDS`.
+        reads: A column each: names of metrics, of which the first that the run has counts. One with `*` stands for all
+            that match, each judged alone; it can only be in the first column.
+        limits: By the check's name for them: a number, or the name of one of the rule's thresholds.
+        window: Steps; 0 takes the rule's.
+        says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
+    """
+
+    kind: str
+    reads: tuple[tuple[str, ...], ...]
+    limits: Mapping[str, float | str] = field(default_factory=dict)
+    window: int = 0
+    says: str = "{metric} is at {value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why something may be wrong.
+
+    Attributes:
+        text: In one phrase.
+        advice: What to try then.
+        rule: A finding of this rule, no later than the one to explain, speaks for it: it comes first, and is named.
+        sign: A probe that speaks for it where it finds something, and against it where it finds nothing.
+    """
+
+    text: str
+    advice: str
+    rule: str | None = None
+    sign: Probe | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of the checklist.
+
+    Attributes:
+        name: In snake_case.
+        side: What it is about.
+        title: What is checked, in some words.
+        what: What is wrong, in one sentence.
+        probes: Any of them finds it.
+        thresholds: What users can set.
+        window: Steps that a probe looks at.
+        min_steps: Steps with the metric before anything is said.
+        severity: Of a finding.
+        causes: Likeliest first.
+        needs: Nothing is found unless each of these finds something too.
+        unless: Nothing is found where one of these finds something.
+        events: An event of this name whose error has this text, newer than the newest start of the run, finds it too.
+    """
+
+    name: str
+    side: Side
+    title: str
+    what: str
+    probes: tuple[Probe, ...]
+    thresholds: tuple[Threshold, ...]
+    causes: tuple[Cause, ...]
+    window: int = 10
+    min_steps: int = 10
+    severity: Severity = "warning"
+    needs: tuple[Probe, ...] = ()
+    unless: tuple[Probe, ...] = ()
+    events: tuple[tuple[str, str], ...] = ()
+
+    def limit(self, name: str) -> float:
+        """A threshold's value.
+
+        Raises:
+            KeyError: It has none of this name.
+        """
+        for threshold in self.thresholds:
+            if threshold.name == name:
+                return threshold.default
+        raise KeyError(name)
+
+
+def with_thresholds(rules: Iterable[Rule], chosen: Mapping[str, float]) -> tuple[Rule, ...]:
+    """The rules with a user's thresholds.
+
+    Args:
+        rules: All that there are.
+        chosen: By rule and threshold, such as `{"kl_high.max": 0.05}`.
+
+    Raises:
+        SettingsError: There is no such threshold; the message has the nearest one.
+    """
+    rules = tuple(rules)
+    known = [f"{rule.name}.{threshold.name}" for rule in rules for threshold in rule.thresholds]
+    for name in chosen:
+        if name not in known:
+            raise SettingsError(f"there is no threshold {name!r}{_hint(name, known)}.")
+    return tuple(
+        replace(
+            rule,
+            thresholds=tuple(
+                replace(one, default=float(chosen[f"{rule.name}.{one.name}"]), source="chosen by you")
+                if f"{rule.name}.{one.name}" in chosen
+                else one
+                for one in rule.thresholds
+            ),
+        )
+        for rule in rules
+    )
+
+
+def without(rules: Iterable[Rule], off: Collection[str]) -> tuple[Rule, ...]:
+    """The rules but those that a user switched off.
+
+    Raises:
+        SettingsError: There is no such rule; the message has the nearest one.
+    """
+    rules = tuple(rules)
+    require_rules(rules, off)
+    return tuple(rule for rule in rules if rule.name not in off)
+
+
+def require_rules(rules: Iterable[Rule], names: Iterable[str], *, also: tuple[str, ...] = ()) -> None:
+    """Refuse names of rules that there are not.
+
+    Args:
+        rules: All that there are.
+        names: To look up.
+        also: Words that are taken too, such as "critical".
+
+    Raises:
+        SettingsError: There is no such rule; the message has the nearest one.
+    """
+    known = [*also, *(rule.name for rule in rules)]
+    for name in names:
+        if name not in known:
+            raise SettingsError(f"there is no health rule {name!r}{_hint(name, known)}.")
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; the nearest is {near[0]!r}" if near else f"; known: {', '.join(known)}"

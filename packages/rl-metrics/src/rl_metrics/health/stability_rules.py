@@ -1,0 +1,290 @@
+"""Rules of stability: is what trains sound, and are engine and learner one policy."""
+
+from rl_metrics.health.common_rules import (
+    BROKEN,
+    BY_DESIGN,
+    CUT_SHORT,
+    DETERMINISTIC,
+    GUIDE,
+    IMPROVES,
+    MISMATCH,
+    PROVED_STALE,
+    RANDOM,
+    REWARD_ZERO,
+    SOLVED,
+    STANDS_STILL,
+    THUMB,
+    TOO_FAST,
+)
+from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+
+STABILITY = (
+    Rule(
+        name="grad_norm",
+        side="stability",
+        title="gradient norm below 1",
+        what="The gradients stay large.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("actor/grad_norm",),),
+                limits={"max": "max"},
+                says="{metric} is at {value} (at most {max} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=1.0, meaning="running median", source=GUIDE),),
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            Cause(
+                text="the KL penalty pulls harder than the reward",
+                advice="divide algorithm.kl_coefficient by ten",
+                rule="policy_held",
+            ),
+            TOO_FAST,
+            Cause(text="rewards or advantages of a large scale", advice="normalize advantages, or scale the reward"),
+            Cause(text="the batch is too small", advice="raise rollout.prompts_per_step or rollout.group_size"),
+        ),
+    ),
+    Rule(
+        name="grad_jump",
+        side="stability",
+        title="gradient norm without jumps",
+        what="The gradient norm jumped.",
+        probes=(
+            Probe(
+                kind="jumps",
+                reads=(("actor/grad_norm",),),
+                limits={"times": "times", "count": "count", "least": "least"},
+                says="{metric} was more than {times} times the usual {before} at {value} of the last {window} steps",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="times", default=3.0, meaning="what is a jump, over the median before", source=GUIDE),
+            Threshold(name="count", default=0.0, meaning="jumps that are let pass", source=GUIDE),
+            Threshold(name="least", default=1.0, meaning="gradient norm below which none counts", source=GUIDE),
+        ),
+        window=30,
+        min_steps=4,
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            TOO_FAST,
+            Cause(text="a batch with extreme ratios or lengths", advice="clip gradients (learner.clip_grad = 1)"),
+        ),
+    ),
+    Rule(
+        name="not_finite",
+        side="stability",
+        title="all values are finite",
+        what="Values that are not finite were left out, or updates were skipped for them.",
+        probes=(
+            Probe(
+                kind="highest",
+                reads=(("actor/skipped_updates",),),
+                limits={"max": "max"},
+                says="{metric} reached {value} in a step",
+            ),
+            Probe(
+                kind="highest",
+                reads=(("nonfinite/*",),),
+                limits={"max": "max"},
+                says="{metric} reached {value} in a step",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.0, meaning="of a step", source=BY_DESIGN),),
+        min_steps=1,
+        causes=(
+            TOO_FAST,
+            Cause(text="too little precision", advice="use bfloat16 or float32, not float16"),
+            Cause(text="a reward or logprob that is not finite", advice="look at the first step that has one"),
+        ),
+    ),
+    Rule(
+        name="no_advantages",
+        side="stability",
+        title="advantages are not all zero",
+        what="Every advantage is 0: nothing is learnt.",
+        severity="critical",
+        probes=(
+            Probe(
+                kind="zero",
+                reads=(("critic/advantages/max",), ("critic/advantages/min",)),
+                limits={"max": "max"},
+                says="{metric} has been within {max} of 0 for {window} steps",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="max", default=1e-9, meaning="largest advantage that counts as 0", source=BY_DESIGN),
+        ),
+        window=5,
+        min_steps=5,
+        unless=(SOLVED,),
+        causes=(
+            REWARD_ZERO,
+            BROKEN,
+            Cause(
+                text="all rewards of each group are equal",
+                advice="see the finding without_spread",
+                rule="without_spread",
+            ),
+            Cause(
+                text="the advantage's options leave nothing",
+                advice="look at algorithm.advantage and rollout.group_size",
+            ),
+        ),
+    ),
+    Rule(
+        name="without_spread",
+        side="stability",
+        title="rewards differ within groups",
+        what="In nearly every group all rewards are equal; such groups teach nothing.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("rollout/groups_without_spread_ratio",),),
+                limits={"max": "max"},
+                says="{metric}: {value:share} of the groups (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.9, meaning="share of groups", source=THUMB),),
+        window=5,
+        min_steps=5,
+        unless=(SOLVED,),
+        causes=(
+            REWARD_ZERO,
+            DETERMINISTIC,
+            BROKEN,
+            CUT_SHORT,
+            Cause(
+                text="the reward function gives every response of a prompt the same reward",
+                advice="call it on a right and on a wrong response of one prompt",
+            ),
+            Cause(
+                text="prompts are too easy or too hard",
+                advice="choose prompts that are solved at times, or refill groups (refill.filter)",
+            ),
+        ),
+    ),
+    Rule(
+        name="truncated",
+        side="stability",
+        title="responses end by themselves",
+        what="Many responses are cut at the length limit.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("response_length/clip_ratio",),),
+                limits={"max": "max"},
+                says="{metric}: {value:share} of the responses (at most {max:share} is healthy)",
+            ),
+        ),
+        thresholds=(Threshold(name="max", default=0.1, meaning="share of responses", source=THUMB),),
+        window=5,
+        min_steps=3,
+        causes=(
+            RANDOM,
+            BROKEN,
+            PROVED_STALE,
+            Cause(
+                text="the limit is too low for the task",
+                advice="raise rollout.max_response_tokens",
+                sign=Probe(
+                    kind="level",
+                    reads=(("response_length/clip_ratio",),),
+                    limits={"max": 0.1},
+                    window=1_000_000,
+                    says="it was so at most steps: {value:share} of the responses",
+                ),
+            ),
+            Cause(
+                text="the policy has learnt to write without end",
+                advice="penalize length in the reward, and check that the end token trains",
+            ),
+            Cause(text="the limit is too low for the task", advice="raise rollout.max_response_tokens"),
+        ),
+    ),
+    Rule(
+        name="response_length",
+        side="stability",
+        title="response length",
+        what="Responses have become much shorter or longer, without a gain in reward.",
+        probes=(
+            Probe(
+                kind="shrunk",
+                reads=(("response_length/mean",),),
+                limits={"min": "shrunk"},
+                says="{metric} is at {value:share} of its start, which was {before} tokens",
+            ),
+            Probe(
+                kind="leap",
+                reads=(("response_length/mean",),),
+                limits={"times": "grown"},
+                says="{metric} is at {value} tokens, and was at {before}",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="shrunk", default=0.33, meaning="least share of its start", source=THUMB),
+            Threshold(name="grown", default=3.0, meaning="most times its start", source=THUMB),
+        ),
+        unless=(SOLVED, IMPROVES),
+        needs=(STANDS_STILL,),
+        causes=(
+            RANDOM,
+            BROKEN,
+            DETERMINISTIC,
+            Cause(
+                text="the reward pays for length, or for its lack",
+                advice="read the best rewarded responses, and penalize length",
+            ),
+        ),
+    ),
+    Rule(
+        name="lost_rollouts",
+        side="stability",
+        title="sessions give trajectories",
+        what="Many sessions failed, or gave nothing that can train.",
+        probes=(
+            Probe(
+                kind="level",
+                reads=(("rollout/failed_sessions",), ("rollout/num_trajectories",)),
+                limits={"max": "failed_max"},
+                says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("response/aborted_ratio",),),
+                limits={"max": "aborted_max"},
+                says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
+            ),
+            Probe(
+                kind="level",
+                reads=(("rollout/unscored_trajectories",), ("rollout/num_trajectories",)),
+                limits={"max": "failed_max"},
+                says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
+            ),
+            Probe(
+                kind="highest",
+                reads=(("rollout/audit_failures",),),
+                limits={"max": "audit_max"},
+                says="{metric} reached {value} in a step",
+            ),
+        ),
+        thresholds=(
+            Threshold(name="failed_max", default=0.1, meaning="failed or unscored, over trajectories", source=THUMB),
+            Threshold(name="aborted_max", default=0.1, meaning="share without a token that trains", source=THUMB),
+            Threshold(name="audit_max", default=0.0, meaning="failed audits of a step", source=BY_DESIGN),
+        ),
+        window=5,
+        min_steps=2,
+        causes=(
+            Cause(
+                text="the reward function or a tool fails",
+                advice="look at the failures in rollouts.jsonl and events.jsonl",
+            ),
+            Cause(text="requests run out of time", advice="look at agent_loop/slowest/*, and raise the deadlines"),
+        ),
+    ),
+)
