@@ -57,6 +57,12 @@ def test_dots_in_names_are_literal():
     assert "a.b/x/cXd" not in table
 
 
+def test_the_reduction_in_words():
+    assert metric("a", reduction="histogram", weighted_by="token").reduced == "histogram over tokens"
+    assert metric("a", weighted_by="group").reduced == "mean over groups"
+    assert metric("a", reduction="sum", weighted_by="token").reduced == "sum"
+
+
 def test_a_plain_name_wins_over_a_family():
     table = MetricTable([metric("a/{x}", unit="family"), metric("a/b", unit="plain")])
     assert table.lookup("a/b").unit == "plain"

@@ -80,6 +80,14 @@ EMITTED = [
     "rollout/groups_without_spread_ratio",
     "rollout/failed_sessions",
     "nonfinite/actor/entropy",
+    "distribution/reward",
+    "distribution/advantage",
+    "distribution/response_length",
+    "distribution/entropy",
+    "distribution/log_ratio",
+    "distribution/logprob",
+    "distribution/group_reward_std",
+    "distribution/generate_s",
     "queue/groups/leased",
     "actor/distillation/loss",
     "actor/distillation/student_mass",
@@ -182,7 +190,7 @@ def test_suffixes_agree_with_reductions():
             assert metric.reduction == last, metric.name
         elif last.endswith(("_max", "_min")):
             assert metric.reduction == last[-3:], metric.name
-        elif last.endswith("_ratio"):
+        elif last.endswith("_ratio") and metric.reduction != "histogram":
             assert metric.reduction == "mean", metric.name
 
 

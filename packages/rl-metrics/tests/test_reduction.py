@@ -12,7 +12,8 @@ from rl_metrics.definitions import Metric, MetricTable
 from rl_metrics.reduction import Recorder
 
 TABLE = MetricTable(
-    Metric(name=name, unit="1", reduction=name, meaning="A test.") for name in ("mean", "sum", "min", "max", "last")
+    Metric(name=name, unit="1", reduction=name, meaning="A test.")
+    for name in ("mean", "sum", "min", "max", "last", "histogram")
 )
 
 values = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e30, max_value=1e30)
@@ -199,3 +200,75 @@ def test_clear_forgets():
     record.record("mean", 1.0)
     record.clear()
     assert record.reduce() == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.floats(), max_size=6), st.integers(0, 3)), max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_any_split_of_histograms_over_ranks_and_micro_batches_gives_the_same_json(batches, random):
+    whole = recorder()
+    whole.record_values("histogram", [value for values, _ in batches for value in values])
+    ranks = [recorder() for _ in range(4)]
+    for micro_batch, rank in random.sample(batches, len(batches)):
+        ranks[rank].record_values("histogram", micro_batch)
+    merged = recorder()
+    for index, rank in enumerate(ranks):
+        if index % 2:
+            merged.merge(rank)
+        else:
+            merged.merge_json(json.loads(json.dumps(rank.to_json())))
+    assert {name: one.to_json() for name, one in merged.histograms().items()} == {
+        name: one.to_json() for name, one in whole.histograms().items()
+    }
+    assert merged.reduce() == whole.reduce()
+
+
+def test_a_histogram_stands_beside_the_values():
+    record = recorder()
+    record.record("mean", 2.0)
+    record.record_values("histogram", [[1.0, math.nan], [3.0, -math.inf]])
+    with structlog.testing.capture_logs() as logs:
+        assert record.reduce() == {"mean": 2.0, "nonfinite/histogram": 2.0}
+    assert logs[0]["counts"] == {"histogram": 2}
+    found = record.histograms()
+    assert list(found) == ["histogram"]
+    assert (found["histogram"].count, found["histogram"].mean) == (2, 2.0)
+    record.clear()
+    record.record_values("histogram", [])
+    assert (record.reduce(), record.histograms()) == ({}, {})
+
+
+def test_values_and_histograms_are_not_mixed_up():
+    record = recorder()
+    for call in (
+        lambda: record.record("histogram", 1.0),
+        lambda: record.record_sums({"histogram": (1.0, 1.0)}),
+        lambda: record.merge_json({"histogram": {"total": (1, 1), "weight": (1, 1), "extreme": 0, "num_nonfinite": 0}}),
+    ):
+        with pytest.raises(DataError, match=r"histogram is a histogram.*Recorder\.record_values"):
+            call()
+    other = recorder()
+    other.record_values("histogram", [1.0])
+    for call in (
+        lambda: record.record_values("mean", [1.0]),
+        lambda: Recorder(
+            definitions=MetricTable([Metric(name="histogram", unit="1", reduction="mean", meaning="A test.")])
+        ).merge(other),
+        lambda: record.merge_json({"mean": {"histogram": other.to_json()["histogram"]["histogram"]}}),
+    ):
+        with pytest.raises(DataError, match="is reduced by 'mean', and is no histogram"):
+            call()
+    with pytest.raises(DataError, match="as Histogram"):
+        record.merge_json({"histogram": {"histogram": {"count": -1}}})
+
+
+def test_an_undefined_histogram_raises_when_strict_and_is_one_when_not():
+    with pytest.raises(DataError, match="'nonsense' is not defined"):
+        recorder().record_values("nonsense", [1.0])
+    loose = Recorder(definitions=TABLE)
+    loose.record_values("nonsense", [1.0])
+    assert loose.histograms()["nonsense"].count == 1
+    with pytest.raises(DataError, match="is a histogram"):
+        loose.record("nonsense", 1.0)

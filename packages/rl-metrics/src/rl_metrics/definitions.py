@@ -11,11 +11,12 @@ import structlog
 
 from rl_core.errors import DataError
 
-Reduction = Literal["mean", "sum", "min", "max", "last"]
-"""How the values recorded for one step become one: "mean" is weighted, "last" is the newest."""
+Reduction = Literal["mean", "sum", "min", "max", "last", "histogram"]
+"""How the values recorded for one step become one: "mean" is weighted, "last" is the newest; a "histogram" keeps their
+distribution."""
 
 WeightedBy = Literal["token", "trajectory", "group", "prompt", "step"]
-"""What a mean counts: the weight given with a value is how many of these it stands for."""
+"""What a mean, or a histogram, counts: the weight given with a value is how many of these it stands for."""
 
 PLURALS: dict[WeightedBy, str] = {
     "token": "tokens",
@@ -66,7 +67,7 @@ class Metric:
         unit: Such as "nats", "s", "tokens"; "1" for ratios, losses and other plain numbers.
         reduction: How values of one step, its micro-batches and ranks become one.
         meaning: One sentence.
-        weighted_by: What a mean counts.
+        weighted_by: What a mean, or a histogram, counts.
         healthy: The healthy band; None where a value alone says nothing.
     """
 
@@ -83,9 +84,14 @@ class Metric:
         return "{" in self.name
 
     @property
+    def counts(self) -> WeightedBy | None:
+        """What the reduction counts; None where it counts nothing."""
+        return self.weighted_by if self.reduction in ("mean", "histogram") else None
+
+    @property
     def reduced(self) -> str:
         """The reduction in words, such as "mean over tokens"."""
-        return f"mean over {PLURALS[self.weighted_by]}" if self.reduction == "mean" else self.reduction
+        return f"{self.reduction} over {PLURALS[self.counts]}" if self.counts else self.reduction
 
 
 class MetricTable:

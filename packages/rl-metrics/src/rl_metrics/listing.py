@@ -83,7 +83,7 @@ def _json_row(metric: Metric, chapter: str) -> dict[str, Any]:
         "chapter": chapter,
         "unit": metric.unit,
         "reduction": metric.reduction,
-        "weighted_by": metric.weighted_by if metric.reduction == "mean" else None,
+        "weighted_by": metric.counts,
         "meaning": metric.meaning,
         "healthy": None if healthy is None else {"low": healthy.low, "high": healthy.high, "source": healthy.source},
     }

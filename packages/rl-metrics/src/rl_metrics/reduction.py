@@ -1,7 +1,7 @@
 """Values of one step, from micro-batches and ranks, reduced exactly as their definitions say.
 
 Sums are kept as fractions, so a reduced value is the correctly rounded one, and the same bits, however the
-values were split over micro-batches and ranks, and in whatever order they came.
+values were split over micro-batches and ranks, and in whatever order they came. So are histograms.
 """
 
 import math
@@ -13,9 +13,11 @@ from fractions import Fraction
 from typing import Any, SupportsFloat
 
 import structlog
+from numpy.typing import ArrayLike
 
 from rl_core.errors import DataError
 from rl_metrics.definitions import Metric, MetricTable, Reduction
+from rl_metrics.histogram import Histogram
 from rl_metrics.table import DEFINITIONS
 
 log = structlog.get_logger(__name__)
@@ -73,7 +75,7 @@ class _Sum:
 
 
 class Recorder:
-    """Collects the metrics of one step; `reduce` gives one value each.
+    """Collects the metrics of one step; `reduce` gives one value each, and `histograms` the distributions.
 
     A NaN or infinite value is left out of its metric and counted in `nonfinite/{metric}`, which is reported
     only when there is one. A value with weight 0 (the mean of nothing) does not count at all.
@@ -97,6 +99,7 @@ class Recorder:
         self._strict = strict
         self._clock = clock
         self._sums: dict[str, _Sum] = {}
+        self._histograms: dict[str, Histogram] = {}
 
     def record(self, name: str, value: SupportsFloat, *, weight: SupportsFloat = 1.0) -> None:
         """Add one value.
@@ -108,7 +111,7 @@ class Recorder:
                 counts in means only.
 
         Raises:
-            DataError: The name is undefined (strict), or the weight is negative or not finite.
+            DataError: The name is undefined (strict) or a histogram's, or the weight is negative or not finite.
         """
         weight = float(weight)
         if not (math.isfinite(weight) and weight >= 0):
@@ -121,6 +124,18 @@ class Recorder:
         """Add one value to each of several metrics, with one weight."""
         for name, value in values.items():
             self.record(name, value, weight=weight)
+
+    def record_values(self, name: str, values: ArrayLike) -> None:
+        """Add the values of an array of any shape to a histogram.
+
+        Args:
+            name: A defined metric whose reduction is "histogram".
+            values: One for each token, trajectory, ... (the definition's `weighted_by`).
+
+        Raises:
+            DataError: The name is undefined (strict) or no histogram's, or something is no number.
+        """
+        self._histogram(name).add(values)
 
     def record_sums(self, sums: Mapping[str, tuple[SupportsFloat, SupportsFloat]]) -> None:
         """Add pairs (weighted sum, weight), as objectives give them for each micro-batch.
@@ -169,6 +184,8 @@ class Recorder:
                     "merge; give both the same MetricTable."
                 )
             ours.merge(theirs)
+        for name, histogram in other._histograms.items():
+            self._histogram(name).merge(histogram)
 
     def reduce(self) -> dict[str, float]:
         """One value of each metric, in the order in which they were first recorded.
@@ -183,15 +200,23 @@ class Recorder:
                 values[name] = value
             if entry.num_nonfinite:
                 nonfinite[f"nonfinite/{name}"] = float(entry.num_nonfinite)
+        for name, histogram in self._histograms.items():
+            if histogram.num_nonfinite:
+                nonfinite[f"nonfinite/{name}"] = float(histogram.num_nonfinite)
         if nonfinite:
             log.warning(
                 "nonfinite_metrics", counts={name.removeprefix("nonfinite/"): n for name, n in nonfinite.items()}
             )
         return values | nonfinite
 
+    def histograms(self) -> dict[str, Histogram]:
+        """The distributions that have a finite value, in the order in which they were first recorded."""
+        return {name: histogram for name, histogram in self._histograms.items() if histogram.count}
+
     def clear(self) -> None:
         """Forget everything, for the next step."""
         self._sums.clear()
+        self._histograms.clear()
 
     def definition(self, name: str) -> Metric:
         """How this recorder defines a metric."""
@@ -199,7 +224,7 @@ class Recorder:
 
     def to_json(self) -> dict[str, Any]:
         """Everything recorded as JSON values, exact, to send to another rank."""
-        return {
+        sums: dict[str, Any] = {
             name: {
                 "total": entry.total.as_integer_ratio(),
                 "weight": entry.weight.as_integer_ratio(),
@@ -208,10 +233,14 @@ class Recorder:
             }
             for name, entry in self._sums.items()
         }
+        return sums | {name: {"histogram": one.to_json()} for name, one in self._histograms.items()}
 
     def merge_json(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Add what another rank's `to_json` gave."""
         for name, theirs in state.items():
+            if "histogram" in theirs:
+                self._histogram(name).merge(Histogram.from_json(theirs["histogram"]))
+                continue
             ours = self._entry(name)
             ours.merge(
                 _Sum(
@@ -226,5 +255,21 @@ class Recorder:
     def _entry(self, name: str) -> _Sum:
         entry = self._sums.get(name)
         if entry is None:
-            entry = self._sums[name] = _Sum(reduction=self.definition(name).reduction)
+            reduction = self.definition(name).reduction
+            if reduction == "histogram" or name in self._histograms:
+                raise DataError(f"{name} is a histogram, and takes no single value. Use Recorder.record_values.")
+            entry = self._sums[name] = _Sum(reduction=reduction)
         return entry
+
+    def _histogram(self, name: str) -> Histogram:
+        histogram = self._histograms.get(name)
+        if histogram is None:
+            reduction = self.definition(name).reduction
+            is_defined = name in self._definitions or name in self._sums  # what is undefined may be anything
+            if reduction != "histogram" and is_defined:
+                raise DataError(
+                    f"{name} is reduced by {reduction!r}, and is no histogram. Use Recorder.record, or define it with "
+                    "reduction 'histogram'."
+                )
+            histogram = self._histograms[name] = Histogram()
+        return histogram

@@ -7,6 +7,7 @@ from rl_metrics.async_table import ASYNC
 from rl_metrics.correction_table import CORRECTION
 from rl_metrics.definitions import Band, Metric, MetricTable
 from rl_metrics.distillation_table import DISTILLATION
+from rl_metrics.distribution_table import DISTRIBUTIONS
 from rl_metrics.entries import BY_DESIGN, GUIDE, PROOF, mean, one, seconds, spread
 from rl_metrics.validation_table import VALIDATION
 
@@ -305,6 +306,7 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Rewards and advantages": CRITIC,
     "Distillation": DISTILLATION,
     "Rollouts": ROLLOUT,
+    "Distributions": DISTRIBUTIONS,
     "Mismatch of engine and learner": CORRECTION,
     "Weights": WEIGHTS,
     "Queue": QUEUE,
