@@ -91,7 +91,7 @@ def read_json_lines(
     decode = parse_line if decode is None else decode
     num_bad = 0
     first_bad = 0
-    for number, (line, is_ended) in enumerate(_lines(path), start=1):
+    for number, (line, is_ended) in enumerate(read_lines(path), start=1):
         row = decode(line)
         if row is not None:
             yield row
@@ -121,7 +121,7 @@ def _parsed_leniently(line: bytes) -> Any:
         return None
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
     """Lines without their ends, and whether they have one; of a line that is too long, what stands for it."""
     with path.open("rb") as file:
         missing = os.fstat(file.fileno()).st_size

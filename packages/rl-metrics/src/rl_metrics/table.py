@@ -298,6 +298,7 @@ RECORDING = (
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
+    one("other/{metric}", "?", "What another trainer's files have under this name, which has no meaning here."),
 )
 
 FAMILIES: dict[str, tuple[Metric, ...]] = {
