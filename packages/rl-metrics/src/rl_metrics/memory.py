@@ -1,25 +1,131 @@
-"""Memory of host and process, as Linux tells it."""
+"""Memory of host and processes, as Linux tells it, and who owns it."""
 
+import gc
+import os
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+from rl_core.cluster.guard import descendants
+
 KIB_PER_GIB = 1024**2
+PROC = Path("/proc")
+
+MOST_TYPES = 40
+"""Types of Python objects that are counted, the most frequent ones."""
+
+MOST_LINES = 20
+"""Lines of code that are named, those whose objects take most memory."""
 
 
-def memory_metrics(proc: Path = Path("/proc")) -> dict[str, float]:
+def memory_metrics(proc: Path = PROC) -> dict[str, float]:
     """`perf/cpu_memory_used_gb` and `perf/process_memory_gb`; empty where there is no /proc."""
     host = _sizes_kib(proc / "meminfo")
     process = _sizes_kib(proc / "self" / "status")
     metrics: dict[str, float] = {}
     if "MemTotal" in host and "MemAvailable" in host:
         metrics["perf/cpu_memory_used_gb"] = (host["MemTotal"] - host["MemAvailable"]) / KIB_PER_GIB
+        metrics["perf/cpu_memory_total_gb"] = host["MemTotal"] / KIB_PER_GIB
     if "VmRSS" in process:
         metrics["perf/process_memory_gb"] = process["VmRSS"] / KIB_PER_GIB
     return metrics
 
 
+def memory_of(owner: str, *, pid: int | None = None, proc: Path = PROC) -> dict[str, float]:
+    """`memory/{owner}_gb` of a process and `memory/{owner}_children_gb` of all that it started; mapped files left out.
+
+    Args:
+        owner: Role of the process, such as "trainer".
+        pid: The process; None is this one.
+        proc: Where Linux tells.
+    """
+    pid = os.getpid() if pid is None else pid
+    own = _own_kib(proc, pid)
+    if own is None:
+        return {}
+    metrics = {f"memory/{owner}_gb": own / KIB_PER_GIB}
+    children = [size for child, _ in descendants(pid) if (size := _own_kib(proc, child)) is not None]
+    if children:
+        metrics[f"memory/{owner}_children_gb"] = sum(children) / KIB_PER_GIB
+    return metrics
+
+
+def count_objects(limit: int = MOST_TYPES) -> dict[str, int]:
+    """How many objects of each type the garbage collector tracks in this process: the most frequent types."""
+    counts = Counter(map(type, gc.get_objects()))
+    named: Counter[str] = Counter()
+    for one, count in counts.items():
+        module = one.__module__
+        named[one.__qualname__ if module == "builtins" else f"{module}.{one.__qualname__}"] += count
+    return dict(named.most_common(limit))
+
+
+class MemoryWatch:
+    """Says every so many steps how much memory a role's process has, and what is in it."""
+
+    def __init__(
+        self,
+        owner: str,
+        *,
+        say: Callable[..., None] | None = None,
+        every: int = 5,
+        objects_every: int = 50,
+        is_traced: bool = False,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            owner: Role of this process, such as "trainer".
+            say: Writes an event, with its name and fields; None counts no objects.
+            every: Steps between two measurements of the processes; 0 makes none.
+            objects_every: Steps between two counts of Python objects; 0 makes none.
+            is_traced: Also note which lines of code made what is there, with tracemalloc: exact, but everything that
+                makes many objects takes up to several times as long.
+        """
+        self._owner = owner
+        self._say = say
+        self._every = every
+        self._objects_every = objects_every
+        self._is_traced = is_traced
+        self._num_steps = 0
+        if is_traced and not tracemalloc.is_tracing():
+            tracemalloc.start()
+
+    def step(self, step: int) -> dict[str, float]:
+        """`memory/*` of a step where it is due, the first one among them; events `memory_objects`, `memory_lines`."""
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        if self._say is not None and self._objects_every and number % self._objects_every == 0:
+            self._say("memory_objects", step=step, role=self._owner, types=count_objects())
+            if self._is_traced:
+                self._say("memory_lines", step=step, role=self._owner, lines=_traced_lines())
+        if not self._every or number % self._every:
+            return {}
+        return memory_of(self._owner)
+
+
+def _traced_lines() -> list[dict[str, str | int]]:
+    statistics = tracemalloc.take_snapshot().statistics("lineno")[:MOST_LINES]
+    return [
+        {
+            "line": f"{one.traceback[0].filename}:{one.traceback[0].lineno}",
+            "size_bytes": one.size,
+            "count": one.count,
+        }
+        for one in statistics
+    ]
+
+
+def _own_kib(proc: Path, pid: int) -> int | None:
+    sizes = _sizes_kib(proc / str(pid) / "status")
+    if "RssAnon" in sizes:
+        return sizes["RssAnon"] + sizes.get("RssShmem", 0)
+    return sizes.get("VmRSS")
+
+
 def _sizes_kib(path: Path) -> dict[str, int]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return {}
     fields = (line.split() for line in lines)

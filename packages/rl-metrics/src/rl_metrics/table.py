@@ -9,6 +9,7 @@ from rl_metrics.definitions import Band, Metric, MetricTable
 from rl_metrics.distillation_table import DISTILLATION
 from rl_metrics.distribution_table import DISTRIBUTIONS
 from rl_metrics.entries import BY_DESIGN, GUIDE, PROOF, mean, one, seconds, spread
+from rl_metrics.memory_table import MEMORY
 from rl_metrics.validation_table import VALIDATION
 
 TRAINING = (
@@ -284,10 +285,6 @@ TIMING = (
     one("perf/time_per_step", "s", "Time of one whole step.", reduction="max"),
     one("perf/throughput", "tokens/s", "Prompt and response tokens a second and device."),
     one("perf/samples_per_s", "trajectories/s", "Trajectories trained a second."),
-    one("perf/cpu_memory_used_gb", "GiB", "Memory in use on the host.", reduction="max"),
-    one("perf/process_memory_gb", "GiB", "Resident memory of the process.", reduction="max"),
-    one("perf/max_memory_allocated_gb", "GiB", "Largest memory that torch held on the device.", reduction="max"),
-    one("perf/max_memory_reserved_gb", "GiB", "Largest memory that torch reserved on the device.", reduction="max"),
 )
 
 RECORDING = (
@@ -312,7 +309,8 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Weights": WEIGHTS,
     "Queue": QUEUE,
     "Asynchronous training": ASYNC,
-    "Time and memory": TIMING,
+    "Time": TIMING,
+    "Memory": MEMORY,
     "Validation": VALIDATION,
     "Recording": RECORDING,
 }
