@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
+from rl_metrics.commands import importing, plot, report, serve
 from rl_metrics.commands import list as listing
-from rl_metrics.commands import plot
 
-VERBS = (listing, plot)
+VERBS = (listing, plot, importing, report, serve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

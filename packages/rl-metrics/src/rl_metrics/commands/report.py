@@ -1,0 +1,38 @@
+"""`rl-metrics report`: runs as one HTML file."""
+
+import argparse
+from pathlib import Path
+
+from rl_core.errors import RLError
+from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.report.writing import MAX_TRAJECTORIES, write_report
+from rl_metrics.run_record import open_run
+from rl_metrics.trackers.console_views import RunConsole
+
+FILE = "report.html"
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("report", help="runs as one HTML file: verdict, curves, every trajectory token by token")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"otherwise {FILE} in the first run's folder")
+    parser.add_argument(
+        "--max-trajectories",
+        type=int,
+        default=MAX_TRAJECTORIES,
+        metavar="N",
+        help="of a run; a sample of more is kept, worst cases in it (default: %(default)s)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        runs = [open_run(path) for path in arguments.runs]
+        output = arguments.output or runs[0].folder / FILE
+        write_report(runs, output, max_trajectories=arguments.max_trajectories)
+    except (RLError, OSError) as error:
+        return refuse(str(error))
+    RunConsole(soft_wrap=True).print(str(output), markup=False, highlight=False)
+    return 0

@@ -1,0 +1,129 @@
+"use strict";
+// Charts, drawn when they come into view.
+
+const CHART_HEIGHT = 190;
+const MAX_MARKED = 60;
+const cards = new Set();
+
+function cssColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function runColor(run) {
+  return cssColor(`--run-${run % 7}`);
+}
+
+/** A colour such as #0072b2, let through so much. */
+function faded(color, share) {
+  return color + Math.round(share * 255).toString(16).padStart(2, "0");
+}
+
+const inView = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) if (isIntersecting) drawCard(target.card);
+  },
+  { rootMargin: "200px" },
+);
+
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const width = target.clientWidth;
+    if (target.card?.chart && width && width !== target.card.chart.width) {
+      target.card.chart.setSize({ width, height: target.card.chart.height });
+    }
+  }
+});
+
+/** A figure whose chart `draw(place, width)` makes when it is seen. `label` tells what it shows without eyes. */
+function chartCard(title, note, label, draw) {
+  const place = make("div", { class: "chart", role: "img", "aria-label": visible(label) });
+  const figure = make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note), place);
+  place.card = { place, draw, chart: null };
+  cards.add(place.card);
+  inView.observe(place);
+  resized.observe(place);
+  return figure;
+}
+
+function drawCard(card) {
+  const width = card.place.clientWidth;
+  if (card.chart || !width) return;
+  card.chart = card.draw(card.place, width);
+  inView.unobserve(card.place);
+}
+
+/** Charts that are no longer in the page let go of what they hold. */
+function dropCards() {
+  for (const card of cards) {
+    if (card.place.isConnected) continue;
+    card.chart?.destroy();
+    inView.unobserve(card.place);
+    resized.unobserve(card.place);
+    cards.delete(card);
+  }
+}
+
+function redrawCards() {
+  for (const card of cards) {
+    if (!card.chart) continue;
+    card.chart.destroy();
+    card.chart = card.draw(card.place, card.place.clientWidth);
+  }
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCards);
+addEventListener("beforeprint", () => cards.forEach(drawCard));
+
+/**
+ * A chart over steps.
+ * data: [x, ...ys]; series: [{label, stroke, ...}] as uPlot takes them.
+ */
+function stepChart(place, width, data, series, more = {}) {
+  const text = cssColor("--muted");
+  const grid = { stroke: cssColor("--line"), width: 1 };
+  const axis = { stroke: text, grid, ticks: grid, font: "11px system-ui" };
+  const { band, y = {}, bands, hooks = {} } = more;
+  return new uPlot(
+    {
+      width,
+      height: CHART_HEIGHT,
+      bands,
+      cursor: { sync: { key: "steps" }, points: { size: 5 }, drag: { x: true, y: false } },
+      legend: { live: true },
+      scales: { x: { time: false }, y },
+      axes: [
+        { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
+        { ...axis, size: 58, values: (_, ticks) => ticks.map(number) },
+      ],
+      series: [{ label: "step" }, ...series.map((one) => seriesOf(one, data[0].length))],
+      hooks: { ...hooks, drawClear: band ? [(chart) => drawBand(chart, band)] : [] },
+    },
+    data,
+    place,
+  );
+}
+
+function seriesOf(one, length) {
+  const points = { show: length <= MAX_MARKED, size: 4 };
+  return { width: 1.5, spanGaps: true, points, value: (_, value) => number(value), ...one };
+}
+
+/** Healthy values, behind the curve. */
+function drawBand(chart, { low, high }) {
+  const { left, top, width, height } = chart.bbox;
+  const place = (value, otherwise) => {
+    if (value === null) return otherwise;
+    return Math.min(Math.max(chart.valToPos(value, "y", true), top), top + height);
+  };
+  const upper = place(high, top);
+  const lower = place(low, top + height);
+  chart.ctx.save();
+  chart.ctx.fillStyle = cssColor("--band");
+  chart.ctx.fillRect(left, upper, width, Math.max(lower - upper, low === high ? 2 : 0));
+  chart.ctx.restore();
+}
+
+/** Curves of several runs as one set of columns: [x, ...ys], null where a run has no value. */
+function joined(curves) {
+  return curves.length === 1 ? curves[0] : uPlot.join(curves);
+}

@@ -1,0 +1,49 @@
+"use strict";
+// Elements. Whatever a run wrote goes into the page as text, never as HTML.
+
+/** An element; `on...` properties are listeners, all others attributes; null and false ones are left out. */
+function make(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined).map(asNode));
+  return node;
+}
+
+function asNode(child) {
+  return child instanceof Node ? child : document.createTextNode(visible(String(child)));
+}
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+/** A choice among [value, label] pairs. */
+function makeSelect(label, options, value, onchange) {
+  const select = make("select", { "aria-label": label, onchange: () => onchange(select.value) });
+  for (const [key, text] of options) select.append(make("option", { value: key }, text));
+  select.value = value;
+  return select;
+}
+
+/** A field with its label around it. */
+function labelled(text, field, extra = "") {
+  return make("label", { class: `field ${extra}` }, make("span", {}, text), field);
+}
+
+/** Calls the function once nothing has asked for it for a while. */
+function settled(call, wait = 200) {
+  let timer = 0;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...given), wait);
+  };
+}
+
+/** Lets the page draw and answer before the work goes on. */
+function breathe() {
+  return new Promise((resolve) => setTimeout(resolve, 0));
+}

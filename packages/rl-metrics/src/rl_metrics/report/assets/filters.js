@@ -1,0 +1,110 @@
+"use strict";
+// Which trajectories are listed, and in what order.
+
+const SORTS = {
+  "": ["by step", null],
+  newest: ["newest first", "step", -1],
+  worst: ["lowest reward first", "reward", 1],
+  longest: ["longest first", "length", -1],
+  slowest: ["slowest first", "seconds", -1],
+  mismatch: ["largest mismatch first", "mismatch", -1],
+  entropy: ["highest entropy first", "entropy", -1],
+  stale: ["stalest first", "staleness", -1],
+};
+
+const FILTERS = ["s0", "s1", "r0", "r1", "source", "finish", "failure", "problem", "sort", "q"];
+
+/** Rows that the filters of the URL let through, without the search of texts. */
+function matchingRows(trajectories) {
+  const { step, reward, source, finish, failure, problem } = trajectories.columns;
+  const code = (kind) => (viewState.get(kind) === "" ? null : trajectories.names[kind].indexOf(viewState.get(kind)));
+  const [firstStep, lastStep] = [viewState.number("s0", -Infinity), viewState.number("s1", Infinity)];
+  const [low, high] = [viewState.number("r0", -Infinity), viewState.number("r1", Infinity)];
+  const isAnyReward = low === -Infinity && high === Infinity;
+  const [ofSource, ofFinish, failed] = [code("source"), code("finish"), failureFilter(trajectories)];
+  const problems = problemFilter(trajectories);
+  const rows = [];
+  for (let row = 0; row < trajectories.count; row++) {
+    if (step[row] < firstStep || step[row] > lastStep) continue;
+    if (!isAnyReward && !(reward[row] >= low && reward[row] <= high)) continue;
+    if (ofSource !== null && source[row] !== ofSource) continue;
+    if (ofFinish !== null && finish[row] !== ofFinish) continue;
+    if (failed && !failed(failure[row])) continue;
+    if (problems && !problems[problem[row]]) continue;
+    rows.push(row);
+  }
+  return sortedRows(trajectories, rows);
+}
+
+function failureFilter(trajectories) {
+  const wanted = viewState.get("failure");
+  if (wanted === "") return null;
+  if (wanted === "any") return (code) => code > 0;
+  if (wanted === "none") return (code) => code === 0;
+  const of = trajectories.names.failure.indexOf(wanted.replace(/^=/, ""));
+  return (code) => code === of;
+}
+
+/** By code of a problem, whether its name has the text that is looked for. */
+function problemFilter(trajectories) {
+  const text = viewState.get("problem").toLowerCase();
+  return text === "" ? null : trajectories.names.problem.map((name) => name.toLowerCase().includes(text));
+}
+
+function sortedRows(trajectories, rows) {
+  const [, name, direction] = SORTS[viewState.get("sort")] ?? SORTS[""];
+  if (!name) return rows;
+  const values = trajectories.columns[name];
+  const worth = (row) => (Number.isNaN(values[row]) ? Infinity : direction * values[row]);
+  return rows.sort((one, other) => worth(one) - worth(other) || one - other);
+}
+
+/** The form; `changed` is called when a filter was. */
+function filterForm(runs, trajectories, changed) {
+  const set = (name) => (value) => {
+    viewState.set({ [name]: value, row: "" }, { isQuiet: true });
+    changed();
+  };
+  const field = (name, properties) => {
+    const input = make("input", { name, ...properties });
+    input.value = viewState.get(name);
+    input.addEventListener("input", settled(() => set(name)(input.value)));
+    return input;
+  };
+  const choice = (name, label, all) => {
+    const options = all.map((value) => [value, snippet(value, 60)]);
+    return labelled(label, makeSelect(label, [["", "all"], ...options], viewState.get(name), set(name)));
+  };
+  const { source, finish, failure } = trajectories.names;
+  const failures = [["", "all"], ["none", "not failed"], ["any", "failed"]];
+  for (const why of failure.slice(1, 100)) failures.push([`=${why}`, snippet(why, 60)]);
+  const range = (first, last, label, step) =>
+    labelled(label, make("span", { class: "range" },
+      field(first, { type: "number", step, "aria-label": `${label} from` }), "–",
+      field(last, { type: "number", step, "aria-label": `${label} to` })));
+  const sorts = Object.entries(SORTS).map(([key, [text]]) => [key, text]);
+  return make(
+    "form",
+    { class: "filters", role: "search", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
+    runs.length > 1 ? runChoice(runs) : null,
+    labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
+    range("s0", "s1", "Steps", 1),
+    range("r0", "r1", "Reward", "any"),
+    source.length > 1 ? choice("source", "Source", source) : null,
+    finish.length > 1 ? choice("finish", "Finish", finish) : null,
+    failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, viewState.get("failure"), set("failure"))) : null,
+    labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
+    labelled("Order", makeSelect("Order", sorts, viewState.get("sort"), set("sort"))),
+    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "" }, { isStep: true }) }, "Clear"),
+  );
+}
+
+function noFilters() {
+  return Object.fromEntries(FILTERS.map((name) => [name, ""]));
+}
+
+function runChoice(runs) {
+  const options = runs.map(({ header }, place) => [String(place), header.name]);
+  const select = (value) => viewState.set({ run: value, row: "" }, { isStep: true });
+  return labelled("Run", makeSelect("Run", options, viewState.get("run", "0"), select));
+}

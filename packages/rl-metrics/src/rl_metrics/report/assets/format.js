@@ -1,0 +1,50 @@
+"use strict";
+// Numbers and texts as a person reads them.
+
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+const LONE = /[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+
+/** The text with characters that are not seen, or that turn others around, as their codes. */
+function visible(text) {
+  const code = (character) => `⟨U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  return text.replace(CONTROL, code).replace(LONE, code);
+}
+
+/** Four significant digits, or a dash where nothing is known. */
+function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e9) return String(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3);
+  return String(Number(value.toPrecision(4)));
+}
+
+function percent(share) {
+  return Number.isNaN(share) ? "–" : `${(share * 100).toPrecision(share >= 1 ? 4 : 3)} %`;
+}
+
+/** A logprob and the probability that it is. */
+function logprob(value) {
+  return Number.isNaN(value) ? "–" : `${number(value)} (${percent(Math.exp(value))})`;
+}
+
+function seconds(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value >= 3600) return `${(value / 3600).toFixed(1)} h`;
+  if (value >= 120) return `${(value / 60).toFixed(1)} min`;
+  return value >= 1 ? `${value.toPrecision(3)} s` : `${(value * 1000).toPrecision(3)} ms`;
+}
+
+function moment(epoch) {
+  return epoch ? new Date(epoch * 1000).toLocaleString() : "–";
+}
+
+/** The beginning of a text on one line. */
+function snippet(text, length = 120) {
+  const start = text.slice(0, length + 1).replace(/\s+/g, " ");
+  return start.length > length ? `${start.slice(0, length)}…` : start;
+}
+
+function plural(count, one, many = `${one}s`) {
+  return `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+}

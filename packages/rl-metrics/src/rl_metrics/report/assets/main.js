@@ -1,0 +1,103 @@
+"use strict";
+// The page: loads the runs, shows the view that the URL names, and, served, follows the run.
+
+const VIEWS = [healthView, curvesView, distributionsView, timesView, rolloutsView, worstView, probesView, runView];
+const POLL_MS = 2000;
+
+const page = { runs: [], written: 0, view: null };
+
+async function loadRun(name) {
+  const { header, columns } = await store.read(name);
+  const trajectories = new Trajectories(await store.read(header.index));
+  return { header, columns, trajectories };
+}
+
+async function loadReport() {
+  const manifest = await store.manifest();
+  if (manifest.written === page.written) return false;
+  page.runs = await Promise.all(manifest.runs.map(loadRun));
+  page.written = manifest.written;
+  return true;
+}
+
+function chosenView() {
+  const there = VIEWS.filter((view) => view.isThere?.(page.runs) ?? true);
+  return there.find(({ id }) => id === viewState.get("view")) ?? there[0];
+}
+
+function showNavigation() {
+  const links = VIEWS.filter((view) => view.isThere?.(page.runs) ?? true).map(({ id, title }) =>
+    make("a", { href: viewState.link({ view: id }), "data-view": id, onclick: (event) => goTo(event, id) }, title),
+  );
+  byId("views").replaceChildren(...links);
+}
+
+function goTo(event, view) {
+  if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  viewState.set({ view }, { isStep: true });
+}
+
+function markView() {
+  for (const link of byId("views").children) {
+    if (link.dataset.view === page.view.id) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+function showPage({ isRenewed = false } = {}) {
+  const view = chosenView();
+  const main = byId("main");
+  hideTip();
+  if (page.view === view && view.follow && !isRenewed) {
+    view.follow(main, page.runs);
+  } else if (page.view !== view || isRenewed || view.id !== "curves") {
+    page.view = view;
+    main.className = `view-${view.id}`;
+    view.render(main, page.runs);
+    dropCards();
+  }
+  markView();
+}
+
+function showTitle() {
+  const names = page.runs.map(({ header }) => header.name).join(", ");
+  document.title = `${visible(names)} – report`;
+  byId("title").textContent = visible(names);
+  byId("title").title = `Written ${moment(page.written)}`;
+  showVerdicts(page.runs);
+  showNavigation();
+}
+
+function showFailure(error) {
+  byId("main").replaceChildren(make("p", { class: "failure", role: "alert" }, `The report cannot be shown: ${error.message}`));
+}
+
+/** Served, the page asks for what is new; where the reader was stays. */
+async function follow() {
+  try {
+    if (await loadReport()) {
+      showTitle();
+      showPage({ isRenewed: true });
+    }
+    document.body.classList.remove("offline");
+  } catch {
+    document.body.classList.add("offline");
+  }
+  setTimeout(follow, POLL_MS);
+}
+
+async function begin() {
+  try {
+    await loadReport();
+    showTitle();
+    showPage();
+    viewState.listeners.push(() => showPage());
+    document.documentElement.dataset.ready = String(Math.round(performance.now()));
+  } catch (error) {
+    showFailure(error);
+  }
+  if (store.isLive) setTimeout(follow, POLL_MS);
+}
+
+begin();

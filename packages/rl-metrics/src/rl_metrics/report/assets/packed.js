@@ -1,0 +1,37 @@
+"use strict";
+// Reads what packing.py packed: a JSON header and typed columns.
+
+const KINDS = { f32: [4, Float32Array], f64: [8, Float64Array], i32: [4, Int32Array], u8: [1, Uint8Array] };
+
+function fromBase64(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let place = 0; place < bytes.length; place++) bytes[place] = binary.charCodeAt(place);
+  return bytes;
+}
+
+async function gunzip(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+/** {header, columns} of packed bytes; columns are typed arrays by name. */
+async function unpack(packed) {
+  const bytes = await gunzip(packed);
+  const length = new DataView(bytes.buffer).getUint32(0, true);
+  const described = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + length)));
+  const columns = {};
+  let start = 4 + length;
+  for (const { name, kind, count } of described.columns) {
+    const [size, type] = KINDS[kind];
+    const numbers = new Uint8Array(size * count);
+    for (let plane = 0; plane < size; plane++) {
+      const from = start + plane * count;
+      for (let place = 0; place < count; place++) numbers[place * size + plane] = bytes[from + place];
+    }
+    columns[name] = new type(numbers.buffer);
+    start += size * count;
+  }
+  return { header: described.header, columns };
+}

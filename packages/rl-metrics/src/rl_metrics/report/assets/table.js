@@ -1,0 +1,17 @@
+"use strict";
+
+/** A table; headings may be [text, "number"] for columns of numbers, cells texts or elements. */
+function makeTable(caption, headings, rows) {
+  const kinds = headings.map((heading) => (Array.isArray(heading) ? heading[1] : null));
+  const head = headings.map((heading, place) =>
+    make("th", { scope: "col", class: kinds[place] }, Array.isArray(heading) ? heading[0] : heading),
+  );
+  const body = rows.map((cells) =>
+    make("tr", {}, cells.map((cell, place) => make("td", { class: kinds[place] }, cell))),
+  );
+  return make(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    make("table", {}, make("caption", {}, caption), make("thead", {}, make("tr", {}, head)), make("tbody", {}, body)),
+  );
+}

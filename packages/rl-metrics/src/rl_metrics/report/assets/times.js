@@ -1,0 +1,90 @@
+"use strict";
+// Where the time of each step went, and the slowest samples.
+
+const WITHIN = /^timing_s\/(step|load_rollouts|replayed_gen)$/;
+const MAX_PHASES = 12;
+
+/** Phases of the steps of a run, the longest first: [{name, of: Map(step -> seconds), total}]. */
+function phasesOf(run) {
+  const phases = run.header.curves
+    .filter(({ name }) => name.startsWith("timing_s/") && !WITHIN.test(name))
+    .map(({ name }) => {
+      const { x, y } = curveOf(run, name);
+      const of = new Map();
+      let total = 0;
+      x.forEach((step, place) => of.set(step, y[place]) && (total += y[place]));
+      return { name: name.slice("timing_s/".length), of, total };
+    });
+  phases.sort((one, other) => other.total - one.total);
+  const rest = phases.splice(MAX_PHASES);
+  return rest.reduce((kept, phase) => {
+    kept.at(-1).name += `, ${phase.name}`;
+    for (const [step, time] of phase.of) kept.at(-1).of.set(step, (kept.at(-1).of.get(step) ?? 0) + time);
+    return kept;
+  }, phases);
+}
+
+/** Phases laid on top of each other: the k-th curve is the sum of the first k. */
+function phaseCard(run, phases) {
+  const whole = curveOf(run, "timing_s/step");
+  const steps = whole?.x ?? curveOf(run, `timing_s/${phases[0].name}`).x;
+  const sums = [];
+  for (const { of } of phases) {
+    const below = sums.at(-1);
+    sums.push(Float32Array.from(steps, (step, place) => (below ? below[place] : 0) + (of.get(step) ?? 0)));
+  }
+  const total = phases.reduce((sum, phase) => sum + phase.total, 0);
+  const shares = phases.map((phase) => `${phase.name} ${percent(phase.total / total)}`).join(", ");
+  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Phases that run at once add up to more than the step.`);
+  return chartCard(`Phases of a step · ${run.header.name}`, note, `Phases of a step. ${shares}`, (place, width) => {
+    const fill = (index) => cssColor(`--phase-${index % 12}`);
+    const series = phases
+      .map((phase, index) => ({
+        label: phase.name, stroke: fill(index), fill: fill(index), width: 0.5, points: { show: false },
+        value: (_, value, __, at) => (at === null ? "–" : seconds(phase.of.get(steps[at]) ?? 0)),
+      }))
+      .reverse(); // the highest sum first, so that each lower one is drawn over it
+    const data = [steps, ...[...sums].reverse()];
+    if (whole) {
+      series.push({ label: "whole step", stroke: cssColor("--text"), width: 1, points: { show: false }, value: (_, value) => seconds(value) });
+      data.push(whole.y);
+    }
+    return stepChart(place, width, data, series, { y: { range: (_, low, high) => [0, high || 1] } });
+  });
+}
+
+function slowestEvents(run, place) {
+  const sessions = run.header.slowest.slice(0, 25);
+  if (!sessions.length) return null;
+  const rows = sessions.map((session) => [
+    session.step ?? "–", seconds(session.total_s), seconds(session.generate_s ?? 0), seconds(session.tools_s ?? 0),
+    seconds(session.reward_s ?? 0), session.prompt_tokens ?? "–", session.response_tokens ?? "–",
+    session.preemptions ?? "–",
+    make("a", { href: viewState.link({ view: "rollouts", run: place, q: session.prompt_uid }, { isFresh: true }) }, session.prompt_uid ?? "–"),
+  ]);
+  const numbers = ["step", "whole", "generation", "tools", "reward", "prompt tokens", "response tokens", "preemptions"];
+  return makeTable(`Slowest sessions of ${run.header.name}`, [...numbers.map((name) => [name, "number"]), "group"], rows);
+}
+
+function slowestTrajectories(run, place) {
+  const { seconds: times, step, length, reward } = run.trajectories.columns;
+  const order = [...times.keys()].filter((row) => times[row] > 0).sort((one, other) => times[other] - times[one]);
+  if (!order.length) return null;
+  const rows = order.slice(0, 25).map((row) => [
+    step[row], seconds(times[row]), length[row], number(reward[row]),
+    make("a", { href: viewState.link({ view: "rollouts", run: place, row }, { isFresh: true }) }, run.trajectories.name("problem", row)),
+  ]);
+  const headings = [["step", "number"], ["whole", "number"], ["tokens", "number"], ["reward", "number"], "problem"];
+  return makeTable(`Slowest recorded trajectories of ${run.header.name}`, headings, rows);
+}
+
+const timesView = {
+  id: "times",
+  title: "Time",
+  render(place, runs) {
+    const charts = runs.map((run) => [run, phasesOf(run)]).filter(([, phases]) => phases.length).map((one) => phaseCard(...one));
+    const tables = runs.flatMap((run, number_) => [slowestEvents(run, number_), slowestTrajectories(run, number_)]).filter(Boolean);
+    const none = charts.length || tables.length ? null : make("p", { class: "muted" }, "The run recorded no times.");
+    place.replaceChildren(make("div", { class: "wide cards" }, charts), ...tables, none ?? "");
+  },
+};

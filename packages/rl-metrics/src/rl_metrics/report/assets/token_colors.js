@@ -1,0 +1,73 @@
+"use strict";
+// What a token's background says, and what is told of it.
+
+const RED = "214, 62, 42";
+const BLUE = "38, 118, 201";
+const VIOLET = "140, 92, 200";
+
+function shade(color, share) {
+  return Number.isNaN(share) ? "" : `rgba(${color}, ${Math.min(Math.max(share, 0), 1) * 0.75})`;
+}
+
+function twoSided(value, largest) {
+  return shade(value < 0 ? RED : BLUE, Math.abs(value) / (largest || 1));
+}
+
+/** The share by which the learner's probability of a token differs from the engine's. */
+function probabilityGap({ policy_logprobs: policy, rollout_logprobs: rollout }, place) {
+  return policy && rollout ? Math.exp(policy[place]) - Math.exp(rollout[place]) : NaN;
+}
+
+function largest(values) {
+  return values.reduce((most, value) => (Math.abs(value) > most ? Math.abs(value) : most), 0);
+}
+
+/** Colourings: [label, columns it needs, what they say, (columns, place) => colour]. */
+const COLORINGS = {
+  policy: ["probability, learner", ["policy_logprobs"], "red: unlikely",
+    ({ policy_logprobs: values }, place) => shade(RED, 1 - Math.exp(values[place]))],
+  rollout: ["probability, engine", ["rollout_logprobs"], "red: unlikely",
+    ({ rollout_logprobs: values }, place) => shade(RED, 1 - Math.exp(values[place]))],
+  gap: ["learner minus engine", ["policy_logprobs", "rollout_logprobs"], "blue: likelier for the learner, red: for the engine; full at 0.2",
+    (columns, place) => twoSided(probabilityGap(columns, place), 0.2)],
+  advantage: ["advantage", ["advantages"], "blue: encouraged, red: discouraged",
+    ({ advantages: values }, place) => twoSided(values[place], largest(values))],
+  entropy: ["entropy", ["entropy"], "violet: undecided; full at the response's highest",
+    ({ entropy: values }, place) => shade(VIOLET, values[place] / (largest(values) || 1))],
+  version: ["policy version", ["versions"], "violet: older weights",
+    ({ versions: values }, place) => shade(VIOLET, oldness(values, place))],
+  weight: ["correction weight", ["correction_weights"], "blue: above 1, red: below 1",
+    ({ correction_weights: values }, place) => twoSided(values[place] - 1, 1)],
+  mask: ["trained or not", ["mask"], "violet: not trained, such as a tool's output",
+    ({ mask }, place) => shade(VIOLET, mask[place] ? 0 : 0.6)],
+  none: ["none", [], "", () => ""],
+};
+
+function oldness(versions, place) {
+  const sampled = versions.filter((version) => version >= 0);
+  const [oldest, newest] = [sampled.reduce((a, b) => Math.min(a, b), Infinity), sampled.reduce((a, b) => Math.max(a, b), 0)];
+  return versions[place] < 0 || oldest === newest ? 0 : (newest - versions[place]) / (newest - oldest);
+}
+
+/** Colourings that a trajectory's columns allow. */
+function possibleColorings(columns) {
+  return Object.entries(COLORINGS).filter(([, [, needed]]) => needed.every((name) => name in columns));
+}
+
+/** What is known of one token: [name, text] pairs. */
+function tokenFacts({ tokens, ids, columns }, place, learnerVersion) {
+  const { rollout_logprobs: rollout, policy_logprobs: policy, advantages, entropy, versions, correction_weights: weights, mask } = columns;
+  const isSampled = !mask || mask[place] > 0;
+  const facts = [["token", `“${visible(tokens[place])}”${ids[place] >= 0 ? ` (${ids[place]})` : ""}, ${place + 1} of ${tokens.length}`]];
+  facts.push(["mask", isSampled ? "1: trained" : "0: not trained"]);
+  if (isSampled) {
+    if (rollout) facts.push(["logprob, rollout", logprob(rollout[place])]);
+    if (policy) facts.push(["logprob, policy", logprob(policy[place])]);
+    if (policy && rollout) facts.push(["difference", percent(probabilityGap(columns, place))]);
+    if (advantages) facts.push(["advantage", number(advantages[place])]);
+    if (entropy) facts.push(["entropy", `${number(entropy[place])} nats`]);
+    if (versions) facts.push(["version", `${number(versions[place])}, ${number(learnerVersion - versions[place])} behind`]);
+    if (weights) facts.push(["correction weight", number(weights[place])]);
+  }
+  return facts;
+}

@@ -1,0 +1,98 @@
+"use strict";
+// The list of trajectories: only the rows that are seen are in the page, so that it can be very long.
+
+const ROW_HEIGHT = 46;
+const SPARE_ROWS = 6;
+
+class TrajectoryList {
+  constructor(trajectories, chosen) {
+    this.trajectories = trajectories;
+    this.chosen = chosen;
+    this.rows = [];
+    this.selected = -1;
+    this.sheet = make("div", { class: "sheet", role: "presentation" });
+    this.place = make(
+      "div",
+      {
+        class: "list", id: "trajectories", role: "listbox", tabindex: "0", "aria-label": "Trajectories",
+        onscroll: () => this.draw(),
+        onkeydown: (event) => this.onKey(event),
+        onclick: (event) => this.onClick(event),
+      },
+      this.sheet,
+    );
+    new ResizeObserver(() => this.draw()).observe(this.place);
+  }
+
+  /** List these rows; the selected one stays in view where it is among them. */
+  show(rows, selected) {
+    this.rows = rows;
+    this.sheet.style.height = `${rows.length * ROW_HEIGHT}px`;
+    this.select(selected, { isQuiet: true });
+  }
+
+  select(row, { isQuiet = false } = {}) {
+    this.selected = row;
+    const place = this.rows.indexOf(row);
+    if (place >= 0) this.reveal(place);
+    this.draw();
+    if (!isQuiet) this.chosen(row);
+  }
+
+  reveal(place) {
+    const top = place * ROW_HEIGHT;
+    const { scrollTop, clientHeight } = this.place;
+    if (top < scrollTop) this.place.scrollTop = top;
+    else if (top + ROW_HEIGHT > scrollTop + clientHeight) this.place.scrollTop = top + ROW_HEIGHT - clientHeight;
+  }
+
+  onKey(event) {
+    const page = Math.max(1, Math.floor(this.place.clientHeight / ROW_HEIGHT) - 1);
+    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
+    if (!(event.key in moves) || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    this.move(moves[event.key]);
+  }
+
+  move(by) {
+    if (!this.rows.length) return;
+    const place = Math.max(-1, this.rows.indexOf(this.selected));
+    this.select(this.rows[Math.min(Math.max(place + by, 0), this.rows.length - 1)]);
+  }
+
+  onClick(event) {
+    const item = event.target.closest("[role=option]");
+    if (item) this.select(Number(item.dataset.row));
+  }
+
+  draw() {
+    const first = Math.max(0, Math.floor(this.place.scrollTop / ROW_HEIGHT) - SPARE_ROWS);
+    const last = Math.ceil((this.place.scrollTop + this.place.clientHeight) / ROW_HEIGHT) + SPARE_ROWS;
+    this.sheet.replaceChildren(...this.rows.slice(first, last).map((row, place) => this.item(row, first + place)));
+    const isShown = this.sheet.querySelector("[aria-selected=true]");
+    if (isShown) this.place.setAttribute("aria-activedescendant", isShown.id);
+    else this.place.removeAttribute("aria-activedescendant");
+  }
+
+  item(row, place) {
+    const { step, reward, length, failure } = this.trajectories.columns;
+    const score = reward[row];
+    const kind = this.trajectories.isBad(row) ? "bad" : Number.isNaN(score) ? "none" : "good";
+    const finish = this.trajectories.name("finish", row);
+    const item = make(
+      "div",
+      {
+        class: "item", role: "option", id: `row-${row}`, "data-row": row, "aria-selected": row === this.selected,
+        "aria-setsize": this.rows.length, "aria-posinset": place + 1,
+      },
+      make("span", { class: `score ${kind}` }, number(score)),
+      make("span", { class: "what" }, snippet(this.trajectories.name("problem", row), 60)),
+      make("span", { class: "muted" },
+        `step ${step[row]} · ${this.trajectories.name("source", row)} · ${plural(length[row], "token")}` +
+          (finish === "stop" ? "" : ` · ${finish}`) + (failure[row] ? " · failed" : "")),
+    );
+    item.setAttribute("aria-selected", String(row === this.selected));
+    item.style.top = `${place * ROW_HEIGHT}px`;
+    return item;
+  }
+}

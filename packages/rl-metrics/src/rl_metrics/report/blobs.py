@@ -1,0 +1,65 @@
+"""Where a report's packed parts go: into the page itself, or into a folder that a server reads."""
+
+import base64
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+
+class BlobSink(Protocol):
+    """Takes packed parts."""
+
+    def put(self, content: bytes) -> str:
+        """Keep it; gives its name, which is the same for the same content."""
+        ...
+
+
+class PageBlobs:
+    """Writes each part into the page that is being written, as a script that no browser runs."""
+
+    def __init__(self, page: BinaryIO) -> None:
+        """Write behind what the page has.
+
+        Args:
+            page: Open for writing, within its body.
+        """
+        self._page = page
+        self._written: set[str] = set()
+
+    def put(self, content: bytes) -> str:
+        """Write it, unless it is there."""
+        name = blob_name(content)
+        if name not in self._written:
+            self._written.add(name)
+            self._page.write(b'<script type="text/plain" id="' + name.encode() + b'">')
+            self._page.write(base64.b64encode(content) + b"</script>\n")
+        return name
+
+
+class FolderBlobs:
+    """Keeps each part as a file of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Add to what the folder has.
+
+        Args:
+            folder: It exists.
+        """
+        self._folder = folder
+        self.names: set[str] = set()
+
+    def put(self, content: bytes) -> str:
+        """Write it, unless it is there."""
+        name = blob_name(content)
+        self.names.add(name)
+        file = self._folder / name
+        if not file.exists():
+            part = file.with_suffix(".part")
+            part.write_bytes(content)
+            part.replace(file)
+        return name
+
+
+def blob_name(content: bytes) -> str:
+    """Such as "b3f0c9…": a digest, so that a page knows what it has already."""
+    return "b" + blake2b(content, digest_size=10).hexdigest()

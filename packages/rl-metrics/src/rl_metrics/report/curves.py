@@ -1,0 +1,92 @@
+"""The metrics of a run as the page draws them: by chapter, with healthy bands, thinned where there are very many."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.definitions import Metric, MetricTable
+from rl_metrics.history import History
+from rl_metrics.report.packing import Kind
+from rl_metrics.table import DEFINITIONS, FAMILIES
+
+MAX_POINTS = 4000
+"""Of a curve. A longer one shows the lowest and the highest value of each of half as many stretches of steps."""
+
+OTHER = "Other"
+"""Chapter of metrics that the table does not define."""
+
+_TABLES = {chapter: MetricTable(metrics) for chapter, metrics in FAMILIES.items()}
+_PLAIN = {metric.name: chapter for chapter, metrics in FAMILIES.items() for metric in metrics}
+
+Columns = dict[str, tuple[Kind, NDArray[Any]]]
+
+
+def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
+    """What is known of each metric, by chapter, and its columns: `x{i}` are steps, `y{i}` values.
+
+    A metric without any finite value is left out.
+    """
+    described: list[dict[str, Any]] = []
+    columns: Columns = {}
+    for name in history.values:
+        steps, values = _known(history, name)
+        if not len(steps):
+            continue
+        steps, values, is_thinned = thin(steps, values)
+        definition = DEFINITIONS.find(name)
+        described.append(
+            {
+                "name": name,
+                "chapter": chapter_of(name),
+                "is_thinned": is_thinned,
+                **_meaning(definition),
+            }
+        )
+        number = len(described) - 1
+        columns[f"x{number}"] = ("i32", steps)
+        columns[f"y{number}"] = ("f32", values)
+    return described, columns
+
+
+def chapter_of(name: str) -> str:
+    """The chapter of the table that defines a metric, or `OTHER`."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    return next((chapter for chapter, table in _TABLES.items() if name in table), OTHER)
+
+
+def thin(steps: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool]:
+    """Steps and values, at most `MAX_POINTS`, and whether any were left out; no peak is lost."""
+    if len(steps) <= MAX_POINTS:
+        return steps, values, False
+    edges = np.linspace(0, len(steps), MAX_POINTS // 2 + 1).astype(int)
+    kept = np.concatenate([np.sort(_extremes(values, first, last)) for first, last in _stretches(edges)])
+    return steps[kept], values[kept], True
+
+
+def _stretches(edges: NDArray[Any]) -> Iterator[tuple[int, int]]:
+    return zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+
+
+def _extremes(values: NDArray[Any], first: int, last: int) -> list[int]:
+    part = values[first:last]
+    return [first + int(part.argmin()), first + int(part.argmax())]
+
+
+def _known(history: History, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    values = history.values[name]
+    is_known = np.isfinite(values)
+    return history.steps[is_known], values[is_known]
+
+
+def _meaning(definition: Metric | None) -> dict[str, Any]:
+    if definition is None:
+        return {"unit": "", "meaning": "", "band": None}
+    band = definition.healthy
+    return {
+        "unit": "" if definition.unit == "1" else definition.unit,
+        "meaning": definition.meaning,
+        "band": None if band is None else {"low": band.low, "high": band.high, "text": f"{band} ({band.source})"},
+    }

@@ -1,0 +1,111 @@
+"""The report's page: one HTML file that needs nothing beside it."""
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+STYLES = ("uPlot.min.css", "base.css", "charts.css", "viewer.css")
+LIBRARY = "uPlot.iife.min.js"
+SCRIPTS = (
+    "dom.js",
+    "format.js",
+    "packed.js",
+    "store.js",
+    "view_state.js",
+    "table.js",
+    "chart.js",
+    "verdict.js",
+    "curves.js",
+    "distributions.js",
+    "times.js",
+    "trajectories.js",
+    "filters.js",
+    "text_search.js",
+    "trajectory_list.js",
+    "token_colors.js",
+    "tokens.js",
+    "trajectory.js",
+    "viewer.js",
+    "worst.js",
+    "probes.js",
+    "run_info.js",
+    "main.js",
+)
+"""Files of assets/, in the order in which they are joined."""
+
+PLACE = "<!-- data -->"
+
+
+def page_head(title: str, *, is_live: bool = False) -> bytes:
+    """The page up to where its data goes.
+
+    Args:
+        title: Any text.
+        is_live: True lets it ask its own server, and nobody else, for data.
+    """
+    head = _asset("page.html").partition(PLACE)[0]
+    styles = "\n".join(_asset(name) for name in STYLES)
+    for place, text in (
+        ("{policy}", _policy(styles, is_live=is_live)),
+        ("{title}", html.escape(visible(title))),
+        ("{styles}", styles),
+    ):
+        head = head.replace(place, text, 1)
+    return head.encode()
+
+
+def page_tail(manifest: Mapping[str, Any] | None) -> bytes:
+    """The rest of the page, from the manifest on.
+
+    Args:
+        manifest: JSON without texts from outside: names of packed parts, and numbers. None makes the page ask for it.
+    """
+    text = json.dumps(manifest, allow_nan=False).replace("<", "\\u003c")
+    described = "" if manifest is None else f'<script type="application/json" id="manifest">{text}</script>\n'
+    scripts = "".join(f"<script>{script}</script>\n" for script in _scripts())
+    rest = _asset("page.html").partition(PLACE)[2]
+    return f"{described}{scripts}{rest}".encode()
+
+
+def run_names(names: Sequence[str]) -> list[str]:
+    """Names that differ, for runs whose folders may be called the same."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
+    ]
+
+
+def visible(text: str) -> str:
+    """The text without what HTML cannot hold: control characters and halves of characters."""
+    return "".join(" " if ord(one) < 32 or 0xD800 <= ord(one) < 0xE000 else one for one in text)
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("rl_metrics.report").joinpath("assets", name).read_text("utf-8")
+
+
+@cache
+def _scripts() -> tuple[str, str]:
+    """The chart library and the page's own script, whose files share one scope."""
+    own = "\n".join(_asset(name) for name in SCRIPTS)
+    return _asset(LIBRARY), f"(() => {{\n{own}\n}})();"
+
+
+def _policy(styles: str, *, is_live: bool) -> str:
+    """The Content-Security-Policy: these scripts and styles, no other, and no network."""
+    scripts = " ".join(map(_digest, _scripts()))
+    ask = "connect-src 'self'; " if is_live else ""
+    return (
+        f"default-src 'none'; {ask}script-src {scripts}; style-src {_digest(styles)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"

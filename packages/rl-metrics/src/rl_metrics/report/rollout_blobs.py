@@ -1,0 +1,207 @@
+"""Trajectories as the page loads them: an index of all at once, texts and tokens a chunk at a time."""
+
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.report.blobs import BlobSink
+from rl_metrics.report.packing import Kind, pack
+from rl_metrics.rollout_log import FLOAT_COLUMNS, RolloutRow
+
+CHUNK_ROWS = 512
+CHUNK_TOKENS = 1 << 15
+CHUNK_CHARACTERS = 1 << 21
+"""A chunk ends behind the trajectory that reaches one of these."""
+
+NAME_CHARACTERS = 200
+"""Of names by which trajectories are filtered, such as why a session failed; the trajectory itself shows it whole."""
+
+UNKNOWN = -1
+"""Staleness of a trajectory whose versions are not known."""
+
+INDEX_KINDS: dict[str, Kind] = {
+    "step": "i32",
+    "reward": "f32",
+    "length": "i32",
+    "source": "i32",
+    "problem": "i32",
+    "finish": "i32",
+    "failure": "i32",
+    "version": "i32",
+    "staleness": "i32",
+    "mismatch": "f32",
+    "entropy": "f32",
+    "advantage": "f32",
+    "seconds": "f32",
+}
+"""Columns of the index; sources, problems, finishes and failures are codes of the header's names."""
+
+
+@dataclass(slots=True)
+class _Names:
+    """Codes of names, in the order of their first appearance."""
+
+    codes: dict[str, int] = field(default_factory=dict)
+
+    def code(self, name: str) -> int:
+        return self.codes.setdefault(name[:NAME_CHARACTERS], len(self.codes))
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Trajectories that are packed together."""
+
+    texts: list[list[Any]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    codes: "array[int]" = field(default_factory=lambda: array("q"))
+    mask: bytearray = field(default_factory=bytearray)
+    versions: "array[float]" = field(default_factory=lambda: array("d"))
+    floats: dict[str, "array[float]"] = field(default_factory=lambda: {name: array("d") for name in FLOAT_COLUMNS})
+    tokens: dict[tuple[str, float], int] = field(default_factory=dict)
+    num_characters: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return (
+            len(self.texts) >= CHUNK_ROWS or len(self.codes) >= CHUNK_TOKENS or self.num_characters >= CHUNK_CHARACTERS
+        )
+
+    def add(self, row: RolloutRow) -> None:
+        self.texts.append(
+            [
+                *(row.prompt, row.response, row.ground_truth, row.prompt_uid, row.session, row.output, row.time),
+                *(row.failure, dict(row.components), dict(row.timings)),
+            ]
+        )
+        self.num_characters += len(row.prompt) + len(row.response) + len(row.failure or "")
+        count = len(row.tokens)
+        self.lengths.append(count)
+        ids = row.columns.get("token_ids") or (-1.0,) * count
+        known = self.tokens
+        self.codes.extend([known.setdefault(token, len(known)) for token in zip(row.tokens, ids, strict=True)])
+        self.mask.extend(map(bool, row.mask))
+        self.versions.extend(row.columns.get("versions") or (math.nan,) * count)
+        for name, values in self.floats.items():
+            values.extend(row.columns.get(name) or (math.nan,) * count)
+
+    def measures(self) -> dict[str, NDArray[np.float64]]:
+        """[rows] of each, over a trajectory's sampled tokens; NaN where nothing is known."""
+        count = len(self.lengths)
+        is_sampled = np.frombuffer(self.mask, np.uint8).astype(bool)
+        row = np.repeat(np.arange(count), self.lengths)[is_sampled]
+        column = {name: np.array(values)[is_sampled] for name, values in self.floats.items()}
+        versions = np.array(self.versions)[is_sampled]
+        oldest = np.full(count, np.inf)
+        np.minimum.at(oldest, row, np.where(np.isnan(versions), np.inf, versions))
+        rollout, policy = (np.exp(np.minimum(column[name], 0.0)) for name in ("rollout_logprobs", "policy_logprobs"))
+        return {
+            "oldest": np.where(np.isinf(oldest), np.nan, oldest),
+            "mismatch": _means(np.abs(policy - rollout), row, count),
+            "entropy": _means(column["entropy"], row, count),
+            "advantage": _means(column["advantages"], row, count),
+        }
+
+    def pack_texts(self) -> bytes:
+        return pack({"rows": self.texts}, {})
+
+    def pack_tokens(self) -> bytes:
+        header = {
+            "tokens": [token for token, _ in self.tokens],
+            "ids": [_whole(token_id) for _, token_id in self.tokens],
+        }
+        columns: dict[str, tuple[Kind, Any]] = {
+            "lengths": ("i32", self.lengths),
+            "codes": ("i32", self.codes),
+            "mask": ("u8", self.mask),
+        }
+        floats = {"versions": self.versions, **self.floats}
+        known = {name: values for name, values in floats.items() if not np.isnan(values).all()}
+        return pack(header, columns | {name: ("f32", values) for name, values in known.items()})
+
+
+class RolloutPacker:
+    """Takes trajectories one at a time, and gives the index; only a chunk's are in memory."""
+
+    def __init__(self, sink: BlobSink) -> None:
+        """Begin with none.
+
+        Args:
+            sink: Takes what is packed.
+        """
+        self._sink = sink
+        self._chunk = _Chunk()
+        self._chunks: list[dict[str, Any]] = []
+        self._count = 0
+        self._names = {name: _Names() for name in ("source", "problem", "finish", "failure")}
+        self._names["failure"].code("")  # none
+        self._index: dict[str, array[float]] = {name: array("d") for name in INDEX_KINDS}
+
+    def add(self, row: RolloutRow) -> None:
+        """Take the next trajectory."""
+        times = [value for name, value in row.timings.items() if name.endswith("_s") and math.isfinite(value)]
+        for name, value in (
+            ("step", row.step),
+            ("reward", row.reward),
+            ("length", len(row.tokens)),
+            ("version", row.policy_version),
+            ("seconds", sum(times)),
+        ):
+            self._index[name].append(value)
+        for name, text in (
+            ("source", row.source),
+            ("problem", row.problem or row.prompt_uid),
+            ("finish", row.finish),
+            ("failure", row.failure or ""),
+        ):
+            self._index[name].append(self._names[name].code(text))
+        self._chunk.add(row)
+        self._count += 1
+        if self._chunk.is_full:
+            self._flush()
+
+    def finish(self, *, num_recorded: int) -> str:
+        """The name of the index.
+
+        Args:
+            num_recorded: Trajectories that the run recorded, those left out included.
+        """
+        self._flush()
+        header = {
+            "chunks": self._chunks,
+            "recorded": num_recorded,
+            "names": {name: list(names.codes) for name, names in self._names.items()},
+        }
+        return self._sink.put(pack(header, {name: (kind, self._index[name]) for name, kind in INDEX_KINDS.items()}))
+
+    def _flush(self) -> None:
+        if self._chunk.texts:
+            measures = self._chunk.measures()
+            version = np.array(self._index["version"][self._count - len(self._chunk.texts) :])
+            staleness = np.nan_to_num(version - measures.pop("oldest"), nan=UNKNOWN)
+            for name, values in {"staleness": staleness, **measures}.items():
+                self._index[name].extend(values.tolist())
+            self._chunks.append(
+                {
+                    "first": self._count - len(self._chunk.texts),
+                    "texts": self._sink.put(self._chunk.pack_texts()),
+                    "tokens": self._sink.put(self._chunk.pack_tokens()),
+                }
+            )
+            self._chunk = _Chunk()
+
+
+def _means(values: NDArray[np.float64], rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """[count] the mean of each row's finite values; NaN for a row without any."""
+    is_known = np.isfinite(values)
+    known, values = rows[is_known], values[is_known]
+    counts = np.bincount(known, minlength=count)
+    sums = np.bincount(known, weights=values, minlength=count)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _whole(value: float) -> int:
+    return int(value) if math.isfinite(value) else -1

@@ -1,0 +1,180 @@
+"""What a report says of one run beside its curves and trajectories."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_metrics.health import Verdict, judge
+from rl_metrics.histogram import Histogram
+from rl_metrics.report.curves import Columns, thin
+from rl_metrics.run_record import ProbeRow, RunRecord
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+"""Of each step's distribution."""
+
+MAX_SLOWEST = 200
+MAX_EVENTS = 500
+"""The newest are shown."""
+
+MAX_PROBED = 200
+"""Tokens that probes ask about, at most."""
+
+MAX_CANDIDATES = 8
+"""Of a probed token, the likeliest over all steps."""
+
+
+def read_verdict(run: RunRecord) -> Verdict:
+    """The verdict that the run wrote, as its own thresholds may differ; else what the rules say of its metrics."""
+    with suppress(OSError, ValueError, RecursionError, DataError):
+        return Verdict.from_json(json.loads((run.folder / "health.json").read_bytes()))
+    return judge(run.history, events=run.events)
+
+
+def describe_verdict(verdict: Verdict) -> dict[str, Any]:
+    """As JSON, the checks with their findings."""
+    described = verdict.to_json()
+    described["checks"] = [
+        {**check.to_json(), "finding": None if check.finding is None else check.finding.to_json()}
+        for check in verdict.checks
+    ]
+    return described
+
+
+def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
+    """Names of the distributions, and the columns of each: `dx{i}` are steps, `d{i}q{j}` the j-th of `QUANTILES`."""
+    by_name: dict[str, list[tuple[int, list[float]]]] = {}
+    for row in run.histograms:
+        for name, sketch in row.histograms.items():
+            with suppress(DataError):
+                histogram = Histogram.from_json(sketch)
+                by_name.setdefault(name, []).append((row.step, [histogram.quantile(q) for q in QUANTILES]))
+    described: list[dict[str, Any]] = []
+    columns: Columns = {}
+    for name, rows in by_name.items():
+        steps, values = np.array([step for step, _ in rows]), np.array([quantiles for _, quantiles in rows])
+        kept, _, _ = thin(np.arange(len(steps)), values[:, QUANTILES.index(0.5)])
+        columns[f"dx{len(described)}"] = ("i32", steps[kept])
+        for number in range(len(QUANTILES)):
+            columns[f"d{len(described)}q{number}"] = ("f32", values[kept, number])
+        described.append({"name": name, "quantiles": list(QUANTILES)})
+    return described, columns
+
+
+def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
+    """The slowest session of each step, the slowest first: fields of its event, its step and `total_s`."""
+    history = run.history
+    found = []
+    for event in run.events:
+        if event.get("event") != "slowest_session":
+            continue
+        parts = {name: value for name in ("generate_s", "tools_s", "reward_s") if (value := _number(event.get(name)))}
+        written = _number(event.get("time"))
+        place = int(np.searchsorted(history.times, written)) if written is not None else len(history.steps)
+        step = event.get("step", int(history.steps[place]) if place < len(history.steps) else None)
+        known = {name: event.get(name) for name in SESSION_FIELDS if _is_plain(event.get(name))}
+        found.append(
+            {**known, **parts, "step": step if _is_plain(step) else None, "total_s": math.fsum(parts.values())}
+        )
+    return sorted(found, key=_total_s, reverse=True)[:MAX_SLOWEST]
+
+
+def _total_s(session: Mapping[str, Any]) -> float:
+    total: float = session["total_s"]
+    return total
+
+
+SESSION_FIELDS = ("prompt_uid", "session_index", "output_index", "prompt_tokens", "response_tokens", "preemptions")
+
+QUIET_EVENTS = ("slowest_session", "checkpoint_saved", "skip_hit", "skip_miss", "skip_stored", "memory_objects")
+"""Of each step, or shown elsewhere."""
+
+
+def notable_events(run: RunRecord) -> list[dict[str, Any]]:
+    """The newest events that do not come with every step: time, name, level, and the other fields as text."""
+    notable = [event for event in run.events if event.get("event") not in QUIET_EVENTS][-MAX_EVENTS:]
+    return [
+        {
+            "time": _number(event.get("time")),
+            "event": str(event.get("event")),
+            "level": str(event.get("level", "")),
+            "text": ", ".join(f"{name}: {_short(value)}" for name, value in event.items() if name not in SHOWN),
+        }
+        for event in notable
+    ]
+
+
+SHOWN = ("time", "event", "level")
+
+
+def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns]:
+    """What was asked, and the columns of each: `px{i}` steps, `p{i}c{j}` the j-th candidate's logprob, NaN unknown."""
+    asked: dict[tuple[str, int], list[ProbeRow]] = {}
+    for row in rows:
+        asked.setdefault((row.probe, row.position), []).append(row)
+    described: list[dict[str, Any]] = []
+    columns: Columns = {}
+    for number, (place, of_token) in enumerate(list(asked.items())[:MAX_PROBED]):
+        newest = of_token[-1]
+        candidates = _candidates(of_token)
+        by_row = [{newest.token: row.logprob, **dict(row.candidates)} for row in of_token]
+        columns[f"px{number}"] = ("i32", np.array([row.step for row in of_token]))
+        for index, text in enumerate(candidates):
+            logprobs = np.array([known.get(text, math.nan) for known in by_row])
+            columns[f"p{number}c{index}"] = ("f32", logprobs)
+        described.append(
+            {
+                "probe": place[0],
+                "position": place[1],
+                "prompt": newest.prompt,
+                "response": newest.response,
+                "token": newest.token,
+                "candidates": candidates,
+            }
+        )
+    return described, columns
+
+
+def _candidates(rows: Iterable[ProbeRow]) -> list[str]:
+    """The token that was asked about, then the others by their highest probability at any step."""
+    highest: dict[str, float] = {}
+    token = ""
+    for row in rows:
+        token = row.token
+        for text, logprob in row.candidates:
+            if math.isfinite(logprob):
+                highest[text] = max(highest.get(text, -math.inf), logprob)
+    others = sorted((text for text in highest if text != token), key=lambda text: -highest[text])
+    return [token, *others[: MAX_CANDIDATES - 1]]
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Settings as names such as "rollout.group_size", and texts."""
+    found: list[tuple[str, str]] = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found += flat_settings(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", _short(value)))
+    return found
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    with suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, str)) or _number(value) is not None
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 500 else text[:499] + "…"

@@ -1,0 +1,52 @@
+"""Which trajectories a report keeps when a run recorded more than it can carry."""
+
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.rollout_log import RolloutRow
+
+WORST_SHARE = 0.25
+"""Of those kept, at most, that are there for their low rewards."""
+
+WORST_BELOW = 0.5
+"""Rewards of the worst cases."""
+
+
+def choose(rows: Iterable[RolloutRow], *, limit: int) -> tuple[NDArray[np.bool_], int]:
+    """Which of the trajectories to keep, and how many there are.
+
+    Problems are drawn by a hash of their names: groups stay whole, every problem has the same chance, and reports of
+    several runs keep the same problems. Of what is left out the lowest rewards below `WORST_BELOW` come back in.
+
+    Args:
+        rows: In the order in which they will be packed.
+        limit: Most to keep, at least 1.
+
+    Returns:
+        [N] bool, and N.
+    """
+    places, rewards = array("Q"), array("d")
+    for row in rows:
+        places.append(_place(row.problem or row.prompt_uid))
+        rewards.append(row.reward)
+    place, reward = np.array(places, dtype=np.uint64), np.array(rewards)
+    kept = np.ones(len(place), dtype=bool)
+    if len(place) > limit:
+        kept[:] = False
+        order = np.argsort(place, kind="stable")
+        num_worst = int(limit * WORST_SHARE)
+        kept[order[: limit - num_worst]] = True
+        rest = order[limit - num_worst :]
+        rest = rest[np.argsort(np.where(np.isnan(reward), -np.inf, reward)[rest], kind="stable")]
+        kept[rest[reward[rest] < WORST_BELOW][:num_worst]] = True
+        kept[order[~kept[order]][: limit - int(kept.sum())]] = True
+    return kept, len(kept)
+
+
+def _place(problem: str) -> int:
+    digest = blake2b(problem.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,211 @@
+"""Runs as a page that is renewed as they write, on this machine alone."""
+
+import hmac
+import json
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rl_core.errors import RLError
+from rl_metrics.report.blobs import FolderBlobs
+from rl_metrics.report.page import page_head, page_tail, run_names
+from rl_metrics.report.writing import MAX_TRAJECTORIES, check_request, pack_runs
+from rl_metrics.run_record import FILES, open_run
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+LOOK_EVERY_S = 1.0
+"""Between looks at the runs' files."""
+
+BUSY_SHARE = 0.2
+"""Of the time, at most, goes into renewing."""
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class ReportServer:
+    """Serves the page of runs to who knows its address, from memory and a folder of its own."""
+
+    def __init__(self, runs: Sequence[Path], *, port: int = 0, max_trajectories: int = MAX_TRAJECTORIES) -> None:
+        """Pack the runs as they stand, and begin to answer.
+
+        Args:
+            runs: As `open_run` takes them.
+            port: On loopback; 0 takes a free one.
+            max_trajectories: Most of a run; a sample is kept of more.
+
+        Raises:
+            SettingsError: There is no run, or max_trajectories is below 1.
+            DataError: A path is no run's.
+            OSError: The port is taken, or a file cannot be read.
+        """
+        check_request(runs, max_trajectories)
+        self._runs = tuple(runs)
+        self._max_trajectories = max_trajectories
+        self._token = secrets.token_urlsafe(16)
+        names = run_names([open_run(path).name for path in runs])
+        self.page = page_head(", ".join(names), is_live=True) + page_tail(None)
+        self._folder = tempfile.TemporaryDirectory(prefix="rl-report-")
+        self._is_over = threading.Event()
+        self._before: set[str] = set()
+        self._names: set[str] = set()
+        self.manifest = b""
+        try:
+            self._server = _Server((LOOPBACK, port), self)
+            self._seen = self._signature()
+            self._renew()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, args=(0.1,), name="report-server", daemon=True),
+            threading.Thread(target=self._follow, name="report-renewal", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where the page is; who does not know it gets nothing."""
+        return f"http://{LOOPBACK}:{self.port}/{self._token}/"
+
+    @property
+    def port(self) -> int:
+        """On loopback."""
+        port: int = self._server.server_address[1]
+        return port
+
+    def wait(self) -> None:
+        """Return when `close` was called; Ctrl-C is a KeyboardInterrupt here."""
+        while not self._is_over.wait(LOOK_EVERY_S):
+            pass
+
+    def close(self) -> None:
+        """Answer no more. Can be called twice."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        self._server.shutdown()
+        self._server.server_close()
+        for thread in self._threads:
+            thread.join()
+        self._folder.cleanup()
+
+    def answer(self, path: str) -> tuple[bytes, str] | None:
+        """Content and type of what lies at a path; None where nothing does."""
+        _, _, rest = path.partition("/")
+        token, _, name = rest.partition("/")
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            return None
+        if name == "":
+            return self.page, "text/html; charset=utf-8"
+        if name == "manifest":
+            return self.manifest, "application/json"
+        folder, _, blob = name.partition("/")
+        if folder == "blob" and blob in self._names | self._before:
+            return (Path(self._folder.name) / blob).read_bytes(), "application/octet-stream"
+        return None
+
+    def _follow(self) -> None:
+        """Renew the report whenever a run has written, but not all the time."""
+        pause_s = LOOK_EVERY_S
+        while not self._is_over.wait(pause_s):
+            began = time.monotonic()
+            signature = self._signature()
+            if signature != self._seen:
+                self._seen = signature
+                try:
+                    self._renew()
+                except (RLError, OSError) as error:
+                    log.warning("report_not_renewed", error=str(error))
+            pause_s = max(LOOK_EVERY_S, (time.monotonic() - began) * (1 / BUSY_SHARE - 1))
+
+    def _renew(self) -> None:
+        sink = FolderBlobs(Path(self._folder.name))
+        manifest = pack_runs([open_run(path) for path in self._runs], sink, max_trajectories=self._max_trajectories)
+        gone = self._before - self._names - sink.names
+        self._before, self._names = self._names, sink.names  # a page may still ask for parts of the last report
+        self.manifest = json.dumps(manifest).encode()
+        for name in gone:
+            (Path(self._folder.name) / name).unlink(missing_ok=True)
+
+    def _signature(self) -> list[tuple[str, int, int]]:
+        """Sizes and times of the runs' files, which tell whether any was written."""
+        found = []
+        for path in self._runs:
+            folder = path if path.is_dir() else path.parent
+            for file in (path, *(folder / name for name in (*FILES, "health.json"))):
+                try:
+                    state = file.stat()
+                except OSError:
+                    continue
+                found.append((str(file), state.st_size, state.st_mtime_ns))
+        return found
+
+
+class _Server(ThreadingHTTPServer):
+    """Listens for a report's readers."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], report: ReportServer) -> None:
+        self.report = report
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that went away is no fault; nothing is written to the terminal."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one reader."""
+
+    server: _Server
+    timeout = 30.0
+    server_version = "rl-metrics"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer with the page, or what it asks for."""
+        if not self._is_addressed():
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+            return
+        found = self._found()
+        if found is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        content, kind = found
+        self.send_response(HTTPStatus.OK)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Nothing is written to the terminal."""
+
+    def _is_addressed(self) -> bool:
+        """Whether the reader named this machine: a page elsewhere whose name was turned to loopback names itself."""
+        port = self.server.report.port
+        return self.headers.get("Host", "") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
+
+    def _found(self) -> tuple[bytes, str] | None:
+        try:
+            return self.server.report.answer(self.path.partition("?")[0])
+        except OSError:  # a part that was dropped meanwhile
+            return None

@@ -1,0 +1,109 @@
+"""Reports of runs: one file, written while a run goes on or when it has ended."""
+
+import time
+from collections.abc import Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from rl_core.durable_files import sync_file, sync_folder
+from rl_core.errors import SettingsError
+from rl_metrics.report.blobs import BlobSink, PageBlobs
+from rl_metrics.report.curves import pack_curves
+from rl_metrics.report.packing import pack
+from rl_metrics.report.page import page_head, page_tail, run_names
+from rl_metrics.report.rollout_blobs import RolloutPacker
+from rl_metrics.report.run_parts import (
+    describe_verdict,
+    flat_settings,
+    notable_events,
+    pack_distributions,
+    pack_probes,
+    read_verdict,
+    slowest_sessions,
+)
+from rl_metrics.report.sample import choose
+from rl_metrics.run_record import RunRecord
+
+MAX_TRAJECTORIES = 50_000
+"""Of a run, in a report; more are sampled."""
+
+
+def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: int = MAX_TRAJECTORIES) -> None:
+    """Write one HTML file that shows the runs, also ones that are still writing; it appears whole or not at all.
+
+    Args:
+        runs: At least one; several are compared. What a record has read already is shown as it was read.
+        output: The file; its folder is made where missing.
+        max_trajectories: Most trajectories of a run; a sample is kept of more, worst cases in it.
+
+    Raises:
+        SettingsError: There is no run, or max_trajectories is below 1.
+        OSError: The file cannot be written, or a run's cannot be read.
+    """
+    check_request(runs, max_trajectories)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(f".{output.name}.part")
+    try:
+        with part.open("wb") as page:
+            names = run_names([run.name for run in runs])
+            page.write(page_head(", ".join(names)))
+            sink = PageBlobs(page)
+            page.write(page_tail(pack_runs(runs, sink, max_trajectories=max_trajectories)))
+        sync_file(part)
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_folder(output.parent)
+
+
+def check_request(runs: Sequence[object], max_trajectories: int) -> None:
+    """Refuse what makes no report.
+
+    Raises:
+        SettingsError: There is no run, or max_trajectories is below 1.
+    """
+    if not runs:
+        raise SettingsError("a report needs at least one run; found none.")
+    if max_trajectories < 1:
+        raise SettingsError(f"max_trajectories must be at least 1; found {max_trajectories}.")
+
+
+def pack_runs(runs: Sequence[RunRecord], sink: BlobSink, *, max_trajectories: int) -> dict[str, Any]:
+    """Pack all of the runs; gives the manifest, by which a page finds them."""
+    names = run_names([run.name for run in runs])
+    packed = [_pack_run(run, name, sink, max_trajectories) for run, name in zip(runs, names, strict=True)]
+    return {"runs": packed, "written": round(time.time(), 3)}
+
+
+def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) -> str:
+    history = run.history
+    curves, columns = pack_curves(history)
+    distributions, distribution_columns = pack_distributions(run)
+    probes, probe_columns = pack_probes(run.probes)
+    header = {
+        "name": name,
+        "folder": str(run.folder),
+        "step": int(history.steps[-1]) if len(history.steps) else 0,
+        "steps": len(history.steps),
+        "times": [float(history.times[0]), float(history.times[-1])] if len(history.times) else [None, None],
+        "is_finished": run.is_finished,
+        "verdict": describe_verdict(read_verdict(run)),
+        "curves": curves,
+        "distributions": distributions,
+        "probes": probes,
+        "slowest": slowest_sessions(run),
+        "events": notable_events(run),
+        "settings": flat_settings(run.settings),
+        "summary": flat_settings(run.summary),
+        "index": _pack_rollouts(run, sink, max_trajectories),
+    }
+    return sink.put(pack(header, columns | distribution_columns | probe_columns))
+
+
+def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int) -> str:
+    kept, count = choose(run.rollouts(), limit=max_trajectories)
+    packer = RolloutPacker(sink)
+    for row in compress(run.rollouts(), kept):
+        packer.add(row)
+    return packer.finish(num_recorded=count)

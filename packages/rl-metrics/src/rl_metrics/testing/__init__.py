@@ -1,0 +1,1 @@
+"""What tests and benchmarks of runs' records share."""
