@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from rl_core.errors import ShapeError
 from rl_core.ragged import Ragged
 from rl_core.records import Timings, Trajectory
 from rl_metrics.rollout_metrics import (
+    count_turns,
     spread,
     summarize_batch,
     summarize_components,
@@ -58,6 +60,9 @@ def test_hand_computed_batch():
         "critic/rewards/max": 1.0,
         "critic/rewards/min": 0.0,
         "rollout/positive_reward_ratio": 0.75,
+        "num_turns/mean": 1.75,
+        "num_turns/max": 2.0,
+        "num_turns/min": 1.0,
         "rollout/groups_without_spread_ratio": 0.5,
         "rollout/group_reward_std": 0.25,
         "prompt_length/mean": 3.0,
@@ -85,6 +90,34 @@ def test_every_name_is_defined():
     )
     for name in names:
         DEFINITIONS.lookup(name)
+
+
+def test_turns_hand_computed():
+    masks = [[0, 0, 1, 1], [0, 1, 1, 0, 1], [1, 0, 1], [0, 0], [1]]
+    assert count_turns(masked(masks)).tolist() == [2, 4, 3, 1, 1]
+
+
+def masked(masks):
+    return Batch.from_trajectories(
+        [
+            Trajectory(
+                prompt_uid=f"p{row}",
+                session_index=0,
+                input_ids=np.zeros(len(mask), dtype=np.int32),
+                loss_mask=np.asarray(mask, dtype=np.bool_),
+                rollout_logprobs=np.zeros(len(mask), dtype=np.float32),
+                policy_versions=np.zeros(len(mask), dtype=np.int32),
+            )
+            for row, mask in enumerate(masks)
+        ]
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.booleans(), max_size=8), min_size=1, max_size=8))
+def test_turns_agree_with_a_loop(masks):
+    expected = [len(list(itertools.groupby(mask))) for mask in masks]
+    assert count_turns(masked(masks)).tolist() == expected
 
 
 def test_advantages_count_trained_tokens_only():

@@ -1,7 +1,7 @@
 """The part of the table about the asynchronous trainer: who waits, how old what trains is, what was lost."""
 
 from rl_metrics.definitions import Band
-from rl_metrics.entries import BY_DESIGN, GUIDE, mean, one, seconds
+from rl_metrics.entries import BY_DESIGN, THUMB, mean, one, seconds
 
 PERCENTILES = ("tp50", "tp95", "tp99")
 
@@ -12,7 +12,7 @@ ASYNC = (
         "Share of the time since the step before in which the learner did not work on a step: waiting for rollouts, "
         "packing weights, waiting for the publication before, a checkpoint, a validation that the step waits for.",
         over="step",
-        healthy=Band(high=0.1, source=GUIDE),
+        healthy=Band(high=0.1, source=THUMB),
     ),
     mean(
         "fully_async/rollouter/idle_ratio",
@@ -20,7 +20,7 @@ ASYNC = (
         "Share of the engines' time since the step before in which they had nothing to generate, weight updates "
         "included.",
         over="step",
-        healthy=Band(high=0.2, source=GUIDE),
+        healthy=Band(high=0.2, source=THUMB),
     ),
     one(
         "fully_async/count/stale_trajectory_processed",

@@ -1,7 +1,7 @@
 """The part of the table about the mismatch of engine and learner."""
 
 from rl_metrics.definitions import Band, Metric, WeightedBy
-from rl_metrics.entries import GUIDE, mean, one
+from rl_metrics.entries import THUMB, mean, one
 
 
 def _rejection(*, stem: str, of: str, over: WeightedBy) -> tuple[Metric, ...]:
@@ -24,14 +24,14 @@ CORRECTION = (
         "nats",
         "k1 estimate of KL from the engine's policy to the learner's (mean of rollout minus old logprobs).",
         over="token",
-        healthy=Band(low=-0.1, high=0.1, source=GUIDE),
+        healthy=Band(low=-0.1, high=0.1, source=THUMB),
     ),
     mean(
         "rollout_corr/k3_kl",
         "nats",
         "k3 estimate of KL from the engine's policy to the learner's.",
         over="token",
-        healthy=Band(high=0.1, source=GUIDE),
+        healthy=Band(high=0.1, source=THUMB),
     ),
     mean("rollout_corr/training_ppl", "1", "Perplexity of responses under the learner.", over="trajectory"),
     mean("rollout_corr/training_log_ppl", "nats", "Log perplexity of responses under the learner.", over="trajectory"),
@@ -53,7 +53,7 @@ CORRECTION = (
         "1",
         "Learner's over engine's perplexity of a response.",
         over="trajectory",
-        healthy=Band(low=0.9, high=1.1, source=GUIDE),
+        healthy=Band(low=0.9, high=1.1, source=THUMB),
     ),
     mean("rollout_corr/chi2_token", "1", "Chi-squared divergence by token: mean squared ratio minus 1.", over="token"),
     mean("rollout_corr/chi2_seq", "1", "Chi-squared divergence by whole response.", over="trajectory"),
@@ -62,7 +62,7 @@ CORRECTION = (
         "1",
         "Importance weight of a trained token, mean.",
         over="token",
-        healthy=Band(low=0.5, high=2.0, source=GUIDE),
+        healthy=Band(low=0.5, high=2.0, source=THUMB),
     ),
     one("rollout_corr/rollout_is_std", "1", "Importance weight, standard deviation."),
     one("rollout_corr/rollout_is_max", "1", "Importance weight, largest.", reduction="max"),
@@ -72,7 +72,7 @@ CORRECTION = (
         "1",
         "Effective share of the samples after weighting: 1 / mean of squared normalised weights.",
         over="step",
-        healthy=Band(low=0.5, high=1.0, source=GUIDE),
+        healthy=Band(low=0.5, high=1.0, source=THUMB),
     ),
     mean("rollout_corr/rollout_is_ratio_fraction_high", "1", "Share of ratios above the upper bound.", over="token"),
     mean("rollout_corr/rollout_is_ratio_fraction_low", "1", "Share of ratios below the lower bound.", over="token"),
@@ -98,7 +98,7 @@ CORRECTION = (
         "1",
         "Share of tokens that were rejected by any criterion.",
         over="token",
-        healthy=Band(high=0.1, source=GUIDE),
+        healthy=Band(high=0.1, source=THUMB),
     ),
     mean(
         "rollout_corr/rollout_rs_seq_masked_fraction",

@@ -1,7 +1,7 @@
 """The part of the table about distillation: how student and teachers compare, and what teachers cost."""
 
 from rl_metrics.definitions import Band, Metric
-from rl_metrics.entries import BY_DESIGN, GUIDE, mean, one, seconds
+from rl_metrics.entries import BY_DESIGN, THUMB, mean, one, seconds
 
 
 def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
@@ -21,7 +21,7 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
             "1",
             f"Share of the teacher's likeliest tokens that are among as many of the student's{of}.",
             over="token",
-            healthy=Band(low=0.3, high=1.0, source=GUIDE),
+            healthy=Band(low=0.3, high=1.0, source=THUMB),
         ),
         mean(
             f"{stem}/tail_mass",
@@ -34,7 +34,7 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
             "1",
             f"Share of tokens whose loss, or a logprob in it, was clamped{of}.",
             over="token",
-            healthy=Band(high=0.01, source=GUIDE),
+            healthy=Band(high=0.01, source=THUMB),
         ),
         mean(f"{stem}/agreement", "1", f"Share of tokens where both find the same token likeliest{of}.", over="token"),
         mean(
@@ -42,7 +42,7 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
             "1",
             f"Share of trained tokens that a teacher scored{of}; below 1 where its tokenizer is another.",
             over="token",
-            healthy=Band(low=0.5, high=1.0, source=GUIDE),
+            healthy=Band(low=0.5, high=1.0, source=THUMB),
         ),
     )
 

@@ -2,7 +2,9 @@
 
 from rl_metrics.definitions import Band, Metric, Reduction, WeightedBy
 
-GUIDE = "rule of thumb"
+GUIDE = "evaluation guide"
+GUIDE_KL = f"{GUIDE}, which likes 0.005 to 0.02"
+THUMB = "rule of thumb"
 BY_DESIGN = "by definition"
 PROOF = "weight proof in float32"
 

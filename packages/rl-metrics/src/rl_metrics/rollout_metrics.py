@@ -19,7 +19,7 @@ TOKEN_SPREADS = {"advantages": "critic/advantages", "returns": "critic/returns",
 def summarize_batch(
     batch: Batch, *, policy_version: int | None = None, max_prompt_tokens: int | None = None
 ) -> dict[str, float]:
-    """Rewards, advantages, lengths, groups and staleness of a batch.
+    """Rewards, advantages, lengths, turns, groups and staleness of a batch.
 
     Args:
         batch: Needs input_ids, loss_mask, num_prompt_tokens, reward and is_truncated; advantages, returns,
@@ -39,12 +39,29 @@ def summarize_batch(
     mask = batch.ragged("loss_mask").values
     metrics |= summarize_rewards(batch.dense("reward"), group_index=batch.group_index())
     metrics |= _length_metrics(batch, max_prompt_tokens)
+    metrics |= spread("num_turns", count_turns(batch))
     for column, stem in TOKEN_SPREADS.items():
         if column in batch:
             metrics |= spread(stem, batch.ragged(column).values[mask])
     if policy_version is not None and "policy_versions" in batch:
         metrics |= _staleness_metrics(batch, policy_version)
     return metrics
+
+
+def count_turns(batch: Batch) -> NDArray[np.int64]:
+    """[N] turns of each trajectory: the prompt, what the policy sampled, and what tools or environments answered.
+
+    A turn is a run of tokens that were all sampled, or all not: 2 where a prompt was answered, 1 where nothing was.
+
+    Args:
+        batch: Needs loss_mask.
+    """
+    mask = batch.ragged("loss_mask")
+    changes = np.empty(len(mask.values), dtype=np.bool_)
+    changes[1:] = mask.values[1:] != mask.values[:-1]
+    changes[mask.offsets[:-1][mask.lengths > 0]] = True  # each row begins a turn
+    before = np.concatenate([[0], np.cumsum(changes)])
+    return np.asarray(before[mask.offsets[1:]] - before[mask.offsets[:-1]], dtype=np.int64)
 
 
 def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]:

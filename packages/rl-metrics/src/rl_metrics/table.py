@@ -8,8 +8,9 @@ from rl_metrics.correction_table import CORRECTION
 from rl_metrics.definitions import Band, Metric, MetricTable
 from rl_metrics.distillation_table import DISTILLATION
 from rl_metrics.distribution_table import DISTRIBUTIONS
-from rl_metrics.entries import BY_DESIGN, GUIDE, PROOF, mean, one, seconds, spread
+from rl_metrics.entries import BY_DESIGN, GUIDE, GUIDE_KL, PROOF, THUMB, mean, one, spread
 from rl_metrics.memory_table import MEMORY
+from rl_metrics.timing_table import TIMING
 from rl_metrics.validation_table import VALIDATION
 
 TRAINING = (
@@ -27,7 +28,7 @@ TRAINING = (
         "1",
         "Absolute difference of learner's and engine's probability of a sampled token, mean.",
         over="token",
-        healthy=Band(high=0.01, source=GUIDE),
+        healthy=Band(high=0.01, source=THUMB),
     ),
     one("training/rollout_probs_diff_max", "1", "Largest absolute difference of those probabilities.", reduction="max"),
     one("training/rollout_probs_diff_std", "1", "Sample standard deviation of that absolute difference."),
@@ -35,41 +36,53 @@ TRAINING = (
         "training/rollout_actor_probs_pearson_corr",
         "1",
         "Correlation of learner's and engine's probabilities of the sampled tokens.",
-        healthy=Band(low=0.99, high=1.0, source=GUIDE),
+        healthy=Band(low=0.99, high=1.0, source=THUMB),
     ),
 )
 
 ACTOR = (
     mean("actor/loss", "1", "The whole objective over the global batch.", over="step"),
-    mean("actor/pg_loss", "1", "Policy-gradient part of the objective.", over="token"),
+    mean(
+        "actor/pg_loss",
+        "1",
+        "Policy-gradient part of the objective.",
+        over="token",
+        healthy=Band(low=-0.5, high=0.5, source=THUMB),
+    ),
     mean(
         "actor/pg_clipfrac",
         "1",
         "Share of trained tokens whose ratio was clipped by the PPO band.",
         over="token",
-        healthy=Band(high=0.2, source=GUIDE),
+        healthy=Band(high=0.2, source=THUMB),
     ),
     mean(
         "actor/pg_clipfrac_lower",
         "1",
         "Share of trained tokens clipped by the dual clip (negative advantage, large ratio).",
         over="token",
-        healthy=Band(high=0.1, source=GUIDE),
+        healthy=Band(high=0.1, source=THUMB),
     ),
     mean(
         "actor/ppo_kl",
         "nats",
         "k1 estimate of KL from the old policy to the trained one (mean of old minus new logprobs).",
         over="token",
-        healthy=Band(low=-0.03, high=0.03, source=GUIDE),
+        healthy=Band(low=-0.03, high=0.03, source=GUIDE_KL),
     ),
-    mean("actor/entropy", "nats", "Entropy of the policy at trained tokens.", over="token"),
+    mean(
+        "actor/entropy",
+        "nats",
+        "Entropy of the policy at trained tokens.",
+        over="token",
+        healthy=Band(low=0.2, high=0.5, source=f"{GUIDE}, late in a run"),
+    ),
     mean(
         "actor/kl_loss",
         "nats",
         "KL of the policy to the frozen reference, before its coefficient.",
         over="token",
-        healthy=Band(high=0.03, source=GUIDE),
+        healthy=Band(high=0.03, source=GUIDE_KL),
     ),
     one("actor/kl_coef", "1", "Coefficient of the KL to the reference."),
     one("actor/reference_kl", "nats", "KL of the policy that sampled the batch to the frozen reference."),
@@ -103,7 +116,7 @@ CRITIC = (
         unit="1",
         meaning="Advantage of a trained token",
         over="token",
-        healthy_mean=Band(low=-0.5, high=0.5, source=GUIDE),
+        healthy_mean=Band(low=-0.5, high=0.5, source=THUMB),
     ),
     *spread("critic/returns", unit="1", meaning="Return of a trained token", over="token"),
     *spread("critic/values", unit="1", meaning="The critic's value of a trained token", over="token"),
@@ -113,7 +126,7 @@ CRITIC = (
         "1",
         "Share of trained tokens whose value was clipped.",
         over="token",
-        healthy=Band(high=0.2, source=GUIDE),
+        healthy=Band(high=0.2, source=THUMB),
     ),
     mean("critic/vpred_mean", "1", "Value of a trained token by the critic in training.", over="token"),
     one("critic/grad_norm", "1", "Global norm of the critic's gradients before clipping."),
@@ -131,16 +144,22 @@ ROLLOUT = (
         "1",
         "Share of responses cut at the length limit.",
         over="trajectory",
-        healthy=Band(high=0.1, source=GUIDE),
+        healthy=Band(high=0.1, source=THUMB),
     ),
     *spread("prompt_length", unit="tokens", meaning="Tokens before the first sampled one", over="trajectory"),
+    *spread(
+        "num_turns",
+        unit="turns",
+        meaning="Turns of a trajectory: the prompt, what the policy sampled, and what tools or environments answered",
+        over="trajectory",
+    ),
     mean("prompt_length/clip_ratio", "1", "Share of prompts as long as the limit.", over="trajectory"),
     mean(
         "response/aborted_ratio",
         "1",
         "Share of trajectories in which nothing trains.",
         over="trajectory",
-        healthy=Band(high=0.1, source=GUIDE),
+        healthy=Band(high=0.1, source=THUMB),
     ),
     one("rollout/num_groups", "groups", "Prompts in the batch.", reduction="sum"),
     one("rollout/num_trajectories", "trajectories", "Trajectories in the batch.", reduction="sum"),
@@ -193,7 +212,7 @@ ROLLOUT = (
         "1",
         "Share of groups whose rewards are all equal; such a group teaches nothing.",
         over="group",
-        healthy=Band(high=0.9, source=GUIDE),
+        healthy=Band(high=0.9, source=THUMB),
     ),
     mean("rollout/group_reward_std", "1", "Standard deviation of the rewards within a group.", over="group"),
     *(
@@ -263,28 +282,6 @@ QUEUE = (
     one("queue/sessions_left_out", "sessions", "Sessions that no task waited for any longer, so far."),
     one("queue/acks/{task}", "groups", "Groups that this task has acked so far."),
     one("queue/drops/{reason}", "groups", "Groups dropped for this reason so far."),
-)
-
-TIMING = (
-    seconds("step", "One whole step"),
-    seconds("gen", "Generation, with agent loops"),
-    seconds("load_rollouts", "Loading rollouts from a skip cache, within the generation's time"),
-    seconds("replayed_gen", "What the generation of replayed rollouts took when they were made"),
-    seconds("reward", "Rewards outside the agent loops"),
-    seconds("old_log_prob", "The learner's logprobs before the update"),
-    seconds("ref", "Logprobs of the frozen reference"),
-    seconds("values", "The critic's values"),
-    seconds("adv", "Advantages, correction weights and loss weights"),
-    seconds("update_actor", "Forward, backward and optimizer step of the policy"),
-    seconds("update_critic", "Forward, backward and optimizer step of the critic"),
-    seconds("update_weights", "Publishing weights to the engines, proof included"),
-    seconds("testing", "Validation, also one beside the training, from its issue to its last sample"),
-    seconds("save_checkpoint", "Writing a checkpoint"),
-    seconds("dump_rollout_generations", "Writing the step's generations"),
-    one("perf/total_num_tokens", "tokens", "Prompt and response tokens of the batch.", reduction="sum"),
-    one("perf/time_per_step", "s", "Time of one whole step.", reduction="max"),
-    one("perf/throughput", "tokens/s", "Prompt and response tokens a second and device."),
-    one("perf/samples_per_s", "trajectories/s", "Trajectories trained a second."),
 )
 
 RECORDING = (

@@ -1,0 +1,52 @@
+"""What follows from the times of a step: milliseconds a token, and how much of the devices' peak was used."""
+
+from collections.abc import Mapping
+
+from rl_core.errors import SettingsError
+
+TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases that go over all tokens of the batch; "gen" goes over those of the responses."""
+
+ROLES = {"actor": "update_actor", "critic": "update_critic", "actor_infer": "old_log_prob", "ref": "ref"}
+"""Phase in which each role computes."""
+
+
+def per_token_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`timing_per_token_ms/{phase}` of a step's metrics, where they hold `timing_s/{phase}` and the tokens.
+
+    Args:
+        metrics: Of a step, reduced. `perf/total_num_tokens` counts all tokens, `response_length/mean` times
+            `rollout/num_trajectories` those of the responses.
+    """
+    num_tokens = metrics.get("perf/total_num_tokens", 0.0)
+    num_response_tokens = metrics.get("response_length/mean", 0.0) * metrics.get("rollout/num_trajectories", 0.0)
+    counts = {"gen": num_response_tokens} | dict.fromkeys(TOKEN_PHASES, num_tokens)
+    return {
+        f"timing_per_token_ms/{phase}": 1000.0 * metrics[f"timing_s/{phase}"] / count
+        for phase, count in counts.items()
+        if count > 0 and f"timing_s/{phase}" in metrics
+    }
+
+
+def model_flops_utilization(
+    metrics: Mapping[str, float], *, flops: Mapping[str, float], peak_tflops: float, num_devices: int = 1
+) -> dict[str, float]:
+    """`perf/mfu/{role}`: the operations that the model needed, over those that the devices could do in the time.
+
+    Args:
+        metrics: Of a step, reduced, with `timing_s/{phase}`.
+        flops: Operations of a role in the step, by role of `ROLES`; 3 forward passes' worth for one that trains.
+        peak_tflops: What a device can do at most, in 10**12 operations a second.
+        num_devices: That share the work.
+
+    Raises:
+        SettingsError: peak_tflops or num_devices is not above 0.
+    """
+    if not (peak_tflops > 0 and num_devices > 0):
+        raise SettingsError(
+            f"peak_tflops and num_devices must be above 0; found {peak_tflops} and {num_devices}. Take the dense peak "
+            "of the dtype from the device's data sheet."
+        )
+    peak = peak_tflops * 1e12 * num_devices
+    seconds = {role: metrics.get(f"timing_s/{ROLES[role]}", 0.0) for role in flops}
+    return {f"perf/mfu/{role}": flops[role] / taken / peak for role, taken in seconds.items() if taken > 0}
