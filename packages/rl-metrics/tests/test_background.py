@@ -4,6 +4,7 @@ import pytest
 import structlog
 
 from rl_core.errors import NotReadyError, SettingsError
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.fanout import Fanout
 
@@ -31,6 +32,9 @@ class GatedTracker:
 
     def log_generations(self, step, name, samples):
         self._take(step, (name, samples))
+
+    def log_histograms(self, step, histograms):
+        self._take(step, ("histograms", histograms))
 
     def close(self):
         self.is_closed.set()
@@ -205,3 +209,14 @@ def test_after_close_it_says_so():
 def test_impossible_settings_are_refused(changed):
     with pytest.raises(SettingsError, match="at least"):
         BackgroundTracker(GatedTracker(is_open=True), name="slow", **changed)
+
+
+def test_histograms_are_queued_as_they_were_given(gated):
+    tracker = BackgroundTracker(gated, name="slow")
+    given = {"distribution/reward": Histogram()}
+    tracker.log_histograms(1, given)
+    expected = dict(given)
+    given.clear()
+    gated.gate.set()
+    tracker.close()
+    assert gated.calls == [(1, ("histograms", expected), "tracker-slow")]

@@ -1,5 +1,6 @@
 import structlog
 
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.fanout import Fanout
 
 
@@ -24,6 +25,11 @@ class ListTracker:
         if step == self.fails_at:
             raise OSError("disk full")
         self.rows.append((step, name, list(samples)))
+
+    def log_histograms(self, step, histograms):
+        if step == self.fails_at:
+            raise OSError("disk full")
+        self.rows.append((step, dict(histograms)))
 
     def close(self):
         self.num_closed += 1
@@ -79,6 +85,18 @@ def test_late_metrics_go_to_all_that_still_work():
     assert good.rows == [(step, "late", {"a": 1.0}) for step in (1, 2, 3)]
     assert fanout.active == ("good",)
     assert bad.num_closed == 1
+    assert [entry["event"] for entry in logs] == ["tracker_failed"]
+
+
+def test_histograms_go_to_all_that_still_work():
+    good, bad = ListTracker(), ListTracker(fails_at=2)
+    fanout = Fanout({"bad": bad, "good": good})
+    histograms = {"distribution/reward": Histogram()}
+    with structlog.testing.capture_logs() as logs:
+        for step in (1, 2, 3):
+            fanout.log_histograms(step, histograms)
+    assert bad.rows == [(1, histograms)]
+    assert good.rows == [(step, histograms) for step in (1, 2, 3)]
     assert [entry["event"] for entry in logs] == ["tracker_failed"]
 
 

@@ -10,8 +10,9 @@ import structlog
 
 from rl_core.errors import NotReadyError
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
-from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_generations, read_metrics
+from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_generations, read_histograms, read_metrics
 
 ENDLESS = """
 import sys
@@ -205,3 +206,51 @@ def test_late_metrics_join_their_step_and_replace_nothing(tmp_path):
     assert [row.step for row in rows] == [1, 2, 3]
     assert rows[1].metrics == {"actor/loss": 2.0, "val-core/all/reward/mean@1": 0.5}
     assert rows[2].metrics == {"actor/loss": 3.0}
+
+
+def histogram(*values):
+    one = Histogram()
+    one.add(values)
+    return one
+
+
+def test_histograms_lie_beside_the_metrics(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=lambda: 1.0)
+    tracker.log(1, {"a": 1.0})
+    assert not (tmp_path / "histograms.jsonl").exists()
+    tracker.log_histograms(1, {"distribution/reward": histogram(1.0)})
+    tracker.close()
+    sketch = histogram(1.0).to_json()
+    assert json.loads((tmp_path / "histograms.jsonl").read_text()) == {
+        "step": 1,
+        "time": 1.0,
+        "histograms": {"distribution/reward": sketch},
+    }
+    (row,) = read_histograms(tmp_path / "histograms.jsonl")
+    assert (row.step, row.time) == (1, 1.0)
+    assert row.histograms["distribution/reward"].to_json() == sketch
+    with pytest.raises(NotReadyError, match="is closed"):
+        tracker.log_histograms(2, {})
+
+
+def test_histograms_of_repeated_steps_torn_lines_and_nonsense(tmp_path):
+    path = tmp_path / "histograms.jsonl"
+    for steps, value in ((range(1, 5), 1.0), (range(3, 6), 2.0)):
+        tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+        for step in steps:
+            tracker.log_histograms(step, {"distribution/reward": histogram(value)})
+        tracker.close()
+    bad = histogram(7.0).to_json() | {"count": -1}
+    with path.open("a") as file:
+        file.write(json.dumps({"step": "6", "histograms": {}}) + "\n")
+        file.write(json.dumps({"step": 7, "histograms": []}) + "\n")
+        file.write(json.dumps({"step": 6, "histograms": {"a": bad, "b": histogram(3.0).to_json(), "c": None}}) + "\n")
+        file.write('{"step": 1, "histograms": {"a')
+    with structlog.testing.capture_logs():
+        rows = read_histograms(path)
+        replaced = read_histograms(path, with_replaced=True)
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.histograms["distribution/reward"].max for row in rows[:5]] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert list(rows[-1].histograms) == ["b"]
+    assert np.isnan(rows[-1].time)
+    assert [row.step for row in replaced] == [1, 2, 3, 4, 3, 4, 5, 6]

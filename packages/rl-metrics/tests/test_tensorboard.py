@@ -5,10 +5,12 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as PlainReader
 from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.util.tensor_util import make_ndarray
 from tracker_files import table_cells, tensorboard_events, tensorboard_series
 
 from rl_core.errors import MissingExtraError, NotReadyError
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.tensorboard import TensorBoardTracker
 
 EVIL = "<script>x</script> | **bold** `code` [a](b) ![i](j) _u_ &amp; \\| # 1. ~~~\nline\x1b[2J http://a.b <br>"
@@ -50,6 +52,51 @@ def test_generations_are_a_table_at_their_step(tmp_path):
         ["nan", "1+1", "2", "", "timeout", "2 to 4", "learner", "p2"],
     ]
     assert tensorboard_events(tmp_path).SummaryMetadata("val/generations").plugin_data.plugin_name == "text"
+
+
+def histogram(*values):
+    one = Histogram()
+    one.add(values)
+    return one
+
+
+def test_histograms_are_read_back_by_tensorboards_readers(tmp_path):
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_histograms(
+        3, {"distribution/reward": histogram(0.0, 0.0, 1.0, 0.5), "distribution/advantage": histogram()}
+    )
+    tracker.log(3, {"a": 1.0})
+    tracker.log_histograms(4, {"distribution/reward": histogram(-1e300, 1e300)})
+    tracker.close()
+    plain = PlainReader(str(tmp_path), size_guidance={"histograms": 0})  # as scripts read it
+    plain.Reload()
+    assert plain.Tags()["histograms"] == ["distribution/reward"]
+    first, second = plain.Histograms("distribution/reward")
+    assert (first.step, second.step) == (3, 4)
+    value = first.histogram_value
+    assert (value.min, value.max, value.num, value.sum) == (0.0, 1.0, 4, 1.5)
+    assert sum(value.bucket) == 4
+    assert (value.bucket[0], value.bucket_limit[-1]) == (2, 1.0)
+    events = tensorboard_events(tmp_path)  # as the pages read it
+    assert events.SummaryMetadata("distribution/reward").plugin_data.plugin_name == "histograms"
+    buckets = make_ndarray(events.Tensors("distribution/reward")[0].tensor_proto)
+    assert (buckets[0, 0], buckets[-1, 1]) == (0.0, 1.0)
+    assert [count for _, _, count in buckets if count] == [2.0, 1.0, 1.0]
+    held = [left <= 0.5 <= right for left, right, count in buckets if count == 1.0]
+    assert held == [True, False]
+
+
+def test_histograms_of_a_repeated_step_are_replaced(tmp_path):
+    for attempt in (1, 2):
+        tracker = TensorBoardTracker(tmp_path)
+        for step in range(3 - attempt, 4):
+            tracker.log_histograms(step, {"distribution/reward": histogram(float(attempt))})
+            tracker.log(step, {"a": 1.0})
+        tracker.close()
+    plain = PlainReader(str(tmp_path), size_guidance={"histograms": 0})
+    plain.Reload()
+    rows = plain.Histograms("distribution/reward")
+    assert [(row.step, row.histogram_value.max) for row in rows] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
 def test_no_text_is_taken_for_markdown_or_html(tmp_path):

@@ -11,6 +11,7 @@ from tracker_files import wandb_attempts, wandb_history, wandb_records
 
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.wandb import COLUMNS, WandbTracker
 
@@ -124,6 +125,21 @@ def test_generations_are_a_table_at_their_step(tmp_path):
         [8, "p1", "1+1", "<b>\n2", 1.0, "2", 3, 4, "rollouter", None, '{"acc": 1.0}'],
         [8, "p2", "2+2", "", None, None, 4, 4, "learner", "timeout", "{}"],
     ]
+
+
+def test_histograms_stand_at_their_step(tmp_path):
+    histogram = Histogram()
+    histogram.add([0.0, 0.0, 1.0])
+    tracker = start(tmp_path)
+    tracker.log_histograms(5, {"distribution/reward": histogram, "distribution/advantage": Histogram()})
+    tracker.close()
+    (row,) = wandb_history(wandb_attempts(tmp_path)[0])
+    assert row["training/global_step"] == 5
+    assert row["distribution/reward|_type"] == "histogram"
+    counts, bins = row["distribution/reward|values"], row["distribution/reward|bins"]
+    assert (counts[0], counts[-1], sum(counts)) == (2, 1, 3)
+    assert (bins[0], bins[-1], len(bins)) == (0.0, 1.0, len(counts) + 1)
+    assert not any("advantage" in key for key in row)
 
 
 def test_offline_nothing_reaches_the_network(tmp_path):

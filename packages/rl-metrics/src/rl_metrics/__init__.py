@@ -2,8 +2,10 @@
 
 from rl_metrics.async_metrics import summarize_processing_times, summarize_staleness
 from rl_metrics.definitions import Band, Metric, MetricTable
+from rl_metrics.distributions import batch_distributions, timing_distributions
 from rl_metrics.events import EventLog, read_events
 from rl_metrics.generations import GenerationSample, draw_generations
+from rl_metrics.histogram import Histogram
 from rl_metrics.memory import memory_metrics
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.reduction import Recorder
@@ -18,7 +20,15 @@ from rl_metrics.table import DEFINITIONS
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleTracker, Reading
 from rl_metrics.trackers.fanout import Fanout
-from rl_metrics.trackers.jsonl import GenerationTable, JsonlTracker, MetricRow, read_generations, read_metrics
+from rl_metrics.trackers.jsonl import (
+    GenerationTable,
+    JsonlTracker,
+    MetricRow,
+    StepHistograms,
+    read_generations,
+    read_histograms,
+    read_metrics,
+)
 from rl_metrics.trackers.protocol import Tracker
 from rl_metrics.validation import ValidationResponses, headline, summarize_validation
 
@@ -31,19 +41,23 @@ __all__ = [
     "Fanout",
     "GenerationSample",
     "GenerationTable",
+    "Histogram",
     "JsonlTracker",
     "Metric",
     "MetricRow",
     "MetricTable",
     "Reading",
     "Recorder",
+    "StepHistograms",
     "Tracker",
     "ValidationResponses",
+    "batch_distributions",
     "draw_generations",
     "headline",
     "memory_metrics",
     "read_events",
     "read_generations",
+    "read_histograms",
     "read_metrics",
     "summarize_batch",
     "summarize_components",
@@ -54,4 +68,5 @@ __all__ = [
     "summarize_staleness",
     "summarize_timings",
     "summarize_validation",
+    "timing_distributions",
 ]

@@ -8,6 +8,7 @@ import structlog
 
 from rl_core.errors import NotReadyError, SettingsError
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.protocol import Tracker
 
 log = structlog.get_logger(__name__)
@@ -80,6 +81,11 @@ class BackgroundTracker:
         """
         rows = tuple(samples)
         self._put(f"{name} of step {step}", lambda: self._tracker.log_generations(step, name, rows))
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Queue the distributions of one step, as `log`."""
+        kept = dict(histograms)
+        self._put(f"histograms of step {step}", lambda: self._tracker.log_histograms(step, kept))
 
     def close(self) -> None:
         """Let the tracker take what is queued and close it, for as long as the deadline allows. Can be called twice.

@@ -9,6 +9,7 @@ import structlog
 from rich.console import Console
 
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
 from rl_metrics.trackers.text import plain_text
 from rl_metrics.validation import headline
@@ -154,6 +155,9 @@ class ConsoleTracker:
                 self.say(line)
         for sample in samples[MAX_SAMPLES:]:
             self.say(_sample_line(sample))
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Show nothing: a distribution is no line of text."""
 
     def end(self) -> None:
         """End the bar of steps. Can be called twice."""

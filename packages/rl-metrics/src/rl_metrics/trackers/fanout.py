@@ -6,6 +6,7 @@ from functools import partial
 import structlog
 
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.protocol import Tracker
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,10 @@ class Fanout:
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Pass a table of samples to every tracker that still works."""
         self._pass(lambda tracker: tracker.log_generations(step, name, samples))
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Pass distributions to every tracker that still works."""
+        self._pass(lambda tracker: tracker.log_histograms(step, histograms))
 
     def close(self) -> None:
         """Close all trackers. Can be called twice."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, and generations.jsonl: one line a sample; appended, never truncated."""
+"""metrics.jsonl and histograms.jsonl: one line a step, generations.jsonl: one line a sample; never truncated."""
 
 import math
 import time
@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import msgspec
+
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
 
 
@@ -44,6 +47,21 @@ class GenerationTable:
     samples: tuple[GenerationSample, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHistograms:
+    """The distributions of one step, as read back.
+
+    Attributes:
+        step: Optimizer steps done.
+        time: Seconds since the epoch when it was written.
+        histograms: By name.
+    """
+
+    step: int
+    time: float
+    histograms: dict[str, Histogram]
+
+
 LATE = "late"
 """Marks a line whose metrics came after those of later steps."""
 
@@ -52,19 +70,22 @@ class JsonlTracker:
     """Writes `{"step": 1, "time": ..., "actor/entropy": ...}` lines; non-finite values are null.
 
     Generations are in a file of their own: `{"step": 1, "name": ..., "index": 0, "prompt_uid": ...}`, a line a sample,
-    with whole texts.
+    with whole texts. So are distributions: `{"step": 1, "time": ..., "histograms": {"distribution/reward": {...}}}`.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open or create the file; a resumed run goes on behind what is there.
 
         Args:
-            path: Such as `run/metrics.jsonl`; `generations.jsonl` lies beside it, and is made with the first sample.
+            path: Such as `run/metrics.jsonl`; `generations.jsonl` and `histograms.jsonl` lie beside it, and are made
+                when there is something to write.
             clock: Seconds since the epoch.
         """
         self._writer = JsonLinesWriter(path)
         self._generations_path = path.with_name("generations.jsonl")
         self._generations: JsonLinesWriter | None = None
+        self._histograms_path = path.with_name("histograms.jsonl")
+        self._histograms: JsonLinesWriter | None = None
         self._clock = clock
         self._is_closed = False
 
@@ -93,12 +114,27 @@ class JsonlTracker:
             place = {"step": step, "time": written, "name": name, "index": index}
             self._generations.append({**place, **sample.to_json()})
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Append one line.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        if self._is_closed:
+            raise NotReadyError(f"{self._histograms_path} is closed; make a new JsonlTracker to append more.")
+        if self._histograms is None:
+            self._histograms = JsonLinesWriter(self._histograms_path)
+        sketches = {name: histogram.to_json() for name, histogram in histograms.items()}
+        row = {"step": step, "time": round(self._clock(), 3), "histograms": sketches}
+        self._histograms.append_line(msgspec.json.encode(row))
+
     def close(self) -> None:
         """Close the files. Can be called twice."""
         self._is_closed = True
         self._writer.close()
-        if self._generations is not None:
-            self._generations.close()
+        for file in (self._generations, self._histograms):
+            if file is not None:
+                file.close()
 
 
 def is_step(value: Any) -> TypeGuard[int]:
@@ -158,6 +194,34 @@ def read_generations(path: Path, *, with_replaced: bool = False) -> list[Generat
             tables = [table for table in tables if table.name != row.name or table.step < row.step]
         tables.append(row)
     return tables
+
+
+def read_histograms(path: Path, *, with_replaced: bool = False) -> list[StepHistograms]:
+    """The distributions of a run, also one that is still writing.
+
+    As in `read_metrics`, a line replaces the earlier ones of its own and later steps; what is no histogram is left out.
+
+    Args:
+        path: `histograms.jsonl` of JsonlTracker.
+        with_replaced: True keeps the replaced lines, in the order of the file.
+    """
+    rows: list[StepHistograms] = []
+    for line in read_json_lines(path):
+        step, sketches = line.get("step"), line.get("histograms")
+        if not is_step(step) or not isinstance(sketches, dict):
+            continue
+        while not with_replaced and rows and rows[-1].step >= step:
+            rows.pop()
+        found = {name: histogram for name, sketch in sketches.items() if (histogram := _histogram(sketch)) is not None}
+        rows.append(StepHistograms(step=step, time=number_or_nan(line.get("time")), histograms=found))
+    return rows
+
+
+def _histogram(sketch: Any) -> Histogram | None:
+    try:
+        return Histogram.from_json(sketch)
+    except DataError:
+        return None
 
 
 def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable] | None:

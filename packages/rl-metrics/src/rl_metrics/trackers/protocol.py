@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 
 
 class Tracker(Protocol):
@@ -29,6 +30,15 @@ class Tracker(Protocol):
             step: Optimizer steps done by the weights that are validated.
             name: What the table is called, such as "val/generations".
             samples: In the order in which they are shown.
+        """
+        ...
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Take the distributions of one step.
+
+        Args:
+            step: Optimizer steps done.
+            histograms: By name; from now on nobody adds to them.
         """
         ...
 

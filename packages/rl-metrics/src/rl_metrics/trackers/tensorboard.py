@@ -9,20 +9,24 @@ import numpy as np
 
 from rl_core.errors import MissingExtraError, NotReadyError
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.text import plain_text
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
 MAX_CELL = 4_000
 """Characters of a text in a table; the page of a run would hold them all."""
+
+BUCKETS = 60
+"""Most buckets of a histogram; the pages draw 30."""
 
 HEAD = "| score | input | output | ground truth | failure | policy version | source | prompt |\n" + "|---" * 8 + "|\n"
 
 
 class TensorBoardTracker:
-    """Writes scalars, and generations as a table in the text plugin, at the trainer's steps.
+    """Writes scalars, histograms, and generations as a table in the text plugin, at the trainer's steps.
 
     What a resumed run writes takes the place of what is there of the first step that it logs, and of later ones.
     """
@@ -88,11 +92,42 @@ class TensorBoardTracker:
         table = HEAD + "".join(map(_row, samples))
         self._write(step, self._text(name, table))
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write each distribution for the histogram and distribution pages.
+
+        Raises:
+            NotReadyError: After `close`.
+            OSError: The file cannot be written.
+        """
+        # As torch's writer has them, too: the pages make their own tensors of these.
+        values = [
+            self._summaries.Summary.Value(tag=name, histo=self._histogram(histogram))
+            for name, histogram in histograms.items()
+            if histogram.count
+        ]
+        self._write(step, self._summaries.Summary(value=values))
+
     def close(self) -> None:
         """Write what is pending and close the file. Can be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self._writer.close()
+
+    def _histogram(self, histogram: Histogram) -> "HistogramProto":
+        edges, counts = histogram.bins(BUCKETS)
+        is_filled = counts > 0
+        middles = (edges[:-1] / 2 + edges[1:] / 2)[is_filled]
+        with np.errstate(over="ignore"):
+            sum_squares = float((counts[is_filled] * middles**2).sum())  # no page shows it
+        return self._summaries.HistogramProto(
+            min=histogram.min,
+            max=histogram.max,
+            num=histogram.count,
+            sum=histogram.sum,
+            sum_squares=sum_squares,
+            bucket_limit=edges[1:].tolist(),
+            bucket=counts.tolist(),
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:

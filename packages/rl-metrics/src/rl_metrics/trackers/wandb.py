@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import structlog
 
@@ -14,6 +14,7 @@ from rl_core.durable_files import write_durably
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
 from rl_core.records import Json
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -28,6 +29,7 @@ STEP = "training/global_step"
 
 RUN_ID_FILE = "wandb_run_id"
 RUN_ID = re.compile(r"[a-z0-9]{1,64}")
+BUCKETS = 64
 LOGIN_TIMEOUT_S = 60.0
 INIT_TIMEOUT_S = 90.0
 COLUMNS = (
@@ -115,6 +117,7 @@ class WandbTracker:
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
         self._table = wandb.Table
+        self._histogram = wandb.Histogram
         self._run: Run | None = run
         log.info("wandb_run", id=run_id, mode=chosen, url=run.url if chosen == "online" else None)
 
@@ -139,13 +142,26 @@ class WandbTracker:
         rows = [_row(step, sample) for sample in samples]
         self._append({name: self._table(columns=list(COLUMNS), data=rows), STEP: step})
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log each distribution under its name.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        row: dict[str, Any] = {}
+        for name, histogram in histograms.items():
+            edges, counts = histogram.bins(BUCKETS)
+            if len(counts):
+                row[name] = self._histogram(np_histogram=(counts, edges))
+        self._append({**row, STEP: step})
+
     def close(self) -> None:
         """Finish the run: online, when everything is sent. Can be called twice."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
 
-    def _append(self, row: dict[str, Json]) -> None:
+    def _append(self, row: dict[str, Any]) -> None:
         if self._run is None:
             raise NotReadyError("the run of wandb is finished; make a new WandbTracker to go on with it.")
         self._run.log(row)  # never with a step of wandb's own
