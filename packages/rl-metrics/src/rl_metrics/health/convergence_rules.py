@@ -147,7 +147,7 @@ CONVERGENCE = (
                 reads=(("actor/entropy",),),
                 limits={"min": "share", "below": "min"},
                 says="{metric} is at {value:share} of its start, which was {before} nats "
-                "(below {share:share} and {min} nats is a collapse)",
+                "(below {min:share} and {below} nats is a collapse)",
             ),
         ),
         thresholds=(
@@ -181,7 +181,7 @@ CONVERGENCE = (
                 kind="sudden_fall",
                 reads=(("actor/entropy",),),
                 limits={"min": "share", "least": "least"},
-                says="{metric} fell to {value:share} within five steps (at least {share:share} is healthy)",
+                says="{metric} fell to {value:share} within five steps (at least {min:share} is healthy)",
             ),
         ),
         thresholds=(

@@ -21,7 +21,7 @@ EFFICIENCY = (
                 kind="grows",
                 reads=((name,),),
                 limits={"max": "max", "by": "by"},
-                says="{metric} grew by {value:share} within {window} steps, from {before} GiB, and goes on",
+                says="{metric} grew by {value:share} within {window} measurements, from {before} GiB, and goes on",
             )
             for name in ("memory/*", "perf/process_memory_gb", "perf/max_memory_allocated_gb")
         ),
@@ -29,8 +29,8 @@ EFFICIENCY = (
             Threshold(name="max", default=0.1, meaning="growth over the window, share of its start", source=THUMB),
             Threshold(name="by", default=0.05, meaning="growth over the window, GiB", source=THUMB),
         ),
-        window=100,
-        min_steps=15,
+        window=40,
+        min_steps=8,
         causes=(
             Cause(
                 text="a leak in the owner that grows: objects of every step are kept",
@@ -202,7 +202,7 @@ EFFICIENCY = (
                 says="{metric} is at {value:share} (at least {min:share} is healthy)",
             ),
         ),
-        thresholds=(Threshold(name="min", default=0.1, meaning="share of the devices' peak", source=THUMB),),
+        thresholds=(Threshold(name="min", default=0.2, meaning="share of the devices' peak", source=THUMB),),
         causes=(
             Cause(text="micro-batches too small", advice="raise the tokens of a micro-batch"),
             Cause(text="padding or recomputation", advice="pack sequences, and recompute less"),

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rl_metrics.health.finding import Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.looks import Look, Looker
@@ -38,9 +40,13 @@ def judge(
     """
     if thresholds:
         rules = with_thresholds(rules, thresholds)
+    with np.errstate(all="ignore"):  # values may be as large as a float can be
+        return _judged(history, rules, _of_this_attempt(events))
+
+
+def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]]) -> Verdict:
     looker = Looker(history)
     newest = int(history.steps[-1]) if len(history.steps) else 0
-    reports = _of_this_attempt(events)
     opinions = [_opinion(rule, looker, reports, newest) for rule in rules]
     found = {opinion.rule.name: opinion.finding for opinion in opinions if opinion.finding is not None}
     explained = {

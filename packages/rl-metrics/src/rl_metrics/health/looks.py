@@ -100,13 +100,12 @@ class Looker:
             if not len(rows):
                 continue
             columns = tuple(self._column(name)[rows] for name in names)
-            own = self._column(metric)[rows]
             looks.append(
                 Look(
                     probe=probe,
                     metric=metric,
                     steps=self._history.steps[rows],
-                    newest=float(np.median(own[-window:])),
+                    newest=float(np.median(self._column(metric)[rows][-window:])),
                     limits=limits,
                     window=window,
                     measured=KINDS[probe.kind](columns, limits, window),

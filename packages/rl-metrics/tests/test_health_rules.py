@@ -1,0 +1,62 @@
+"""The guide is sound data: every name in it means something."""
+
+import string
+
+import pytest
+
+from rl_metrics.health import GUIDE
+from rl_metrics.health.checks import KINDS
+from rl_metrics.table import DEFINITIONS
+
+RULES = {rule.name: rule for rule in GUIDE}
+EXAMPLES = {
+    "val-core/*/mean@*": "val-core/arithmetic/acc/mean@1",
+    "perf/mfu/*": "perf/mfu/actor",
+    "memory/*": "memory/x_gb",
+}
+PROBES = [
+    (rule, probe)
+    for rule in GUIDE
+    for probe in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+]
+
+
+def test_names_are_given_once():
+    assert len(RULES) == len(GUIDE)
+
+
+def test_every_side_has_rules():
+    assert {rule.side for rule in GUIDE} == {"task", "convergence", "stability", "efficiency"}
+
+
+@pytest.mark.parametrize(("rule", "probe"), PROBES, ids=lambda one: getattr(one, "name", getattr(one, "kind", "")))
+def test_a_probe_has_a_kind_thresholds_and_fields(rule, probe):
+    assert probe.kind in KINDS
+    for limit in probe.limits.values():
+        if isinstance(limit, str):
+            assert isinstance(rule.limit(limit), float)
+    fields = {field for _, field, _, _ in string.Formatter().parse(probe.says) if field}
+    assert fields <= {"metric", "value", "before", "window", *probe.limits}
+    assert sum(any("*" in name for name in names) for names in probe.reads) <= 1
+
+
+def test_every_metric_that_is_read_is_defined():
+    for _, probe in PROBES:
+        for name in (name for names in probe.reads for name in names):
+            example = EXAMPLES.get(name, name.replace("mean@*", "mean@1").replace("*", "x"))
+            assert example in DEFINITIONS, name
+
+
+def test_causes_name_rules_that_there_are():
+    for rule in GUIDE:
+        assert any(cause.rule is None and cause.sign is None for cause in rule.causes), rule.name
+        for cause in rule.causes:
+            assert cause.rule is None or cause.rule in RULES
+            assert cause.rule != rule.name
+
+
+def test_every_threshold_is_used_and_has_a_source():
+    for rule in GUIDE:
+        used = {limit for probe in rule.probes for limit in probe.limits.values() if isinstance(limit, str)}
+        assert used == {threshold.name for threshold in rule.thresholds}
+        assert all(threshold.source and threshold.meaning for threshold in rule.thresholds)
