@@ -1,0 +1,64 @@
+"""`rl-metrics import`: files of another trainer as the folder of a run."""
+
+import argparse
+from pathlib import Path
+
+from rl_core.errors import RLError
+from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.importers.run_writer import Imported
+from rl_metrics.importers.trl import import_trl
+from rl_metrics.importers.verl import import_verl
+from rl_metrics.trackers.console_views import RunConsole
+from rl_metrics.trackers.text import plain_text
+
+SHOWN_NAMES = 20
+MAX_LINE = 4_000
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("import", help="files of another trainer as the folder of a run")
+    trainers = parser.add_subparsers(dest="trainer", required=True, metavar="TRAINER")
+    verl = trainers.add_parser("verl", help="JSON lines of verl's file logger, its console output, its generations")
+    verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="of the run's attempts, in their order")
+    verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="its trainer.rollout_data_dir")
+    verl.add_argument("--validation", type=Path, metavar="FOLDER", help="its trainer.validation_data_dir")
+    verl.set_defaults(run=_verl)
+    trl = trainers.add_parser("trl", help="trainer_state.json of TRL's trainers, and their logged completions")
+    trl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="trainer_state.json, or a folder with one")
+    trl.add_argument("--completions", type=Path, metavar="FOLDER", help="with completions_00010.parquet and the like")
+    trl.set_defaults(run=_trl)
+    for one in (verl, trl):
+        one.add_argument("--into", type=Path, required=True, metavar="RUN", help="folder of the run: new, or imported")
+
+
+def _verl(arguments: argparse.Namespace) -> int:
+    try:
+        imported = import_verl(
+            arguments.file, arguments.into, rollouts=arguments.rollouts, validation=arguments.validation
+        )
+    except (RLError, OSError) as error:
+        return refuse(str(error))
+    return _say(imported)
+
+
+def _trl(arguments: argparse.Namespace) -> int:
+    try:
+        imported = import_trl(arguments.file, arguments.into, completions=arguments.completions)
+    except (RLError, OSError) as error:
+        return refuse(str(error))
+    return _say(imported)
+
+
+def _say(imported: Imported) -> int:
+    lines = [
+        f"{imported.folder}: {imported.num_rows} rows of metrics, {imported.num_rollouts} trajectories, "
+        f"{imported.num_generations} validation samples"
+    ]
+    if imported.other:
+        names = ", ".join(imported.other[:SHOWN_NAMES]) + (", ..." if len(imported.other) > SHOWN_NAMES else "")
+        lines.append(f"kept as other/NAME, as they have no meaning here: {names}")
+    console = RunConsole()
+    for line in lines:
+        console.print(plain_text(line, limit=MAX_LINE), markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,99 @@
+"""Generations that another trainer wrote without saying which session they are of."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_metrics.generations import GenerationSample
+from rl_metrics.rollout_log import RolloutRow
+
+MAX_ROWS = 20_000
+"""Of one file, so many are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dumped:
+    """One response.
+
+    Attributes:
+        prompt: As text.
+        response: As text.
+        reward: NaN where it has none.
+        components: Parts of the reward by name.
+        ground_truth: What was expected; None where nothing was.
+        source: Data source of the prompt.
+    """
+
+    prompt: str
+    response: str
+    reward: float = math.nan
+    components: Mapping[str, float] = field(default_factory=dict)
+    ground_truth: str | None = None
+    source: str = "default"
+
+    @property
+    def problem(self) -> str:
+        """Names the prompt: the same at every step."""
+        return hashlib.sha256(self.prompt.encode(errors="replace")).hexdigest()[:16]
+
+
+def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:
+    """Trajectories of a step: those of one prompt are one group, and the policy had done the steps before."""
+    num_sessions: dict[str, int] = {}
+    rows = []
+    for one in dumped:
+        session = num_sessions.get(one.problem, 0)
+        num_sessions[one.problem] = session + 1
+        rows.append(
+            RolloutRow(
+                step=step,
+                time=math.nan,
+                prompt_uid=f"{step}-{one.problem}",
+                problem=one.problem,
+                session=session,
+                source=one.source,
+                prompt=one.prompt,
+                response=one.response,
+                ground_truth=one.ground_truth,
+                reward=one.reward,
+                components=one.components,
+                finish="unknown",
+                policy_version=max(step - 1, 0),
+            )
+        )
+    return rows
+
+
+def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[GenerationSample]:
+    """Samples of the validation after a step."""
+    return [
+        GenerationSample(
+            prompt_uid=one.problem,
+            input=one.prompt,
+            output=one.response,
+            score=one.reward,
+            ground_truth=one.ground_truth,
+            policy_version=(step, step),
+            source=trainer,
+            components=one.components,
+        )
+        for one in dumped
+    ]
+
+
+def numbers(row: Mapping[str, Any], *, without: frozenset[str]) -> dict[str, float]:
+    """The finite numbers of a row, but those of these names; True is 1."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name not in without and isinstance(value, (int, float)) and _is_finite(value)
+    }
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

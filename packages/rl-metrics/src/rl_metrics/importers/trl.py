@@ -1,0 +1,169 @@
+"""Runs of TRL's trainers: the history in `trainer_state.json`, and the completions that they log.
+
+Sources: the logged metrics in TRL's documentation of GRPOTrainer, `TrainerState` of transformers.
+"""
+
+import importlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError, NotReadyError
+from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
+from rl_metrics.importers.naming import SameAs, translation
+from rl_metrics.importers.run_writer import Imported, RunWriter
+from rl_metrics.json_lines import parse_line, read_json_lines
+from rl_metrics.trackers.jsonl import is_step
+
+STATE = "trainer_state.json"
+MAX_STATE_BYTES = 1 << 30
+NAMES = (
+    SameAs("loss", ("actor/loss",)),
+    SameAs("grad_norm", ("actor/grad_norm",)),
+    SameAs("learning_rate", ("actor/lr",)),
+    SameAs("entropy", ("actor/entropy",)),
+    SameAs("kl", ("actor/kl_loss",)),
+    SameAs("clip_ratio/region_mean", ("actor/pg_clipfrac",)),
+    SameAs("clip_ratio", ("actor/pg_clipfrac",)),  # until 0.16
+    SameAs("reward", ("critic/score/mean", "critic/rewards/mean")),  # it has no penalties in the reward
+    SameAs("reward_std", ("rollout/group_reward_std",)),
+    SameAs("rewards/{component}/mean", ("reward/{component}/mean",)),
+    SameAs("rewards/{component}", ("reward/{component}/mean",)),  # until 0.15
+    SameAs("frac_reward_zero_std", ("rollout/groups_without_spread_ratio",)),
+    SameAs("completions/mean_length", ("response_length/mean",)),
+    SameAs("completions/max_length", ("response_length/max",)),
+    SameAs("completions/min_length", ("response_length/min",)),
+    SameAs("completions/clipped_ratio", ("response_length/clip_ratio",)),
+    SameAs("completion_length", ("response_length/mean",)),  # until 0.16
+    SameAs("sampling/importance_sampling_ratio/mean", ("rollout_corr/rollout_is_mean",)),
+    SameAs("sampling/importance_sampling_ratio/max", ("rollout_corr/rollout_is_max",)),
+    SameAs("sampling/importance_sampling_ratio/min", ("rollout_corr/rollout_is_min",)),
+    SameAs("step_time", ("timing_s/step", "perf/time_per_step")),
+    SameAs("eval_reward", ("val-core/eval/reward/mean@1",)),
+    SameAs("eval_rewards/{component}/mean", ("val-aux/eval/{component}/mean@1",)),
+)
+"""TRL's names. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
+
+NOT_REWARDS = frozenset({"step", "mode", "prompt", "completion", "advantage", "entropy"})
+
+PARQUET = (
+    "{path} is a Parquet file, which pyarrow reads; it is not installed. Install rl-metrics[parquet], or give the "
+    "completions as JSON lines."
+)
+
+
+def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = None) -> Imported:
+    """Write the folder of a run of TRL.
+
+    Args:
+        files: `trainer_state.json`, or a folder in which its newest checkpoint has one; several in the order of the
+            run's attempts.
+        into: Folder of the run; new, or of an earlier import.
+        completions: Folder of the logged completions, as Parquet (needs pyarrow) or JSON lines.
+
+    Raises:
+        DataError: There is nothing of TRL in the files, or the folder is another's.
+        NotReadyError: A file is Parquet, and pyarrow is not installed.
+        OSError: A file cannot be read.
+    """
+    is_finished = False
+    with RunWriter(into, trainer="trl", names=translation(NAMES, has_our_names=False)) as run:
+        for path in files:
+            for row in _history(path):
+                is_finished = "train_runtime" in row
+                step = row.pop("step")
+                run.add_metrics(step, {name: value for name, value in row.items() if name != "epoch"})
+        for step, file in _completion_files(completions):
+            rows = _rows(file)
+            trained = [_dumped(row) for row in rows if row.get("mode") != "eval"]
+            evaluated = [_dumped(row) for row in rows if row.get("mode") == "eval"]
+            run.add_rollouts(as_rollouts(step, trained), written=file.stat().st_mtime)
+            run.add_generations(step, as_samples(step, evaluated, trainer="trl"))
+        return run.finish([*files, *([completions] if completions is not None else [])], is_finished=is_finished)
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """What was logged, in its order.
+
+    Raises:
+        DataError: There is no such file, or it is no state of a trainer.
+    """
+    file = _newest_state(path) if path.is_dir() else path
+    if file.stat().st_size > MAX_STATE_BYTES:
+        raise DataError(f"{file} must be a {STATE} of at most {MAX_STATE_BYTES} bytes.")
+    state = parse_line(file.read_bytes())
+    history = None if state is None else state.get("log_history")
+    if not isinstance(history, list):
+        raise DataError(f"{file} must be a {STATE}, with a log_history; a file that is torn cannot be read.")
+    return [dict(row) for row in history if isinstance(row, dict) and is_step(row.get("step"))]
+
+
+def _newest_state(folder: Path) -> Path:
+    """The state of a folder, or of its newest checkpoint, which has the longest history.
+
+    Raises:
+        DataError: There is none.
+    """
+    if (folder / STATE).is_file():
+        return folder / STATE
+    checkpoints = {
+        int(found[1]): file
+        for file in folder.glob(f"checkpoint-*/{STATE}")
+        if (found := re.fullmatch(r"checkpoint-([0-9]{1,18})", file.parent.name)) and file.is_file()
+    }
+    if not checkpoints:
+        raise DataError(f"{folder} must have a {STATE}, or checkpoints with one.")
+    return checkpoints[max(checkpoints)]
+
+
+def _completion_files(folder: Path | None) -> list[tuple[int, Path]]:
+    """Files of logged completions by rising step, such as completions_00010.parquet, or train/ and eval/ with them."""
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise DataError(f"{folder} must be a folder with files such as completions_00010.parquet.")
+    files = [
+        (int(found[1]), file)
+        for file in [*folder.glob("completions_*"), *folder.glob("*/completions_*")]
+        if (found := re.fullmatch(r"completions_([0-9]{1,18})\.(?:parquet|jsonl)", file.name)) and file.is_file()
+    ]
+    return sorted(files)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The completions in a file."""
+    found = _parquet_rows(file) if file.suffix == ".parquet" else read_json_lines(file)
+    whole = (row for row in found if row.get("prompt") is not None and row.get("completion") is not None)
+    return list(itertools.islice(whole, MAX_ROWS))
+
+
+def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise NotReadyError(PARQUET.format(path=file)) from error
+    try:
+        with parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}.") from error
+
+
+def _dumped(row: Mapping[str, Any]) -> Dumped:
+    rewards = numbers(row, without=NOT_REWARDS)
+    return Dumped(
+        prompt=_text(row["prompt"]),
+        response=_text(row["completion"]),
+        reward=sum(rewards.values()) if rewards else math.nan,
+        components=rewards,
+    )
+
+
+def _text(value: Any) -> str:
+    """A text, or the messages of a conversation as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

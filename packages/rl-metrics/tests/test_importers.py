@@ -1,0 +1,322 @@
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, NotReadyError
+from rl_metrics.cli import main
+from rl_metrics.importers import naming, trl, verl
+from rl_metrics.importers.naming import SameAs, translation
+from rl_metrics.importers.run_writer import RunWriter
+from rl_metrics.importers.trl import import_trl
+from rl_metrics.importers.verl import import_verl, logged
+from rl_metrics.run_record import open_run
+from rl_metrics.table import DEFINITIONS
+
+SAMPLES = Path(__file__).parent / "samples"
+VERL = SAMPLES / "verl"
+TRL = SAMPLES / "trl"
+SCRIPT = "<script>alert(1)</script>"
+NAN = float("nan")
+
+
+def column(run, name):
+    return run.history.get(name).tolist()
+
+
+def test_two_attempts_of_verl_become_one_run(tmp_path):
+    files = [VERL / "attempt-1.jsonl", VERL / "attempt-2.jsonl"]
+    imported = import_verl(files, tmp_path / "run", rollouts=VERL / "rollouts", validation=VERL / "validation")
+    assert (imported.num_rows, imported.num_rollouts, imported.num_generations) == (8, 12, 8)
+    assert imported.other == ("global_seqlen/max", "global_seqlen/mean", "global_seqlen/min", "val-aux/num_turns/mean")
+    run = open_run(tmp_path / "run")
+    assert run.history.steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert np.isnan(run.history.times).all()
+    np.testing.assert_array_equal(column(run, "critic/rewards/mean"), [NAN, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    np.testing.assert_array_equal(
+        column(run, "val-core/openai/gsm8k/acc/mean@4"), [0.25, NAN, 0.35, NAN, 0.45, NAN, 0.55]
+    )
+    assert column(run, "other/global_seqlen/min")[1:] == [1210.0] * 6
+    again = json.loads((VERL / "attempt-2.jsonl").read_text().splitlines()[0])
+    assert column(run, "timing_s/gen")[3] == again["data"]["timing_s/gen"]
+    assert all(name in DEFINITIONS for name in run.history.values)
+    assert run.events[0]["event"] == "run_imported"
+    assert run.events[0]["trainer"] == "verl"
+    assert not run.is_finished
+
+
+def test_dumped_generations_of_verl(tmp_path):
+    import_verl([], tmp_path / "run", rollouts=VERL / "rollouts", validation=VERL / "validation")
+    run = open_run(tmp_path / "run")
+    assert len(run.history.steps) == 0
+    rows = list(run.rollouts())
+    assert [row.step for row in rows] == [1] * 6 + [2] * 6
+    assert [row.session for row in rows] == [0, 1, 2] * 4
+    assert len({row.problem for row in rows}) == 2
+    assert len({row.prompt_uid for row in rows}) == 4
+    assert rows[0].problem == rows[6].problem
+    (script,) = [row for row in rows if row.step == 1 and row.response == SCRIPT]
+    assert (script.reward, script.components, script.ground_truth) == (0.0, {"acc": 0.0}, "21")
+    assert (script.policy_version, script.finish, script.tokens) == (0, "unknown", ())
+    assert rows[6].policy_version == 1
+    assert [(table.step, table.name, len(table.samples)) for table in run.generations] == [
+        (0, "val/generations", 4),
+        (2, "val/generations", 4),
+    ]
+    assert run.generations[1].samples[0].input == "user\n37 + 58 =\nassistant\n"
+
+
+def test_the_console_of_verl_says_the_same_as_its_files(tmp_path):
+    import_verl([VERL / "attempt-1.jsonl", VERL / "attempt-2.jsonl"], tmp_path / "files")
+    import_verl([VERL / "console.txt"], tmp_path / "console")
+    files, console = open_run(tmp_path / "files").history, open_run(tmp_path / "console").history
+    assert console.steps.tolist() == files.steps.tolist()
+    assert set(console.values) == set(files.values)
+    for name in files.values:
+        np.testing.assert_array_equal(console.get(name), files.get(name))
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("step:1 - actor/lr:1e-06", (1, {"actor/lr": 1e-06})),
+        ("step:12 - a:-0.5 - b:np.float64(0.25) - c:3", (12, {"a": -0.5, "b": 0.25, "c": 3.0})),
+        ("\x1b[36m(TaskRunner pid=1)\x1b[0m step:2 - a:1.0 ", (2, {"a": 1.0})),
+        ("  5%|#   | 1/6 [00:45<03:45]\r(main_task pid=7) step:3 - val/test_score/x:y:0.104", None),
+        ("step:1 - a:text - b:0.104", (1, {"b": 0.104})),
+        ("step:1 - a:1.0 and more", None),
+        ("a step:1 of many", None),
+        ("substep:1 - a:1", None),
+        ("step:x - a:1", None),
+        ('{"step": 4, "data": {"a": 1}}', (4, {"a": 1})),
+        ('{"step": 4, "data": {"a": NaN}}', None),
+        ('{"step": 4.0, "data": {"a": 1}}', None),
+        ('{"step": 4, "data": [1]}', None),
+        ('{"step": 4, "data": {"a"', None),
+        ('{"step": 4, "a": 1}', None),
+    ],
+)
+def test_lines_of_verl(line, read):
+    found = logged(line.encode(), is_ended=True)
+    if "NaN" in line:
+        assert np.isnan(found[1]["a"])
+    elif "x:y" in line:
+        assert found == (3, {"val/test_score/x:y": 0.104})
+    else:
+        assert found == read
+
+
+def test_a_torn_last_line_of_a_console_has_no_number():
+    assert logged(b"step:7 - actor/grad_norm:0.2", is_ended=False) is None
+    assert logged(b'{"step": 7, "data": {"a": 0.2}}', is_ended=False) == (7, {"a": 0.2})
+
+
+def test_old_names_of_verl(tmp_path):
+    row = {"actor/entropy_loss": 0.5, "mfu/{0.__class__}": 0.3, "val/test_score/openai/gsm8k": 0.75}
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "data": row}) + "\n")
+    import_verl([tmp_path / "log.jsonl"], tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    assert column(run, "actor/entropy") == [0.5]
+    assert column(run, "val-core/openai/gsm8k/reward/mean@1") == [0.75]
+    assert column(run, "perf/mfu/{0.__class__}") == [0.3]  # a name is text, and no format
+
+
+def test_what_verl_logs_of_a_step_in_parts_is_put_together(tmp_path):
+    parts = [(1, "a"), (1, "val/b"), (2, "a"), (1, "late"), (3, "a"), (2, "a"), (2, "val/b")]
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({"step": step, "data": {name: number}}) + "\n" for number, (step, name) in enumerate(parts))
+    )
+    imported = import_verl([tmp_path / "log.jsonl"], tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    assert run.history.steps.tolist() == [1, 2]  # the second time that step 2 has "a" is a resumed attempt's
+    assert column(run, "other/a") == [0.0, 5.0]
+    assert column(run, "other/val/b") == [1.0, 6.0]
+    np.testing.assert_array_equal(column(run, "other/late"), [3.0, NAN])
+    assert imported.other == ("a", "late", "val/b")
+
+
+def test_the_history_of_trl(tmp_path):
+    imported = import_trl([TRL], tmp_path / "run", completions=TRL / "completions")
+    assert (imported.num_rows, imported.num_rollouts, imported.num_generations) == (7, 8, 4)
+    run = open_run(tmp_path / "run")
+    assert run.history.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(column(run, "critic/rewards/mean"), [0.1, 0.2, 0.3, 0.4])
+    np.testing.assert_allclose(column(run, "critic/score/mean"), [0.1, 0.2, 0.3, 0.4])
+    np.testing.assert_allclose(column(run, "reward/accuracy_reward/mean"), [0.1, 0.2, 0.3, 0.4])
+    np.testing.assert_allclose(column(run, "val-core/eval/reward/mean@1"), [NAN, 0.3, NAN, 0.6])
+    np.testing.assert_allclose(column(run, "actor/pg_clipfrac"), [0.002, 0.004, 0.006, 0.008])
+    assert column(run, "rollout/groups_without_spread_ratio") == [0.25] * 4
+    assert column(run, "timing_s/step") == column(run, "perf/time_per_step") == [5.25] * 4
+    assert column(run, "other/train_runtime")[3] == 61.2
+    assert all(name in DEFINITIONS for name in run.history.values)
+    assert run.is_finished
+    rows = list(run.rollouts())
+    assert [(row.step, row.response, row.reward) for row in rows[:2]] == [(1, "95", 1.0), (1, SCRIPT, 0.0)]
+    assert rows[0].components == {"accuracy_reward": 1.0}
+    assert [(table.step, len(table.samples)) for table in run.generations] == [(2, 4)]
+
+
+def test_the_newest_checkpoint_of_trl_is_taken(tmp_path):
+    for step in (9, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": step, "loss": 0.5}]}))
+    (tmp_path / "checkpoint-11").mkdir()
+    import_trl([tmp_path], tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    assert run.history.steps.tolist() == [10]
+    assert not run.is_finished
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"log_history": {}}', '{"log_history": [{"step"', "\x00", "[" * 9999]
+)
+def test_what_is_no_state_of_a_trainer_is_refused(tmp_path, content):
+    (tmp_path / "trainer_state.json").write_text(content)
+    with pytest.raises(DataError, match=r"must be a trainer_state\.json"):
+        import_trl([tmp_path], tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trainer_state.json"]
+
+
+def test_rows_of_a_history_that_are_none_are_left_out(tmp_path):
+    history = [3, None, {}, {"step": True, "loss": 1}, {"step": 2**70, "loss": 1}, {"step": 1, "loss": "low"}]
+    history += [{"step": 2, "loss": NAN, "note": "text", "nested": {"a": 1}, "on": True}, {"step": 3, "loss": 10**400}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    import_trl([tmp_path], tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    assert run.history.steps.tolist() == [2, 3]
+    assert np.isnan(column(run, "actor/loss")).all()
+    assert list(run.history.values) == ["actor/loss"]
+
+
+def test_completions_as_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "step": [3, 3],
+        "prompt": [[{"role": "user", "content": "1 + 1"}]] * 2,
+        "completion": ["2", SCRIPT],
+        "format": [0.5, 0.25],
+        "accuracy": [1.0, None],
+        "advantage": [0.7, -0.7],
+    }
+    parquet.write_table(arrow.table(columns), tmp_path / "completions_00003.parquet")
+    import_trl([], tmp_path / "run", completions=tmp_path)
+    rows = list(open_run(tmp_path / "run").rollouts())
+    assert [(row.response, row.reward, row.session) for row in rows] == [("2", 1.5, 0), (SCRIPT, 0.25, 1)]
+    assert json.loads(rows[0].prompt) == [{"role": "user", "content": "1 + 1"}]
+    (tmp_path / "completions_00004.parquet").write_bytes(b"PAR1 and more")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        import_trl([], tmp_path / "other", completions=tmp_path)
+
+
+def test_parquet_without_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "completions_00003.parquet").write_bytes(b"PAR1")
+    with pytest.raises(NotReadyError, match=r"rl-metrics\[parquet\]"):
+        import_trl([], tmp_path / "run", completions=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["completions_00003.parquet"]
+
+
+def test_an_import_replaces_an_earlier_one_and_nothing_else(tmp_path):
+    run = tmp_path / "run"
+    import_verl([VERL / "attempt-1.jsonl"], run, rollouts=VERL / "rollouts")
+    (run / "report.html").write_text("mine")
+    import_verl([VERL / "attempt-2.jsonl"], run)
+    assert open_run(run).history.steps.tolist() == [3, 4, 5, 6]
+    assert sorted(path.name for path in run.iterdir()) == ["events.jsonl", "metrics.jsonl", "report.html"]
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "metrics.jsonl").write_text('{"step":1}\n')
+    with pytest.raises(DataError, match="must be a new folder"):
+        import_verl([VERL / "attempt-1.jsonl"], own)
+    assert (own / "metrics.jsonl").read_text() == '{"step":1}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "run"]
+
+
+def test_files_without_anything_leave_no_trace(tmp_path):
+    (tmp_path / "log.txt").write_text("nothing of it\n" * 3)
+    with pytest.raises(DataError, match="nothing was found"):
+        import_verl([tmp_path / "log.txt"], tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        import_verl([tmp_path / "missing.jsonl"], tmp_path / "run")
+    with pytest.raises(DataError, match="must be a folder"):
+        import_verl([], tmp_path / "run", rollouts=tmp_path / "missing")
+    with pytest.raises(DataError, match="must be a folder"):
+        import_trl([], tmp_path / "run", completions=tmp_path / "missing")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"step:1 - a:1", b'{"step":1,"data":{"a":1}}']))))
+def test_any_bytes_are_read_or_refused(tmp_path_factory, lines):
+    folder = tmp_path_factory.mktemp("any")
+    log = folder / "log"
+    log.write_bytes(b"\n".join(lines))
+    (folder / "dumps").mkdir()
+    shutil.copy(log, folder / "dumps" / "1.jsonl")
+    shutil.copy(log, folder / "dumps" / "completions_1.jsonl")
+    with structlog.testing.capture_logs():
+        for read in (
+            lambda: import_verl([log], folder / "run", rollouts=folder / "dumps", validation=folder / "dumps"),
+            lambda: import_trl([log], folder / "run", completions=folder / "dumps"),
+        ):
+            try:
+                assert read().num_rows > 0
+            except DataError:
+                assert not (folder / "run" / "rollouts.jsonl").exists()
+
+
+def test_of_a_dump_so_many_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(verl, "MAX_ROWS", 4)
+    assert import_verl([], tmp_path / "run", rollouts=VERL / "rollouts").num_rollouts == 8
+
+
+@pytest.mark.parametrize("module", [verl, trl])
+def test_every_name_of_a_table_is_defined_here(module):
+    parts = {"source": "openai/gsm8k", "component": "accuracy", "role": "actor"}
+    for one in module.NAMES:
+        for name in one.ours:
+            assert name.format(**parts) in DEFINITIONS, name
+
+
+def test_names_are_translated_by_the_first_entry_that_fits():
+    names = translation(
+        [SameAs("a/{one}/mean", ("b/{one}",)), SameAs("a/{source}", ("c/{source}", "d"))], has_our_names=True
+    )
+    assert names("a/x/mean") == ("b/x",)
+    assert names("a/x/y/mean") == ("c/x/y/mean", "d")
+    assert names("a.x") == ("other/a.x",)
+    assert names("actor/entropy") == ("actor/entropy",)
+    assert translation([], has_our_names=False)("actor/entropy") == ("other/actor/entropy",)
+    assert len(names("x" * 1000)) == 1
+    assert len(names("x" * 1000)[0]) == naming.MAX_NAME + len("other/")
+
+
+def test_a_writer_that_is_left_without_its_end_leaves_nothing(tmp_path):
+    def broken():
+        with RunWriter(tmp_path / "run", trainer="x", names=translation([], has_our_names=True)) as run:
+            run.add_metrics(1, {"actor/entropy": 1.0})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert main(["import", "verl", str(VERL / "attempt-1.jsonl"), "--into", run]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("run: 4 rows of metrics, 0 trajectories, 0 validation samples")
+    assert said[1].startswith("kept as other/NAME, as they have no meaning here: global_seqlen/max, ")
+    assert main(["import", "trl", str(TRL / "checkpoint-4" / "trainer_state.json"), "--into", run]) == 0
+    assert main(["import", "verl", str(tmp_path / "missing"), "--into", run]) == 2
+    assert "missing" in capsys.readouterr().err
+    assert main(["import", "trl", str(tmp_path), "--into", run]) == 2
