@@ -37,6 +37,7 @@ from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.recording import summarize_step
 from rl_trainer.rollout_rows import draft_rollouts
+from rl_trainer.speeds import with_speeds
 from rl_trainer.updates import update
 
 CONTROLLER = "controller"
@@ -228,7 +229,7 @@ class LearnerHost:
         busy_s = time.perf_counter() - started
         self._record(recorder, batch, version=order.version, busy_s=busy_s)
         return StepReport(
-            metrics=recorder.reduce(),
+            metrics=with_speeds(settings, recorder.reduce(), batch),
             num_trajectories=len(batch),
             kl=kl.state(),
             busy_s=busy_s,

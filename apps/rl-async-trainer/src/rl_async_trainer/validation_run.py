@@ -14,7 +14,7 @@ from rl_core.errors import AlreadySettledError
 from rl_core.records import NO_VERSION, Trajectory
 from rl_metrics.generations import GenerationSample
 from rl_rollout.prompts import PromptTokenizer
-from rl_trainer.evaluation import Run, greedy, summarize_answers
+from rl_trainer.evaluation import Run, greedy, prediction_in, summarize_answers
 from rl_trainer.settings import Settings
 
 Array = NDArray[Any]
@@ -110,7 +110,12 @@ def collect_validation(
     rows, extras = lease.batch, lease.batch.extras
     rewards = np.asarray([np.nan if extra.get("reward") is None else extra["reward"] for extra in extras], np.float64)
     prompts = [prompt for _, prompt in asked]
-    metrics = summarize_answers(prompts, list(rewards), [_components(extra) for extra in extras])
+    metrics = summarize_answers(
+        prompts,
+        list(rewards),
+        [_components(extra) for extra in extras],
+        predictions=[prediction_in(extra) if isinstance(extra, dict) else None for extra in extras],
+    )
     versions = [row[row != NO_VERSION] for row in rows.ragged("policy_versions")]
     sampled = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
     if len(sampled):

@@ -10,6 +10,7 @@ from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts
 from rl_trainer.checkpoints import TrainerState
 from rl_trainer.preparation import adapted_kl, prepare_batch
+from rl_trainer.speeds import with_speeds
 from rl_trainer.updates import update
 
 
@@ -77,7 +78,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
         num_samples=state.num_samples + len(trained),
         steps_wall_s=state.steps_wall_s + step_s,
         kl=adapted_kl(parts, kl, trained, recorder).state(),
-        unlogged=recorder.reduce(),
+        unlogged=with_speeds(parts.settings, recorder.reduce(), trained),
     )
 
 

@@ -124,6 +124,7 @@ def _positive(settings: Settings) -> Iterator[str]:
         "rollout.deadline_s": rollout.deadline_s,
         "rollout.start_deadline_s": rollout.start_deadline_s,
         "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,
+        "metrics.peak_tflops": 1.0 if settings.metrics.peak_tflops is None else settings.metrics.peak_tflops,
     }.items():
         if not number > 0:
             yield f"{name} must be above 0; found {number:g}."

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_rollout.rollout import GroupResult
 from rl_trainer.settings import Settings
+
+PREDICTION = "pred"
+"""Extra of a reward that says what the response answers; verl's name."""
 
 Run = Callable[[Sequence[Prompt], SamplingParams], Awaitable[Sequence[GroupResult]]]
 
@@ -33,6 +37,7 @@ async def validation_metrics(
         [group.prompt for group in groups],
         [None if row is None else row.reward for row in rows],
         [{} if row is None else row.reward_components for row in rows],
+        predictions=[None if row is None else prediction_in(row.extras) for row in rows],
     )
     return metrics, groups
 
@@ -48,15 +53,26 @@ def greedy(settings: Settings) -> SamplingParams:
     return SamplingParams(max_tokens=settings.rollout.max_response_tokens, temperature=0.0)
 
 
+def prediction_in(extras: Mapping[str, Any]) -> str | None:
+    """What a response answers, for majority votes: text or a number that its reward gave as the extra "pred"."""
+    found = extras.get(PREDICTION)
+    return str(found) if isinstance(found, str | int | float) else None
+
+
 def summarize_answers(
-    prompts: Sequence[Prompt], rewards: Sequence[float | None], components: Sequence[Mapping[str, float]]
+    prompts: Sequence[Prompt],
+    rewards: Sequence[float | None],
+    components: Sequence[Mapping[str, float]],
+    *,
+    predictions: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
-    """Validation metrics of one answer to each problem.
+    """Validation metrics of answers to problems.
 
     Args:
-        prompts: The problems.
+        prompts: The problem of each answer.
         rewards: Of the answers; None where there is none.
         components: Of the rewards, by name; what one lacks does not count.
+        predictions: What each answers; None where that is not known.
     """
     names = sorted({name for found in components for name in found})
     variables = {"reward": [np.nan if reward is None else reward for reward in rewards]}
@@ -66,6 +82,7 @@ def summarize_answers(
             uids=[prompt.uid for prompt in prompts],
             sources=[prompt.data_source for prompt in prompts],
             variables=variables,
+            predictions=predictions,
         )
     )
 

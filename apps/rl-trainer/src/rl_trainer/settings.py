@@ -309,6 +309,8 @@ class MetricSettings:
         log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: a draw, and always
             the worst and the slowest; 0 writes none.
         log_rollout_tokens: Most tokens of a step's; at least one trajectory is written.
+        peak_tflops: What a device that learns can do at most, in 10**12 operations a second of its dtype (312 of an
+            A100 in bfloat16), for `perf/mfu/*`; none leaves these out.
         trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder) and "wandb" (offline where
             WANDB_MODE says so).
         wandb_project: wandb's project.
@@ -319,6 +321,7 @@ class MetricSettings:
     log_val_generations: int = 20
     log_rollouts: int = 8
     log_rollout_tokens: int = 8192
+    peak_tflops: float | None = None
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     wandb_project: str = "rl"
 
