@@ -13,11 +13,11 @@ from rl_metrics.health.finding import Evidence
 from rl_metrics.health.rules import Probe, Rule
 from rl_metrics.history import History
 
-MAX_POINTS = 20_000
+MAX_POINTS = 4000
 """Points of a series that are judged: of a longer one the middle is thinned."""
 
-NUM_FIRST = 1000
-NUM_NEWEST = 9000
+NUM_FIRST = 500
+NUM_NEWEST = 2500
 
 
 class _Figure(float):

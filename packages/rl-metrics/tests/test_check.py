@@ -1,0 +1,113 @@
+"""`rl-metrics check` and `rl-metrics rules`, on files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_metrics.cli import main
+from rl_metrics.health import GUIDE
+from rl_metrics.health.showing import rules_markdown
+
+GUIDE_PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "health.md"
+BEGIN, END = "<!-- rules: begin -->\n", "<!-- rules: end -->\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Writes a run of 20 steps with these values at each."""
+
+    def write(**values):
+        folder = tmp_path / "arithmetic"
+        folder.mkdir(exist_ok=True)
+        rows = [{"step": step, "time": step, **values} for step in range(1, 21)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return write
+
+
+def test_a_healthy_run(run, capsys):
+    assert main(["check", str(run(**{"actor/ppo_kl": 0.01}))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("arithmetic: ok at step 20\n\nTask: ")
+    assert "ok        kl_high" in out
+    assert "actor/ppo_kl 0.01 over the last 5 steps" in out
+
+
+def test_a_finding_is_told_with_evidence_causes_and_advice(run, capsys):
+    assert main(["check", str(run(**{"actor/ppo_kl": 0.08}))]) == 1
+    out = capsys.readouterr().out
+    assert "CRITICAL kl_high, since step 1: The policy moves too far within a step." in out
+    assert "  evidence: actor/ppo_kl is at 0.08 nats (0.005 to 0.02 is usual, over 0.03 is bad)" in out
+    assert "  cause 1:  learning rate too high" in out
+    assert "  try 1:    divide the learning rate by three" in out
+
+
+def test_the_least_severity_that_fails(run):
+    folder = run(**{"actor/grad_norm": 2.0})  # a warning
+    assert main(["check", str(folder)]) == 1
+    assert main(["check", str(folder), "--fail-on", "critical"]) == 0
+    assert main(["check", str(folder), "--set", "grad_norm.max=2.5"]) == 0
+    assert main(["check", str(folder), "--off", "grad_norm"]) == 0
+
+
+def test_json(run, capsys):
+    assert main(["check", str(run(**{"actor/ppo_kl": 0.08})), "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert (verdict["status"], verdict["step"]) == ("critical", 20)
+    assert [finding["rule"] for finding in verdict["findings"]] == ["kl_high"]
+
+
+def test_the_file_alone_and_with_a_torn_last_line(run):
+    file = run(**{"actor/ppo_kl": 0.08}) / "metrics.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"step": 21, "actor/pp')
+    assert main(["check", str(file)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "kl_hig.max=1"], "the nearest is 'kl_high.max'"),
+        (["--set", "kl_high.max"], "--set takes RULE.THRESHOLD=VALUE"),
+        (["--set", "kl_high.max=nan"], "--set takes RULE.THRESHOLD=VALUE"),
+        (["--off", "memry"], "the nearest is 'memory'"),
+    ],
+)
+def test_what_cannot_be_is_refused(run, capsys, arguments, said):
+    assert main(["check", str(run()), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_run_and_a_run_without_a_step(tmp_path, capsys):
+    assert main(["check", str(tmp_path / "none")]) == 2
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main(["check", str(tmp_path)]) == 2
+    assert "no step" in capsys.readouterr().err
+
+
+def test_hostile_names_do_not_reach_the_terminal(run, capsys):
+    assert main(["check", str(run(**{"nonfinite/\x1b[31mred": 1.0}))]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\\x1b[31mred" in out
+
+
+def test_the_rules_are_listed(capsys):
+    assert main(["rules"]) == 0
+    out = capsys.readouterr().out
+    assert "kl_high.max = 0.03: running median, nats (evaluation guide)" in out
+    assert main(["rules", "--json"]) == 0
+    assert [rule["name"] for rule in json.loads(capsys.readouterr().out)] == [rule.name for rule in GUIDE]
+
+
+@pytest.mark.skipif(not GUIDE_PAGE.parent.is_dir(), reason="docs/ is in the checkout only")
+def test_the_guide_page_is_up_to_date(capsys):
+    assert main(["rules", "--markdown"]) == 0
+    table = capsys.readouterr().out
+    assert table == rules_markdown(GUIDE)
+    page = GUIDE_PAGE.read_text()
+    assert page.partition(BEGIN)[2].partition(END)[0].strip() == table.strip(), (
+        "docs/guides/health.md is out of date; put `rl-metrics rules --markdown` between its two marks"
+    )
