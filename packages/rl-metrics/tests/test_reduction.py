@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 from fractions import Fraction
@@ -54,6 +55,61 @@ def test_any_split_over_ranks_and_any_order_gives_the_same_bits(rows, name, rand
         else:
             merged.merge_json(json.loads(json.dumps(rank.to_json())))
     assert merged.reduce() == whole.reduce()
+
+
+ANY = st.one_of(values, st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+def same(reduced):
+    """Reduced values so that NaN equals NaN, and 0 equals -0, in any order."""
+    return {name: repr(value + 0.0) for name, value in reduced.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(ANY, weights, st.integers(0, 2), st.integers(0, 2)), max_size=25))
+def test_any_split_over_ranks_and_micro_batches_gives_the_same_with_what_is_not_finite(rows):
+    whole = recorder()
+    ranks = [[recorder() for _ in range(3)] for _ in range(3)]
+    for value, weight, rank, micro_batch in rows:
+        for name in ("mean", "sum", "min", "max"):
+            whole.record(name, value, weight=weight)
+            ranks[rank][micro_batch].record(name, value, weight=weight)
+    merged = recorder()
+    for micro_batches in reversed(ranks):
+        of_rank = recorder()
+        for micro_batch in reversed(micro_batches):
+            of_rank.merge(micro_batch)
+        merged.merge_json(json.loads(json.dumps(of_rank.to_json())))
+    assert same(merged.reduce()) == same(whole.reduce())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 9)), min_size=1, max_size=25), st.integers(1, 5))
+def test_sums_of_micro_batches_of_any_size_are_those_of_their_tokens(tokens, size):
+    whole, parts = recorder(), recorder()
+    for value, weight in tokens:
+        whole.record("mean", value, weight=weight)
+    for start in range(0, len(tokens), size):
+        micro_batch = tokens[start : start + size]
+        weighted_sum = sum(value * weight for value, weight in micro_batch)
+        parts.record_sums({"mean": (weighted_sum, sum(weight for _, weight in micro_batch))})
+    assert parts.reduce() == whole.reduce()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(ANY, max_size=12), st.lists(st.integers(0, 12), max_size=3))
+def test_last_is_the_newest_finite_one_however_the_values_were_cut(given_values, cuts):
+    edges = [0, *sorted(min(cut, len(given_values)) for cut in cuts), len(given_values)]
+    merged = recorder()
+    for start, stop in itertools.pairwise(edges):
+        part = recorder()
+        for value in given_values[start:stop]:
+            part.record("last", value)
+        merged.merge_json(json.loads(json.dumps(part.to_json())))
+    finite = [value for value in given_values if math.isfinite(value)]
+    if finite:
+        assert merged.reduce()["last"] == finite[-1]
+    assert merged.reduce().get("nonfinite/last", 0.0) == len(given_values) - len(finite)
 
 
 @settings(max_examples=60, deadline=None)
