@@ -38,6 +38,7 @@ FILES = (
     "settings.toml",
     "summary.json",
     "hang.json",
+    "health.json",
 )
 """Any of them makes a folder one of a run."""
 
@@ -166,6 +167,11 @@ class RunRecord:
             if event["event"] in ("run_started", "run_resumed", "run_stopped", "run_failed"):
                 return False
         return bool(self.summary)
+
+    @cached_property
+    def health(self) -> dict[str, Any]:
+        """The newest verdict, as `Verdict.to_json` gave it."""
+        return self._json_document("health.json")
 
     def rollouts(self) -> Iterator[RolloutRow]:
         """The trajectories, one at a time, by rising step."""

@@ -30,8 +30,8 @@ MAX_CANDIDATES = 8
 
 def read_verdict(run: RunRecord) -> Verdict:
     """The verdict that the run wrote, as its own thresholds may differ; else what the rules say of its metrics."""
-    with suppress(OSError, ValueError, RecursionError, DataError):
-        return Verdict.from_json(json.loads((run.folder / "health.json").read_bytes()))
+    with suppress(DataError):
+        return Verdict.from_json(run.health)
     return judge(run.history, events=run.events)
 
 

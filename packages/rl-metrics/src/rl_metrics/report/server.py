@@ -150,7 +150,7 @@ class ReportServer:
         found = []
         for path in self._runs:
             folder = path if path.is_dir() else path.parent
-            for file in (path, *(folder / name for name in (*FILES, "health.json"))):
+            for file in (path, *(folder / name for name in FILES)):
                 try:
                     state = file.stat()
                 except OSError:

@@ -1,0 +1,157 @@
+"""Trajectories of a small softmax policy whose engine and learner differ for a known reason."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.rollout_log import RolloutRow
+
+Floats = NDArray[np.float64]
+
+NUM_TOKENS = 32
+NUM_STATES = 64
+DIGITS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedRun:
+    """A run in which a policy over 32 tokens learns; the engine draws, and the learner computes the logprobs again.
+
+    Attributes:
+        steps: Of the run.
+        trajectories: Of each step.
+        tokens: Of a response.
+        seed: Other seeds give other policies.
+        learning_rate: Of the learner: how far a step moves a logit towards its state's right token.
+        old: Versions that rollouts are behind at most, which they say; drawn for each trajectory.
+        lag: Versions that the engine's weights are behind without saying so.
+        is_frozen: The engine never takes new weights, and says that it did.
+        stuck_version: The engine never takes newer weights than this, and says so.
+        top_p: Of the engine's sampling.
+        top_k: Of the engine's sampling; 0 keeps all.
+        temperature: Of the engine; the learner's is 1.
+        template: Standard deviation by which another prompt changes logits of the first token; it halves with each.
+        is_bfloat16: The engine's logits are rounded to eight bits.
+        noise: Standard deviation of the engine's logits from the learner's, from float32's order of sums.
+        swapped: Share of the tokens that other experts compute, so that their logits differ by 2.
+        wrong: Standard deviation of a part of the weights that the engine never loaded.
+    """
+
+    steps: int = 30
+    trajectories: int = 8
+    tokens: int = 24
+    seed: int = 0
+    learning_rate: float = 0.05
+    old: int = 0
+    lag: int = 0
+    is_frozen: bool = False
+    stuck_version: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    temperature: float = 1.0
+    template: float = 0.0
+    is_bfloat16: bool = False
+    noise: float = 1e-5
+    swapped: float = 0.0
+    wrong: float = 0.0
+
+    def rows(self, *, has_policy_logprobs: bool = True) -> Iterator[RolloutRow]:
+        """The trajectories, as a trainer writes them."""
+        random = np.random.default_rng(self.seed)
+        history = [self._first_weights(random)]
+        missing = random.normal(0.0, self.wrong, history[0].shape) if self.wrong else 0.0
+        right = random.integers(NUM_TOKENS, size=NUM_STATES)
+        for step in range(1, self.steps + 1):
+            learner = step - 1
+            for index in range(self.trajectories):
+                said = max(learner - int(random.integers(self.old + 1)), 0)
+                if self.stuck_version is not None:
+                    said = min(said, self.stuck_version)
+                held = 0 if self.is_frozen else max(said - self.lag, 0)
+                columns = self._respond(history[held] + missing, history[learner], random)
+                yield _row(step, index, columns, version=said, policy_version=learner, has_policy=has_policy_logprobs)
+            history.append(_learned(history[-1], right, self.learning_rate))
+
+    def _first_weights(self, random: np.random.Generator) -> Floats:
+        scale = np.exp(random.uniform(np.log(0.5), np.log(5.0), size=(NUM_STATES, 1)))
+        return random.normal(0.0, 1.0, size=(NUM_STATES, NUM_TOKENS)) * scale
+
+    def _respond(self, engine: Floats, learner: Floats, random: np.random.Generator) -> dict[str, list[float]]:
+        columns: dict[str, list[float]] = {"ids": [], "rollout": [], "policy": [], "entropy": []}
+        state = int(random.integers(NUM_STATES))
+        for position in range(self.tokens):
+            policy = _log_softmax(learner[state])
+            rollout = self._drawn_from(engine[state], position, random)
+            token = int(random.choice(NUM_TOKENS, p=np.exp(rollout)))
+            columns["ids"].append(token)
+            columns["rollout"].append(rollout[token])
+            columns["policy"].append(policy[token])
+            columns["entropy"].append(float(-(np.exp(policy) * policy).sum()))
+            state = (state * 7 + token + 1) % NUM_STATES
+        return columns
+
+    def _drawn_from(self, logits: Floats, position: int, random: np.random.Generator) -> Floats:
+        logits = logits + random.normal(0.0, self.noise, size=NUM_TOKENS)
+        if self.template:
+            logits = logits + random.normal(0.0, self.template * 0.5**position, size=NUM_TOKENS)
+        if random.random() < self.swapped:
+            logits = logits + random.normal(0.0, 2.0, size=NUM_TOKENS)
+        if self.is_bfloat16:
+            logits = _bfloat16(logits)
+        logprobs = _log_softmax(logits / self.temperature)
+        order = np.argsort(-logprobs)
+        before = np.cumsum(np.exp(logprobs[order])) - np.exp(logprobs[order])
+        is_kept = before < self.top_p
+        if self.top_k:
+            is_kept[self.top_k :] = False
+        cut = np.full(NUM_TOKENS, -np.inf)
+        cut[order[is_kept]] = logprobs[order[is_kept]]
+        return _log_softmax(cut)
+
+
+def _learned(weights: Floats, right: NDArray[np.int64], rate: float) -> Floats:
+    """A step towards each state's right token, as a policy gradient makes it."""
+    probs = np.exp(weights - weights.max(axis=1, keepdims=True))
+    probs /= probs.sum(axis=1, keepdims=True)
+    return weights + rate * (np.eye(NUM_TOKENS)[right] - probs)
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max()
+    with np.errstate(divide="ignore"):
+        normalised: Floats = shifted - np.log(np.exp(shifted).sum())
+    return normalised
+
+
+def _bfloat16(values: Floats) -> Floats:
+    """Rounded to the nearest number of eight significant bits."""
+    fraction, exponent = np.frexp(values)
+    return np.ldexp(np.round(fraction * 256.0) / 256.0, exponent)
+
+
+def _row(
+    step: int, index: int, columns: dict[str, list[float]], *, version: int, policy_version: int, has_policy: bool
+) -> RolloutRow:
+    size = len(columns["ids"])
+    known: dict[str, tuple[float, ...]] = {
+        "token_ids": tuple(columns["ids"]),
+        "versions": (version,) * size,
+        "rollout_logprobs": tuple(round(value, DIGITS) for value in columns["rollout"]),
+    }
+    if has_policy:
+        known["policy_logprobs"] = tuple(round(value, DIGITS) for value in columns["policy"])
+        known["entropy"] = tuple(round(value, DIGITS) for value in columns["entropy"])
+    return RolloutRow(
+        step=step,
+        time=float(step),
+        prompt_uid=f"p{step}-{index}",
+        problem=f"p{index}",
+        prompt="1+1=",
+        response=" ".join(f"t{token:.0f}" for token in columns["ids"]),
+        policy_version=policy_version,
+        tokens=tuple(f"t{token:.0f} " for token in columns["ids"]),
+        mask=(True,) * size,
+        columns=known,
+    )

@@ -1,0 +1,82 @@
+"""Reads what a report's page carries, as a browser would."""
+
+import base64
+import json
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from rl_metrics.report.packing import unpack
+
+
+class _Scripts(HTMLParser):
+    """The scripts of a page: (attributes, text)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str | None], str]] = []
+        self._is_within = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._is_within = tag == "script"
+        if self._is_within:
+            self.found.append((dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self._is_within:
+            attributes, text = self.found[-1]
+            self.found[-1] = (attributes, text + data)
+
+    def handle_endtag(self, _tag: str) -> None:
+        self._is_within = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRun:
+    """One run of a report.
+
+    Attributes:
+        header: What is said of it.
+        columns: Of its charts.
+        index_header: Of its trajectories.
+        index: Columns of its trajectories.
+        texts: Of each trajectory, as packed.
+        tokens: Header and columns of each chunk.
+    """
+
+    header: dict[str, Any]
+    columns: dict[str, Any]
+    index_header: dict[str, Any]
+    index: dict[str, Any]
+    texts: list[list[Any]]
+    tokens: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def scripts_of(page: str) -> list[tuple[dict[str, str | None], str]]:
+    """Attributes and text of each script of a page, in order."""
+    parser = _Scripts()
+    parser.feed(page)
+    return parser.found
+
+
+def read_report(file: Path) -> list[ReadRun]:
+    """The runs of a report."""
+    parts = {attributes["id"]: text for attributes, text in scripts_of(file.read_text()) if "id" in attributes}
+    manifest = json.loads(parts["manifest"])
+    return [_read_run(name, parts) for name in manifest["runs"]]
+
+
+def _read_run(name: str, parts: dict[str | None, str]) -> ReadRun:
+    header, columns = unpack(base64.b64decode(parts[name]))
+    index_header, index = unpack(base64.b64decode(parts[header["index"]]))
+    chunks = index_header["chunks"]
+    texts = [unpack(base64.b64decode(parts[chunk["texts"]]))[0]["rows"] for chunk in chunks]
+    return ReadRun(
+        header=header,
+        columns=columns,
+        index_header=index_header,
+        index=index,
+        texts=[row for rows in texts for row in rows],
+        tokens=[unpack(base64.b64decode(parts[chunk["tokens"]])) for chunk in chunks],
+    )

@@ -1,0 +1,58 @@
+import math
+
+import numpy as np
+
+from rl_metrics.history import History
+from rl_metrics.report import curves
+from rl_metrics.report.curves import chapter_of, pack_curves, thin
+
+
+def history(**values):
+    count = len(next(iter(values.values())))
+    columns = {name: np.array(of, dtype=float) for name, of in values.items()}
+    return History(steps=np.arange(1, count + 1), times=np.zeros(count), values=columns)
+
+
+def test_what_is_known_of_a_metric():
+    described, columns = pack_curves(history(**{"actor/grad_norm": [0.5, math.nan, 2.0], "mine": [1, 2, 3]}))
+    assert described[0] == {
+        "name": "actor/grad_norm",
+        "chapter": "Policy",
+        "is_thinned": False,
+        "unit": "",
+        "meaning": "Global gradient norm before clipping.",
+        "band": {"low": None, "high": 1.0, "text": "at most 1 (evaluation guide)"},
+    }
+    assert described[1]["chapter"] == "Other"
+    assert columns["x0"][1].tolist() == [1, 3]
+    assert columns["y0"][1].tolist() == [0.5, 2.0]
+
+
+def test_a_metric_without_a_value_is_left_out():
+    described, columns = pack_curves(history(a=[math.nan], b=[math.inf], c=[1.0]))
+    assert [metric["name"] for metric in described] == ["c"]
+    assert sorted(columns) == ["x0", "y0"]
+
+
+def test_chapters_of_families_and_plain_names():
+    assert chapter_of("val-core/gsm8k/acc/mean@4") == "Validation"
+    assert chapter_of("timing_s/gen") == "Time"
+    assert chapter_of("reward/format/mean") == "Rewards and advantages"
+    assert chapter_of("nobody/knows") == "Other"
+
+
+def test_thinning_loses_no_peak():
+    values = np.zeros(1_000_003)
+    values[[123_457, 800_001]] = 7.0, -9.0
+    steps, kept, is_thinned = thin(np.arange(len(values)), values)
+    assert is_thinned
+    assert curves.MAX_POINTS / 2 < len(steps) <= curves.MAX_POINTS
+    assert dict(zip(steps.tolist(), kept.tolist(), strict=True))[123_457] == 7.0
+    assert kept.min() == -9.0
+    assert (np.diff(steps) > 0).all()
+
+
+def test_what_fits_is_not_thinned():
+    steps, values, is_thinned = thin(np.arange(curves.MAX_POINTS), np.ones(curves.MAX_POINTS))
+    assert not is_thinned
+    assert len(steps) == len(values) == curves.MAX_POINTS

@@ -1,0 +1,126 @@
+import math
+
+import numpy as np
+import pytest
+
+from rl_metrics.report import rollout_blobs
+from rl_metrics.report.blobs import FolderBlobs
+from rl_metrics.report.packing import unpack
+from rl_metrics.report.rollout_blobs import RolloutPacker
+from rl_metrics.rollout_log import RolloutRow
+
+
+def row(**more):
+    of = {"step": 3, "time": 5.0, "prompt_uid": "u", "problem": "p", "prompt": "1+1=", "response": "2"}
+    return RolloutRow(**(of | more))
+
+
+def packed(rows, folder, num_recorded=None):
+    packer = RolloutPacker(FolderBlobs(folder))
+    for one in rows:
+        packer.add(one)
+    name = packer.finish(num_recorded=len(rows) if num_recorded is None else num_recorded)
+    read = lambda name: unpack((folder / name).read_bytes())
+    header, index = read(name)
+    return header, index, [(read(chunk["texts"])[0]["rows"], *read(chunk["tokens"])) for chunk in header["chunks"]]
+
+
+def test_the_index_by_hand(tmp_path):
+    whole = row(
+        reward=0.5,
+        timings={"generate_s": 1.5, "reward_s": 0.25, "preemptions": 4},
+        policy_version=7,
+        tokens=("a", "b", "c"),
+        mask=(True, False, True),
+        columns={
+            "versions": (6, -1, 7),
+            "rollout_logprobs": (math.log(0.5), 0.0, math.log(0.25)),
+            "policy_logprobs": (math.log(0.25), 0.0, math.log(0.5)),
+            "entropy": (1.0, 0.0, math.nan),
+            "advantages": (2.0, 0.0, 4.0),
+        },
+    )
+    bare = row(step=4, reward=math.nan, source="other", problem="q", finish="length", failure="boom")
+    header, index, _ = packed([whole, bare], tmp_path, num_recorded=9)
+    assert header["recorded"] == 9
+    assert header["names"] == {
+        "source": ["default", "other"],
+        "problem": ["p", "q"],
+        "finish": ["stop", "length"],
+        "failure": ["", "boom"],
+    }
+    first = {name: values[0].item() for name, values in index.items()}
+    assert first == pytest.approx(
+        {
+            "step": 3, "reward": 0.5, "length": 3, "source": 0, "problem": 0, "finish": 0, "failure": 0, "version": 7,
+            "staleness": 1, "mismatch": 0.25, "entropy": 1.0, "advantage": 3.0, "seconds": 1.75,
+        },
+        rel=1e-4,
+    )  # fmt: skip
+    second = {name: values[1].item() for name, values in index.items()}
+    assert (second["step"], second["source"], second["problem"], second["finish"], second["failure"]) == (4, 1, 1, 1, 1)
+    assert (second["length"], second["staleness"], second["seconds"]) == (0, -1, 0)
+    assert all(math.isnan(second[name]) for name in ("reward", "mismatch", "entropy", "advantage"))
+
+
+def test_texts_and_tokens_come_back(tmp_path):
+    texts = ["</script><script>alert(1)</script>", "nul\0", "lone \ud800", "\u202eturned", "<img onerror=x>"]
+    rows = [
+        row(prompt=text, response=text, ground_truth=text, failure=text, components={text: 1.0}, tokens=(text, "x"),
+            mask=(True, False), columns={"token_ids": (5, 6), "entropy": (0.125, math.nan)})
+        for text in texts
+    ]  # fmt: skip
+    _, _, ((text_rows, tokens_header, columns),) = packed(rows, tmp_path)
+    assert [found[:4] for found in text_rows] == [[text, text, text, "u"] for text in texts]
+    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}] for text in texts]
+    assert [tokens_header["tokens"][code] for code in columns["codes"]] == [t for text in texts for t in (text, "x")]
+    assert [tokens_header["ids"][code] for code in columns["codes"]] == [5, 6] * 5
+    assert columns["lengths"].tolist() == [2] * 5
+    assert columns["mask"].tolist() == [1, 0] * 5
+    assert columns["entropy"][::2].tolist() == [0.125] * 5
+    assert np.isnan(columns["entropy"][1::2]).all()
+    assert "advantages" not in columns  # no trajectory knows it
+    assert "versions" not in columns
+
+
+def test_a_column_that_some_trajectories_lack(tmp_path):
+    with_it = row(tokens=("a",), mask=(True,), columns={"advantages": (2.0,)})
+    _, _, ((_, _, columns),) = packed([row(tokens=("b",), mask=(True,)), with_it], tmp_path)
+    assert math.isnan(columns["advantages"][0])
+    assert columns["advantages"][1] == 2.0
+
+
+def test_chunks_end_by_rows_tokens_and_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_blobs, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(rollout_blobs, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(rollout_blobs, "CHUNK_CHARACTERS", 100)
+    short = row(tokens=("a",), mask=(True,))
+    long = row(tokens=("a",) * 4, mask=(True,) * 4)
+    wordy = row(response="x" * 100)
+    header, index, chunks = packed([short, short, short, long, wordy, short], tmp_path)
+    assert [chunk["first"] for chunk in header["chunks"]] == [0, 3, 4, 5]
+    assert [len(texts) for texts, _, _ in chunks] == [3, 1, 1, 1]
+    assert index["length"].tolist() == [1, 1, 1, 4, 0, 1]
+    assert index["step"].tolist() == [3] * 6
+
+
+def test_none_at_all(tmp_path):
+    header, index, chunks = packed([], tmp_path)
+    assert (header["chunks"], chunks) == ([], [])
+    assert all(len(values) == 0 for values in index.values())
+
+
+def test_names_for_filters_are_cut_and_texts_are_not(tmp_path):
+    header, _, ((texts, _, _),) = packed([row(failure="f" * 5000)], tmp_path)
+    assert header["names"]["failure"] == ["", "f" * 200]
+    assert texts[0][7] == "f" * 5000
+
+
+def test_hostile_numbers(tmp_path):
+    strange = row(step=2**60, policy_version=-(2**60), reward=math.inf, tokens=("a",), mask=(True,),
+                  columns={"token_ids": (1e300,), "versions": (math.inf,), "rollout_logprobs": (900.0,),
+                           "policy_logprobs": (-math.inf,)}, timings={"generate_s": math.nan})  # fmt: skip
+    _, index, _ = packed([strange], tmp_path)
+    assert index["step"].tolist() == [2**31 - 1]
+    assert math.isnan(index["reward"][0])
+    assert index["mismatch"].tolist() == [1.0]

@@ -1,0 +1,146 @@
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import DataError, SettingsError
+from rl_metrics.report import server as serving
+from rl_metrics.report.packing import unpack
+from rl_metrics.report.server import ReportServer
+from rl_metrics.testing.invented_runs import InventedRun
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    InventedRun(steps=3, trajectories=8, is_finished=False).write(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    monkeypatch.setattr(serving, "LOOK_EVERY_S", 0.05)
+    server = ReportServer([folder])
+    yield server
+    server.close()
+
+
+def ask(server, path, *, host=None, method="GET"):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_S)
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.port}"})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+def base(server):
+    return "/" + server.url.split("/", 3)[3]
+
+
+def test_the_page_and_its_parts(server):
+    answer, page = ask(server, base(server))
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert b"connect-src 'self'" in page
+    _, manifest = ask(server, base(server) + "manifest")
+    (name,) = json.loads(manifest)["runs"]
+    answer, part = ask(server, f"{base(server)}blob/{name}")
+    assert answer.status == 200
+    assert unpack(part)[0]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/manifest", "/wrong/", "/wrong/manifest", "{}../metrics.jsonl", "{}blob/", "{}blob/../../etc/passwd",
+     "{}blob/%2e%2e/x", "{}metrics.jsonl", "//etc/passwd", "{}blob//etc/passwd", "/%ff/"],
+)  # fmt: skip
+def test_nothing_else_is_there(server, path):
+    answer, content = ask(server, path.format(base(server)))
+    assert answer.status == 404
+    assert b"step" not in content
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1", "127.0.0.1.evil.example", "[::1]"])
+def test_a_page_of_another_name_gets_nothing(server, host):
+    answer, _ = ask(server, base(server), host=host)
+    assert answer.status == 421
+
+
+def test_localhost_is_this_machine(server):
+    assert ask(server, base(server), host=f"localhost:{server.port}")[0].status == 200
+
+
+def test_nothing_can_be_sent(server):
+    assert ask(server, base(server), method="POST")[0].status == 501
+
+
+def test_it_listens_on_loopback_alone(server):
+    assert server._server.server_address[0] == "127.0.0.1"
+
+
+def test_it_is_renewed_as_the_run_writes(server, folder):
+    def step():
+        _, manifest = ask(server, base(server) + "manifest")
+        _, part = ask(server, f"{base(server)}blob/{json.loads(manifest)['runs'][0]}")
+        return unpack(part)[0]["step"]
+
+    assert step() == 3
+    for number in range(4, 8):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": number, "time": 1.0, "critic/score/mean": 0.5}) + "\n")
+        deadline = time.monotonic() + DEADLINE_S
+        while step() != number:
+            assert time.monotonic() < deadline
+
+
+def test_a_run_that_vanishes_leaves_the_last_report(server, folder):
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    seen = server._seen
+    deadline = time.monotonic() + DEADLINE_S
+    while server._seen == seen:
+        assert time.monotonic() < deadline
+    assert ask(server, base(server) + "manifest")[0].status == 200
+
+
+def test_it_cannot_begin(folder, tmp_path, server):
+    with pytest.raises(DataError):
+        ReportServer([tmp_path / "nothing"])
+    with pytest.raises(SettingsError):
+        ReportServer([])
+    with pytest.raises(OSError, match="in use"):
+        ReportServer([folder], port=server.port)
+
+
+def test_closing_twice(folder):
+    server = ReportServer([folder])
+    parts = Path(server._folder.name)
+    assert list(parts.iterdir())
+    server.close()
+    server.close()
+    assert not parts.exists()
+
+
+def test_ctrl_c_ends_the_command(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_metrics", "serve", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (0, "", "")
