@@ -192,7 +192,9 @@ def test_what_comes_late_joins_its_step_and_no_line_is_lost(finished: tuple[Tiny
     validated = [0, HELD_STEP, 4, STEPS]
     assert [row.step for row in rows if "timing_s/testing" in row.metrics] == validated
     assert [row.step for row in rows if "critic/rewards/mean" in row.metrics] == list(range(1, STEPS + 1))
-    (name,) = {name for row in rows for name in row.metrics if name.startswith("val-core/") and name.endswith("/reward/mean@1")}
+    (name,) = {
+        name for row in rows for name in row.metrics if name.startswith("val-core/") and name.endswith("/reward/mean@1")
+    }
     board = run.run_folder / "tensorboard"
     expected = [(row.step, pytest.approx(row.metrics[name], nan_ok=True)) for row in rows if name in row.metrics]
     assert sorted(tensorboard_series(board, name)) == expected
