@@ -3,7 +3,6 @@
 Sources: the logged metrics in TRL's documentation of GRPOTrainer, `TrainerState` of transformers.
 """
 
-import importlib
 import itertools
 import json
 import math
@@ -143,14 +142,15 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
     try:
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+        import pyarrow
+        from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise NotReadyError(PARQUET.format(path=file)) from error
     try:
         with parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}.") from error
 
 

@@ -1,0 +1,119 @@
+"""`rl-metrics compare`: how two runs differ, or several seeds of two."""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_core.errors import RLError
+from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.compare import Comparison, Difference, compare
+from rl_metrics.run_record import RunRecord, open_run
+from rl_metrics.trackers.console_views import RunConsole
+from rl_metrics.trackers.text import plain_text
+
+PIPE_WIDTH = 180
+MAX_NAME = 120
+SHOWN_NAMES = 20
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("compare", help="how two runs differ, with 95 %% intervals; or several seeds of two")
+    for side in ("A", "B"):
+        parser.add_argument(side.lower(), metavar=f"{side}[,{side}2,...]", help="folder of a run, or of several seeds")
+    parser.add_argument("--metric", action="append", default=[], metavar="GLOB", help='such as "actor/*"; repeatable')
+    parser.add_argument("--last", type=int, metavar="N", help="only the last N steps of each run")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        a, b = _opened(arguments.a), _opened(arguments.b)
+        comparison = compare(
+            [run.history for run in a], [run.history for run in b], patterns=arguments.metric, last=arguments.last
+        )
+    except (RLError, OSError) as error:
+        return refuse(str(error))
+    if not comparison.differences:
+        return refuse("the two sides have no such metric in common; without --metric all are compared.")
+    if arguments.json:
+        sys.stdout.write(_as_json(a, b, comparison))
+    else:
+        console = RunConsole()
+        _show(a, b, comparison, console if console.is_terminal else RunConsole(width=PIPE_WIDTH))
+    return 0
+
+
+def _opened(runs: str) -> list[RunRecord]:
+    """The runs of one side: a path, or several with commas between them."""
+    paths = [runs] if Path(runs).exists() else [path for path in runs.split(",") if path]
+    return [open_run(Path(path)) for path in paths]
+
+
+def _as_json(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison) -> str:
+    document = {
+        "a": [str(run.folder) for run in a],
+        "b": [str(run.folder) for run in b],
+        "results": [one.to_json() for one in comparison.differences],
+        "only_a": list(comparison.only_a),
+        "only_b": list(comparison.only_b),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison, console: Console) -> None:
+    for side, runs in (("A", a), ("B", b)):
+        _say(console, f"{side}: {', '.join(run.name for run in runs)}")
+    for chapter, differences in itertools.groupby(comparison.differences, key=lambda one: one.chapter):
+        table = Table(title=chapter, title_justify="left", expand=True)
+        table.add_column("", width=1)
+        table.add_column("metric", overflow="fold", ratio=4)
+        for column in ("unit", "A", "B", "B - A", "95 % interval", "from"):
+            table.add_column(column, ratio=2 if column in ("95 % interval", "from") else 1)
+        for one in differences:
+            table.add_row(*(Text(cell) for cell in _cells(one)), style="bold" if one.is_clear else "")
+        console.print(table)
+    num_clear = sum(one.is_clear for one in comparison.differences)
+    _say(
+        console,
+        f"{num_clear} of {len(comparison.differences)} metrics differ clearly (*): their interval leaves out 0, as "
+        "about one in twenty does between equal runs.",
+    )
+    for side, names in (("A", comparison.only_a), ("B", comparison.only_b)):
+        if names:
+            _say(console, f"only in {side}: {', '.join(names[:SHOWN_NAMES])}" + ", ..." * (len(names) > SHOWN_NAMES))
+
+
+def _cells(one: Difference) -> tuple[str, ...]:
+    interval = f"{one.interval.low:+.4g} to {one.interval.high:+.4g}" if one.interval.is_known else "unknown"
+    return (
+        "*" if one.is_clear else "",
+        plain_text(one.metric, limit=MAX_NAME),
+        one.unit,
+        f"{one.a:.4g}",
+        f"{one.b:.4g}",
+        f"{one.difference:+.4g}",
+        interval,
+        _origin(one),
+    )
+
+
+def _origin(one: Difference) -> str:
+    if max(one.num_runs) > 1:
+        return f"{one.num_runs[0]} and {one.num_runs[1]} runs"
+    if one.method == "validation":
+        return "intervals of validations"
+    steps = f"{one.num_steps} step" + "s" * (one.num_steps != 1)
+    return f"{steps} of each" if one.method == "own steps" else steps
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(plain_text(text, limit=4_000), markup=False, highlight=False, soft_wrap=True)
