@@ -90,6 +90,7 @@ def test_defaults_are_possible(folder: Path) -> None:
         ("algorithm.kl_coefficient", 0),
         ("algorithm.kl_horizon", 1),
         ("metrics.log_val_generations", 0),
+        ("health.every", 1),
     ],
 )
 def test_least_values(folder: Path, name: str, least: int) -> None:
@@ -213,6 +214,33 @@ def test_models_that_cannot_be_trained(folder: Path, change: dict[str, Any], err
     (folder / "policy" / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=says):
         check_trainable(settings_with(folder, {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"health.thresholds": {"kl_hig.max": 0.1}},
+            "health.thresholds: there is no threshold 'kl_hig.max'; the nearest",
+        ),
+        ({"health.thresholds": {"kl_high.max": float("nan")}}, "health.thresholds: kl_high.max must be a number"),
+        ({"health.off": ["memry"]}, "health.off: there is no health rule 'memry'; the nearest is 'memory'"),
+        (
+            {"health.pause_on": ["critcal"]},
+            "health.pause_on: there is no health rule 'critcal'; the nearest is 'critical'",
+        ),
+        ({"health.pause_on": ["memory"], "health.off": ["memory"]}, "take it out of one of them"),
+        ({"health.pause_on": ["memory"], "health.enabled": False}, "health.pause_on needs health.enabled"),
+    ],
+)
+def test_health_settings_that_cannot_be(folder: Path, changes: dict[str, Any], said: str) -> None:
+    (line,) = problems(folder, changes)
+    assert said in line
+
+
+def test_health_settings_that_can_be(folder: Path) -> None:
+    changes = {"thresholds": {"kl_high.max": 0.1}, "off": ["memory"], "pause_on": ["critical", "reward_zero"]}
+    assert problems(folder, {f"health.{name}": value for name, value in changes.items()}) == []
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)

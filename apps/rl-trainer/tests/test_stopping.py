@@ -139,3 +139,29 @@ def test_work_that_takes_too_long_is_cancelled_and_named() -> None:
     with pytest.raises(DeadlineError, match=r"0\.01 s for the rollouts of step 3"):
         asyncio.run(main())
     assert ended == ["hang"]
+
+
+def test_a_run_pauses_itself() -> None:
+    async def main() -> None:
+        with StopSignal() as stop:
+            waiting = asyncio.create_task(stop.wait())
+            await asyncio.sleep(0)
+            stop.pause("the reward is 0")
+            stop.pause("another reason")
+            await waiting
+            with pytest.raises(StopRequestedError):
+                stop.check()
+            assert (stop.number, stop.pause_reason, stop.exit_status) == (None, "the reward is 0", 3)
+
+    asyncio.run(main())
+
+
+def test_a_signal_outweighs_a_pause() -> None:
+    async def main() -> None:
+        with StopSignal() as stop:
+            stop.pause("the reward is 0")
+            os.kill(os.getpid(), signal.SIGINT)
+            await stop.wait()
+            assert stop.exit_status == 130
+
+    asyncio.run(main())

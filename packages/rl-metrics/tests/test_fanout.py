@@ -113,3 +113,16 @@ def test_a_close_that_raises_does_not_keep_others_open():
         Fanout({"good": good, "bad": bad}).close()
     assert good.num_closed == 1
     assert [entry["error"] for entry in logs] == ["OSError: still full"]
+
+
+def test_a_tracker_that_is_added_gets_what_comes_then_and_is_closed_first():
+    closed = []
+    first, second = ListTracker(), ListTracker()
+    first.close, second.close = lambda: closed.append("first"), lambda: closed.append("second")
+    fanout = Fanout({"first": first})
+    fanout.log(1, {})
+    fanout.add("second", second)
+    fanout.log(2, {})
+    fanout.close()
+    assert [step for step, _ in second.rows] == [2]
+    assert closed == ["second", "first"]

@@ -31,6 +31,7 @@ from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
 from rl_trainer.attempt import Attempt, Outcome
 from rl_trainer.distilling import learns_from_rewards
+from rl_trainer.health import watch_health
 from rl_trainer.inputs import Inputs
 from rl_trainer.learning import canary_sequences
 from rl_trainer.rollout_rows import RolloutWriter
@@ -86,6 +87,9 @@ class Session:
             stack.callback(self._events.close)
             stack.callback(self._trackers.close)
             stop = stack.enter_context(StopSignal())
+            watch_health(
+                self._settings, self._folder, self._trackers, console=self._console, events=self._events, stop=stop
+            )
             self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
             try:
                 await self._train(stack, stop)

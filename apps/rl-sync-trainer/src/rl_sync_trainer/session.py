@@ -18,6 +18,7 @@ from rl_trainer.checkpoints import TrainerState, read_trainer_state
 from rl_trainer.distilling import learns_from_rewards
 from rl_trainer.engines import make_engine
 from rl_trainer.flow import make_transport, open_rollout
+from rl_trainer.health import watch_health
 from rl_trainer.inputs import Inputs
 from rl_trainer.learners import Learners, start_learners
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
@@ -53,6 +54,9 @@ class Session:
             stack.callback(self._events.close)
             stack.callback(self._trackers.close)
             stop = stack.enter_context(StopSignal())
+            watch_health(
+                self._settings, self._folder, self._trackers, console=self._console, events=self._events, stop=stop
+            )
             self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
             try:
                 await self._train(stack, stop)

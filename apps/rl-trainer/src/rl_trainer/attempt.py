@@ -46,7 +46,7 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it.
+        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it, 3 when it paused itself.
         summary: What `summary.json` says.
     """
 
@@ -104,11 +104,20 @@ class Attempt:
         self._earlier_wall_s = state.wall_s
 
     def stopped(self, state: RunProgress, stop: StopSignal) -> Outcome:
-        """The user stopped it."""
+        """The user stopped it, or it paused itself."""
+        if stop.number is None and stop.pause_reason is not None:
+            return self._paused(state, stop)
         summary = self._summary("stopped", state)
         self._folder.write_summary(summary)
         self._events.write("run_stopped", step=state.step, signal=stop.number)
         self._console.say(f"stopped after step {state.step}; go on with --resume")
+        return Outcome(exit_status=stop.exit_status, summary=summary)
+
+    def _paused(self, state: RunProgress, stop: StopSignal) -> Outcome:
+        summary = self._summary("paused", state) | {"paused_by": stop.pause_reason}
+        self._folder.write_summary(summary)
+        self._events.write("run_stopped", step=state.step, signal=None, paused_by=stop.pause_reason)
+        self._console.say(f"paused after step {state.step} by {stop.pause_reason}; go on with --resume")
         return Outcome(exit_status=stop.exit_status, summary=summary)
 
     def failed(self, state: RunProgress, error: BaseException) -> None:

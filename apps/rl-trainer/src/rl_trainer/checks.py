@@ -17,6 +17,7 @@ from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.steps import StepSelection
 from rl_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer.distillation_checks import distillation_problems, teacher_files
+from rl_trainer.health_checks import health_problems
 from rl_trainer.parallel_checks import parallel_problems
 from rl_trainer.settings import Settings
 
@@ -53,6 +54,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         algorithm_problems,
         parallel_problems,
         distillation_problems,
+        health_problems,
     ):
         yield from find(settings)
 
@@ -102,6 +104,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
         "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
         "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
+        "health.every": (settings.health.every, 1),
         "metrics.log_val_generations": (settings.metrics.log_val_generations, 0),
         "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
         "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),

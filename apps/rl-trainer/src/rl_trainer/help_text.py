@@ -9,7 +9,8 @@ from rl_trainer.settings import Settings
 
 ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
 Relative paths start at the current folder. Exit status: 0 finished, 1 failed, 2 a mistake in settings or files,
-130 or 143 stopped by Ctrl-C or SIGTERM after a checkpoint; a second signal ends at once."""
+3 paused by health.pause_on after a checkpoint, 130 or 143 stopped by Ctrl-C or SIGTERM after one; a second signal ends
+at once."""
 
 INDENT = " " * 8
 

@@ -326,6 +326,26 @@ class MetricSettings:
     wandb_project: str = "rl"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthSettings:
+    """Judging the run while it trains; `rl-metrics rules` lists the rules and their thresholds.
+
+    Attributes:
+        enabled: Judge it, write health.json, and say what is wrong.
+        every: Steps between two verdicts.
+        pause_on: Rules whose findings write a checkpoint and stop the run, with exit status 3; "critical" or "warning"
+            stands for every finding at least as bad.
+        thresholds: Other thresholds, by rule and name, such as `{ "kl_high.max" = 0.05 }`.
+        off: Rules to leave out.
+    """
+
+    enabled: bool = True
+    every: int = 10
+    pause_on: tuple[str, ...] = ()
+    thresholds: dict[str, float] = field(default_factory=dict)
+    off: tuple[str, ...] = ()
+
+
 class Settings(BaseSettings):
     """All settings of a run; a trainer that has more derives from it.
 
@@ -355,6 +375,7 @@ class Settings(BaseSettings):
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     metrics: MetricSettings = Field(default_factory=MetricSettings)
+    health: HealthSettings = Field(default_factory=HealthSettings)
 
     @property
     def placements(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once."""
+"""Ctrl-C and SIGTERM: the first asks the run to stop, the second ends it at once. A run can also ask itself."""
 
 import asyncio
 import os
@@ -16,23 +16,30 @@ Result = TypeVar("Result")
 log = structlog.get_logger(__name__)
 
 
+PAUSED = 3
+"""Exit status of a run that stopped itself, to be looked at and gone on with."""
+
+
 class StopRequestedError(Exception):
-    """The user asked the run to stop."""
+    """The user, or the run itself, asked it to stop."""
 
 
 class StopSignal:
-    """Remembers the first signal, and wakes whoever waits for it."""
+    """Remembers the first signal, or why the run shall pause, and wakes whoever waits for it."""
 
     def __init__(self) -> None:
         """Nothing was asked yet."""
         self.number: int | None = None
+        self.pause_reason: str | None = None
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._before: dict[int, Any] = {}
 
     @property
     def exit_status(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM."""
+        """130 after SIGINT, 143 after SIGTERM, 3 where the run paused itself."""
+        if self.number is None and self.pause_reason is not None:
+            return PAUSED
         return 128 + (self.number or signal.SIGTERM)
 
     def __enter__(self) -> "StopSignal":
@@ -55,13 +62,19 @@ class StopSignal:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._event.set)
 
+    def pause(self, reason: str) -> None:
+        """Ask the run to stop after what it does now; the first reason counts."""
+        if self.pause_reason is None:
+            self.pause_reason = reason
+            self._event.set()
+
     def check(self) -> None:
-        """Raise StopRequestedError once a signal came."""
-        if self.number is not None:
+        """Raise StopRequestedError once a signal came, or a pause was asked for."""
+        if self.number is not None or self.pause_reason is not None:
             raise StopRequestedError
 
     async def wait(self) -> None:
-        """Return when the first signal comes."""
+        """Return when the first signal comes, or a pause is asked for."""
         await self._event.wait()
 
     async def run(self, work: Coroutine[Any, Any, Result], *, what: str, deadline_s: float) -> Result:

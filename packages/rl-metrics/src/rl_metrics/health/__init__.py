@@ -1,9 +1,10 @@
 """Whether a training is healthy, and why not."""
 
 from rl_metrics.health.finding import Check, Evidence, Finding, Side, Status, Verdict
+from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold, require_rules, with_thresholds, without
+from rl_metrics.health.rules import Cause, Probe, Rule, Threshold, reads, require_rules, with_thresholds, without
 
 __all__ = [
     "GUIDE",
@@ -11,6 +12,7 @@ __all__ = [
     "Check",
     "Evidence",
     "Finding",
+    "GrowingHistory",
     "Probe",
     "Rule",
     "Side",
@@ -18,6 +20,7 @@ __all__ = [
     "Threshold",
     "Verdict",
     "judge",
+    "reads",
     "require_rules",
     "with_thresholds",
     "without",

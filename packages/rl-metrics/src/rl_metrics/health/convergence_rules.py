@@ -57,7 +57,7 @@ CONVERGENCE = (
             Threshold(name="min", default=-0.03, meaning="running median, nats (k1 may be negative)", source=GUIDE),
         ),
         window=5,
-        min_steps=3,
+        min_steps=5,
         causes=(
             PROVED_STALE,
             MISMATCH,

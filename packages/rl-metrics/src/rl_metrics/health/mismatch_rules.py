@@ -73,7 +73,7 @@ AGREEMENT = (
             Threshold(name="correlation_min", default=0.99, meaning="correlation of probabilities", source=THUMB),
         ),
         window=5,
-        min_steps=3,
+        min_steps=5,
         unless=(OFF_POLICY,),
         causes=(
             PROVED_STALE,

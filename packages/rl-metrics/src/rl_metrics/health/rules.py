@@ -1,7 +1,9 @@
 """What a health rule is: data that says what to look at, what is wrong, why that may be, and what to try."""
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rl_core.errors import SettingsError
@@ -146,6 +148,18 @@ def without(rules: Iterable[Rule], off: Collection[str]) -> tuple[Rule, ...]:
     rules = tuple(rules)
     require_rules(rules, off)
     return tuple(rule for rule in rules if rule.name not in off)
+
+
+def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
+    """True for the names of metrics that any of the rules reads."""
+    probes = (
+        probe
+        for rule in rules
+        for probe in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+    )
+    names = {name for probe in probes for choices in probe.reads for name in choices}
+    patterns = [re.compile(fnmatch.translate(name)) for name in sorted(names) if "*" in name]
+    return lambda metric: metric in names or any(pattern.match(metric) for pattern in patterns)
 
 
 def require_rules(rules: Iterable[Rule], names: Iterable[str], *, also: tuple[str, ...] = ()) -> None:

@@ -183,7 +183,7 @@ STABILITY = (
         ),
         thresholds=(Threshold(name="max", default=0.1, meaning="share of responses", source=THUMB),),
         window=5,
-        min_steps=3,
+        min_steps=5,
         causes=(
             RANDOM,
             BROKEN,
@@ -278,7 +278,7 @@ STABILITY = (
             Threshold(name="audit_max", default=0.0, meaning="failed audits of a step", source=BY_DESIGN),
         ),
         window=5,
-        min_steps=2,
+        min_steps=5,
         causes=(
             Cause(
                 text="the reward function or a tool fails",

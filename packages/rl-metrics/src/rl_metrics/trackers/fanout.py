@@ -28,6 +28,10 @@ class Fanout:
         """Names of the trackers that still work."""
         return tuple(self._trackers)
 
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Pass what comes from now on to one more tracker; the first to be closed."""
+        self._trackers[name] = tracker
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of one step to every tracker that still works."""
         self._pass(lambda tracker: tracker.log(step, metrics))

@@ -1,0 +1,69 @@
+"""The metrics of a run while they come in, without reading its file again."""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from rl_metrics.history import History
+
+
+class GrowingHistory:
+    """Keeps some metrics of each step; a step that comes again replaces itself and all that came after it."""
+
+    def __init__(self, keeps: Callable[[str], bool], *, before: History | None = None) -> None:
+        """Begin with what a run has already.
+
+        Args:
+            keeps: True for the names of metrics to keep.
+            before: Metrics so far; None for a new run.
+        """
+        self._keeps = keeps
+        self._is_kept: dict[str, bool] = {}
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        if before is not None:
+            self._steps.extend(before.steps.tolist())
+            self._columns = {
+                name: array("d", before.values[name].tolist()) for name in before.values if self._keep(name)
+            }
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step."""
+        size = bisect_left(self._steps, step)
+        del self._steps[size:]
+        self._steps.append(step)
+        for column in self._columns.values():
+            del column[size:]
+            column.append(np.nan)
+        self._put(size, metrics)
+
+    def add_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """More metrics of a step that came before; nothing where it did not."""
+        place = bisect_left(self._steps, step)
+        if place < len(self._steps) and self._steps[place] == step:
+            self._put(place, metrics)
+
+    def history(self) -> History:
+        """A copy of what there is."""
+        return History(
+            steps=np.array(self._steps, dtype=np.int64),
+            times=np.full(len(self._steps), np.nan),
+            values={name: np.array(column, dtype=np.float64) for name, column in self._columns.items()},
+        )
+
+    def _put(self, place: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if self._keep(name):
+                if name not in self._columns:
+                    self._columns[name] = array("d", [np.nan]) * len(self._steps)
+                self._columns[name][place] = value
+
+    def _keep(self, name: str) -> bool:
+        if name not in self._is_kept:
+            self._is_kept[name] = self._keeps(name)
+        return self._is_kept[name]
