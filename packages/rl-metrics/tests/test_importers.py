@@ -119,12 +119,16 @@ def test_a_torn_last_line_of_a_console_has_no_number():
 
 def test_old_names_of_verl(tmp_path):
     row = {"actor/entropy_loss": 0.5, "mfu/{0.__class__}": 0.3, "val/test_score/openai/gsm8k": 0.75}
+    row |= {"mismatch/mismatch_kl": 0.01, "mismatch/rollout_is_mean": 0.99, "mismatch/rollout_is_veto_fraction": 0.0}
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "data": row}) + "\n")
     import_verl([tmp_path / "log.jsonl"], tmp_path / "run")
     run = open_run(tmp_path / "run")
     assert column(run, "actor/entropy") == [0.5]
     assert column(run, "val-core/openai/gsm8k/reward/mean@1") == [0.75]
     assert column(run, "perf/mfu/{0.__class__}") == [0.3]  # a name is text, and no format
+    assert column(run, "rollout_corr/kl") == [0.01]
+    assert column(run, "rollout_corr/rollout_is_mean") == [0.99]
+    assert column(run, "other/mismatch/rollout_is_veto_fraction") == [0.0]
 
 
 def test_what_verl_logs_of_a_step_in_parts_is_put_together(tmp_path):
@@ -308,6 +312,22 @@ def test_a_writer_that_is_left_without_its_end_leaves_nothing(tmp_path):
     with pytest.raises(KeyError):
         broken()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_other_verbs_read_what_was_imported(tmp_path, capsys):
+    import_verl([VERL / "attempt-1.jsonl", VERL / "attempt-2.jsonl"], tmp_path / "verl", rollouts=VERL / "rollouts")
+    import_trl([TRL], tmp_path / "trl", completions=TRL / "completions")
+    runs = [str(tmp_path / "verl"), str(tmp_path / "trl")]
+    for run in runs:
+        main(["check", run])
+        assert "entropy" in capsys.readouterr().out
+        assert main(["report", run]) == 0
+        assert SCRIPT not in (Path(run) / "report.html").read_text()
+    capsys.readouterr()
+    assert main(["compare", *runs, "--metric", "critic/*/mean", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["metric"] for row in document["results"]] == ["critic/rewards/mean", "critic/score/mean"]
+    assert document["results"][0]["difference"] == pytest.approx(0.25 - 0.45)
 
 
 def test_the_command(tmp_path, capsys):

@@ -16,11 +16,19 @@ from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.json_lines import parse_line, read_json_lines, read_lines
 from rl_metrics.trackers.jsonl import is_step, number_or_nan
 
+MISMATCH = (
+    *("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min"),
+)
+WEIGHTS = ("mean", "std", "max", "min", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low")
+
 NAMES = (
     SameAs("actor/entropy_loss", ("actor/entropy",)),  # until 2025
     SameAs("actor/reward_kl_penalty", ("actor/reference_kl",)),
     SameAs("actor/reward_kl_penalty_coeff", ("actor/kl_coef",)),
     SameAs("mfu/{role}", ("perf/mfu/{role}",)),
+    *(SameAs(f"mismatch/mismatch_{name}", (f"rollout_corr/{name}",)) for name in MISMATCH),  # 0.6
+    *(SameAs(f"mismatch/rollout_is_{name}", (f"rollout_corr/rollout_is_{name}",)) for name in WEIGHTS),
     SameAs("val/test_score/{source}", ("val-core/{source}/reward/mean@1",)),
 )
 """verl's names that are not ours; the mean of n responses has the same expectation for each n, so an unknown n is 1."""
