@@ -39,6 +39,7 @@ UNIT_EXTRAS = {
     "rl-metrics": ("rl-core", "rl-metrics[plot,tensorboard,wandb]"),
 }
 WORKSPACE_TESTS = (
+    "packages/rl-metrics/tests/test_mlflow.py",
     "packages/rl-rollout/tests/test_engines_process.py",
     "packages/rl-rollout/tests/test_engines_vllm.py",
     "packages/rl-rollout/tests/test_engines_vllm_live_weights.py",

@@ -13,7 +13,8 @@ from rl_core.errors import DataError, MissingExtraError, NotReadyError, Settings
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.wandb import COLUMNS, WandbTracker
+from rl_metrics.trackers.tables import COLUMNS
+from rl_metrics.trackers.wandb import WandbTracker
 
 RUN = """
 import sys

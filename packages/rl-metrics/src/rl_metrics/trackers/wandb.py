@@ -1,6 +1,5 @@
 """Weights & Biases: the same run again after a resume, online or offline."""
 
-import json
 import os
 import re
 import secrets
@@ -15,6 +14,7 @@ from rl_core.errors import DataError, MissingExtraError, NotReadyError, Settings
 from rl_core.records import Json
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
+from rl_metrics.trackers.tables import COLUMNS, table_row
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -32,19 +32,6 @@ RUN_ID = re.compile(r"[a-z0-9]{1,64}")
 BUCKETS = 64
 LOGIN_TIMEOUT_S = 60.0
 INIT_TIMEOUT_S = 90.0
-COLUMNS = (
-    "step",
-    "prompt_uid",
-    "input",
-    "output",
-    "score",
-    "ground_truth",
-    "oldest_version",
-    "newest_version",
-    "source",
-    "failure",
-    "components",
-)
 
 
 class WandbTracker:
@@ -139,7 +126,7 @@ class WandbTracker:
         Raises:
             NotReadyError: After `close`.
         """
-        rows = [_row(step, sample) for sample in samples]
+        rows = [table_row(step, sample) for sample in samples]
         self._append({name: self._table(columns=list(COLUMNS), data=rows), STEP: step})
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -185,21 +172,3 @@ def _run_id(file: Path) -> str:
             "into it, or remove it to begin a new run."
         )
     return found
-
-
-def _row(step: int, sample: GenerationSample) -> list[Json]:
-    oldest, newest = sample.policy_version
-    plain = sample.to_json()  # wandb would write NaN as it is, which no browser reads
-    return [
-        step,
-        sample.prompt_uid,
-        sample.input,
-        sample.output,
-        plain["score"],
-        sample.ground_truth,
-        oldest,
-        newest,
-        sample.source,
-        sample.failure,
-        json.dumps(plain["components"], ensure_ascii=False),
-    ]

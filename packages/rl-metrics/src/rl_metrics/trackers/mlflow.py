@@ -1,0 +1,289 @@
+"""MLflow: the same run again after a resume, in a database in the run's folder, or on a server."""
+
+import hashlib
+import json
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
+
+import structlog
+
+from rl_core.durable_files import write_durably
+from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
+from rl_core.records import Json
+from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
+from rl_metrics.trackers.tables import COLUMNS, table_row
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+log = structlog.get_logger(__name__)
+
+Ending = Literal["FINISHED", "FAILED", "KILLED"]
+"""How MLflow says that a run ended; KILLED is one that was stopped."""
+
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # else it tells its makers how it is used; it is read at the import
+}
+DEFAULT_ENVIRONMENT = {
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # seven take minutes to say that there is no server
+}
+RUN_ID_FILE = "mlflow_run_id"
+RUN_ID = re.compile(r"[a-zA-Z0-9][\w\-]{0,255}", re.ASCII)
+
+MAX_METRICS, MAX_PARAMS = 1000, 100
+"""Most of each in one request, as MLflow allows."""
+
+MAX_NAME, MAX_PARAM = 250, 6000
+"""Most characters of a name, and of a parameter's text, as MLflow allows."""
+
+QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95}
+"""What MLflow gets of a distribution, as it knows no histograms."""
+
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""Where MLflow looks for tables to be shown."""
+
+REFUSED = re.compile(r"[^/\w.\- ]|_(?=at[_@])")
+"""What a name must not hold: all but what MLflow takes, the escapes' colon, and what would read as an @."""
+
+
+class MlflowTracker:
+    """Logs metrics, settings and tables to one run of MLflow, at the trainer's steps.
+
+    The run's id lies in the run's folder, so that a resumed run goes on with it. MLflow keeps every value of a step
+    that is repeated; its newest is the last. Of a distribution it gets three quantiles. Names: see `mlflow_name`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        experiment: str,
+        name: str | None = None,
+        uri: str | None = None,
+        config: Mapping[str, Json] | None = None,
+        ending: Callable[[], Ending] = lambda: "FINISHED",
+    ) -> None:
+        """Start the run, or go on with it.
+
+        Args:
+            directory: The run's folder.
+            experiment: MLflow's name of what runs are compared in; it is made where missing.
+            name: What MLflow shows; None lets it choose.
+            uri: A tracking server, or a database such as "sqlite:///runs/mlflow.db"; None takes MLFLOW_TRACKING_URI,
+                and without it a database in the run's folder, `mlflow/mlflow.db`.
+            config: The run's settings: parameters, as far as MLflow lets them be set again, and `settings.json`.
+            ending: Asked when the tracker is closed.
+
+        Raises:
+            MissingExtraError: MLflow is not installed.
+            SettingsError: MLflow cannot be reached, or refuses.
+            DataError: The file with the run's id is broken.
+        """
+        client = _client_class()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or _database(directory / "mlflow")
+        self._ending = ending
+        self._tables: dict[str, str] = {}
+        self._is_closed = False
+        self._run_id = ""
+        self._translated(lambda: self._start(client, directory / RUN_ID_FILE, experiment, name, config or {}))
+        log.info("mlflow_run", id=self._run_id, uri=self._uri)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        self._check_open()
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        rows = [Metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
+        for start in range(0, len(rows), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=rows[start : start + MAX_METRICS])
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The same as `log`: every value has a step of its own."""
+        self.log(step, metrics)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log three quantiles of each distribution, such as `distribution/reward/p50`.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        filled = {name: histogram for name, histogram in histograms.items() if histogram.count}
+        self.log(
+            step, {f"{name}/{q}": one.quantile(share) for name, one in filled.items() for q, share in QUANTILES.items()}
+        )
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Log a table as an artefact, `generations/{name}/{step}.json`; MLflow shows the newest as a table.
+
+        Raises:
+            NotReadyError: After `close`.
+        """
+        self._check_open()
+        path = f"generations/{mlflow_name(name)}/{step:08d}.json"
+        table = {"columns": list(COLUMNS), "data": [table_row(step, sample) for sample in samples]}
+        self._client.log_dict(self._run_id, table, path)
+        self._tables[name] = path
+        shown = [{"path": one, "type": "table"} for one in self._tables.values()]
+        self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(shown))
+
+    def close(self) -> None:
+        """End the run, as `ending` says. Can be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._client.set_terminated(self._run_id, status=self._ending())
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotReadyError("the run of MLflow is ended; make a new MlflowTracker to go on with it.")
+
+    def _start(
+        self, client: "type[MlflowClient]", file: Path, experiment: str, name: str | None, config: Mapping[str, Json]
+    ) -> None:
+        self._client = client(tracking_uri=self._uri)
+        if file.exists():
+            run = self._client.get_run(_read_run_id(file))
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        else:
+            run = self._client.create_run(self._experiment_id(experiment), run_name=name)
+            write_durably(file, run.info.run_id.encode())
+        self._run_id = run.info.run_id
+        self._log_config(run, config)
+
+    def _experiment_id(self, name: str) -> str:
+        from mlflow import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                created: str = self._client.create_experiment(name, _artifacts(self._uri))
+                return created
+            except MlflowException:  # another run has just made it
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage != "active":
+            raise SettingsError(f"MLflow's experiment {name!r} is deleted; restore it there, or choose another name.")
+        identity: str = found.experiment_id
+        return identity
+
+    def _log_config(self, run: "Run", config: Mapping[str, Json]) -> None:
+        from mlflow.entities import Param
+
+        if not config:
+            return
+        texts = {mlflow_name(key): text[:MAX_PARAM] for key, text in _flat(config)}
+        # A parameter cannot be changed, as a resumed run's settings may have: its first value stays.
+        rows = [Param(key, text) for key, text in texts.items() if key not in run.data.params]
+        for start in range(0, len(rows), MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=rows[start : start + MAX_PARAMS])
+        self._client.log_dict(self._run_id, dict(config), "settings.json")
+
+    def _translated(self, call: Callable[[], None]) -> None:
+        """Translate what MLflow and its database or network say into what the user can do."""
+        try:
+            call()
+        except (DataError, SettingsError):
+            raise
+        except Exception as error:  # of MLflow, SQLAlchemy, requests, the disk: none knows of the others
+            reason = str(error).strip().split("\n")[0][:300]
+            raise SettingsError(
+                f"MLflow must start at {self._uri}; found {type(error).__name__}: {reason} Set "
+                f"metrics.mlflow_uri or MLFLOW_TRACKING_URI to a server or a database that is there; to begin a new "
+                f"run there, remove {RUN_ID_FILE} from the run's folder."
+            ) from error
+
+
+def mlflow_name(name: str) -> str:
+    """The name that MLflow takes for a metric, or a part of a path; `metric_name` gives it back.
+
+    `@` becomes `_at_`, as verl writes it; any other character that MLflow refuses becomes its number between colons,
+    `{` as `:7b:`; so do slashes and dots that would make it another path. A name of more than 250 characters is cut and
+    ends with a digest, and cannot be given back.
+    """
+    plain = REFUSED.sub(lambda match: "_at_" if match[0] == "@" else _escape(match[0]), name)
+    if posixpath.normpath(plain) != plain or plain.startswith(("/", "..")) or plain == ".":
+        parts = [_escape(part[0]) + part[1:] if part in (".", "..") else part for part in plain.split("/")]
+        plain = "".join(_joined(parts)) or "::"
+    if len(plain) <= MAX_NAME:
+        return plain
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{plain[: MAX_NAME - 18]}--{digest}"
+
+
+def metric_name(name: str) -> str:
+    """What `mlflow_name` was given."""
+    plain = name.replace("_at_", "@")
+    return re.sub(":([0-9a-f]*):", lambda match: chr(int(match[1], 16)) if match[1] else "", plain)
+
+
+def _joined(parts: Sequence[str]) -> Iterator[str]:
+    """Parts with slashes between them, escaped where a part beside is empty."""
+    for index, part in enumerate(parts):
+        if index:
+            yield "/" if parts[index - 1] and part else _escape("/")
+        yield part
+
+
+def _escape(character: str) -> str:
+    return f":{ord(character):x}:"
+
+
+def _client_class() -> "type[MlflowClient]":
+    """MLflow's client, after its environment is as it must be when it is imported."""
+    os.environ.update(ENVIRONMENT)
+    for variable, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    try:
+        import alembic
+        import sqlalchemy  # noqa: F401 - the client without a server needs both, and says so late
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise MissingExtraError("this tracker needs MLflow. Run: pip install 'rl-metrics[mlflow]'") from error
+    del alembic
+    return MlflowClient
+
+
+def _database(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder.resolve()}/mlflow.db"
+
+
+def _artifacts(uri: str) -> str | None:
+    """Where the artefacts of a local database lie: beside it, where MLflow takes the current folder."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(unquote(uri.removeprefix("sqlite:///"))).resolve().parent / "mlartifacts").as_uri()
+
+
+def _read_run_id(file: Path) -> str:
+    found = file.read_bytes().decode("utf-8", errors="replace").strip()
+    if not RUN_ID.fullmatch(found):
+        raise DataError(
+            f"{file} must hold the id of MLflow's run; found {found[:80]!r}. Write the id into it, or remove it to "
+            "begin a new run."
+        )
+    return found
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,39 @@
+"""Generations as rows of a table, as wandb and MLflow show them."""
+
+import json
+
+from rl_core.records import Json
+from rl_metrics.generations import GenerationSample
+
+COLUMNS = (
+    "step",
+    "prompt_uid",
+    "input",
+    "output",
+    "score",
+    "ground_truth",
+    "oldest_version",
+    "newest_version",
+    "source",
+    "failure",
+    "components",
+)
+
+
+def table_row(step: int, sample: GenerationSample) -> list[Json]:
+    """The cells of a sample, a column each; a number that is not finite is None: no browser reads NaN."""
+    oldest, newest = sample.policy_version
+    plain = sample.to_json()
+    return [
+        step,
+        sample.prompt_uid,
+        sample.input,
+        sample.output,
+        plain["score"],
+        sample.ground_truth,
+        oldest,
+        newest,
+        sample.source,
+        sample.failure,
+        json.dumps(plain["components"], ensure_ascii=False),
+    ]
