@@ -8,6 +8,8 @@ from tiny_run import REWARDS_PER_STEP, make_tiny_run
 
 from rl_metrics.async_table import ASYNC
 from rl_metrics.definitions import MetricTable
+from rl_metrics.events import read_events
+from rl_metrics.rollout_log import read_rollouts
 from rl_metrics.trackers.jsonl import read_metrics
 
 STEPS = 4
@@ -36,3 +38,18 @@ def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> N
         == row["fully_async/queue/inflight_groups"] + row["fully_async/queue/ready_groups"]
         for row in rows
     )
+    assert all((row["fully_async/queue/bytes"] > 0) == (row["fully_async/queue/rows"] > 0) for row in rows)
+    assert any(row["memory/queue_gb"] > 0 for row in rows)
+    assert rows[0]["memory/controller_gb"] > 0
+    rollouts = list(read_rollouts(run.run_folder / "rollouts.jsonl"))
+    assert [row.step for row in rollouts] == sorted(row.step for row in rollouts)
+    assert {row.step for row in rollouts} == set(range(1, STEPS + 1))
+    for row in rollouts:
+        assert row.columns.keys() >= {"token_ids", "versions", "rollout_logprobs", "policy_logprobs", "entropy"}
+        assert "".join(row.tokens) == row.response
+        sampled = [token for token, is_sampled in enumerate(row.mask) if is_sampled]
+        assert all(row.columns["entropy"][token] > 0 for token in sampled)
+        assert all(0 <= row.columns["versions"][token] <= row.policy_version for token in sampled)
+    counted = [event for event in read_events(run.run_folder / "events.jsonl") if event["event"] == "memory_objects"]
+    assert [(event["step"], event["role"]) for event in counted] == [(1, "controller")]
+    assert counted[0]["types"]["dict"] > 0

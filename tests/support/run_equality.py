@@ -6,7 +6,7 @@ from tiny_run import TinyRun
 
 from rl_metrics.trackers.jsonl import read_metrics
 
-MEASURED = ("timing_s/", "perf/", "agent_loop/")
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "agent_loop/", "memory/", "distribution/generate_s")
 """Metrics that are measured with a clock, or chosen by one (the slowest)."""
 
 

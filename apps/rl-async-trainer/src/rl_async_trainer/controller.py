@@ -272,7 +272,7 @@ class Controller:
             scheduler=scheduler,
             stats=stats,
             restarts=restarts,
-        ) | {"training/epoch": float(self._c.supply.epoch)}
+        ) | {"training/epoch": float(self._c.supply.epoch), **self._c.memory.step(scheduler.num_steps)}
 
     async def _publish_step(self) -> dict[str, float]:
         """Publish after the last step of a version; wait for it, and validate, where the next step needs that."""

@@ -12,6 +12,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.supply import PromptSupply
 from rl_async_trainer.validator import Validator
 from rl_core import TransferQueue
+from rl_metrics.memory import MemoryWatch
 from rl_trainer.rollout_rows import RolloutDraft
 from rl_trainer.stopping import StopSignal
 
@@ -34,6 +35,7 @@ class Controls:
         say: Writes an event.
         log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
         write_rollouts: Writes trajectories of a step down.
+        memory: Measures that of the controller's process.
         find_checkpoint: The newest whole checkpoint.
         wall_s: Seconds spent so far, over all attempts.
     """
@@ -51,5 +53,6 @@ class Controls:
     say: Callable[..., None]
     log_metrics: Callable[..., None]
     write_rollouts: Callable[[Sequence[RolloutDraft]], None]
+    memory: MemoryWatch
     find_checkpoint: Callable[[], Path | None]
     wall_s: Callable[[], float]

@@ -15,7 +15,7 @@ import numpy as np
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.learner_validation import LearnerValidation
 from rl_async_trainer.messages import TRAIN, LearnerInfo, Packed, StepOrder, StepReport
-from rl_async_trainer.role_parts import RANK, rank_reports
+from rl_async_trainer.role_parts import RANK, rank_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.run_state import read_run_state
 from rl_async_trainer.settings import AsyncSettings
@@ -90,6 +90,7 @@ class LearnerHost:
         )
         self._doing = _Doing()
         self._validator = LearnerValidation(settings)
+        self._memory = role_memory_watch(settings, "learner")
         self._step = 0
         self._is_closing = False
 
@@ -296,6 +297,7 @@ class LearnerHost:
                 **summarize_step(self._settings, batch, version=version, step_s=busy_s),
                 **_staleness(batch, version),
                 "perf/trainer_tokens_per_s": num_tokens / max(busy_s, 1e-9),
+                **({} if self._memory is None else self._memory.step(self._step)),
             }
         )
 

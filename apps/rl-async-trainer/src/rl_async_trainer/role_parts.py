@@ -1,12 +1,22 @@
-"""Processes that a role has beneath it, engines and ranks, for who looks for the reason of a hang."""
+"""What roles are made of: processes beneath them, for who looks for the reason of a hang, and their memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl_async_trainer.hang_report import RoleReport
+from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster.stacks import is_silent
+from rl_metrics.memory import MemoryWatch
 from rl_rollout.engines.engine_load import EngineLoad
+from rl_trainer.recording import make_memory_watch
 
 ENGINE, RANK = "engine", "rank"
+
+
+def role_memory_watch(
+    settings: AsyncSettings, owner: str, *, say: Callable[..., None] | None = None
+) -> MemoryWatch | None:
+    """Measures the memory of a role's process; None where it is the controller's, which has its own watch."""
+    return None if settings.roles.kind == "inline" else make_memory_watch(settings, owner, say=say)
 
 
 def engine_reports(loads: Sequence[EngineLoad], stacks: Mapping[int, str], *, asked_s: float) -> list[RoleReport]:

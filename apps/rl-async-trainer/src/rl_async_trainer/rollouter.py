@@ -13,7 +13,7 @@ from rl_async_trainer.group_events import generated_event, queued_event, refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.messages import Dispatch, GroupEvent, RollouterInfo
 from rl_async_trainer.refusals import Refusals
-from rl_async_trainer.role_parts import ENGINE, engine_reports
+from rl_async_trainer.role_parts import ENGINE, engine_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.settings import AsyncSettings
@@ -94,6 +94,8 @@ class Rollouter:
         self._state = _State()
         self._news = asyncio.Condition()
         self._window = RolloutWindow()
+        self._memory = role_memory_watch(settings, "rollouter", say=self._window.say)
+        self._num_windows = 0
 
     async def start(self) -> RollouterInfo:
         """Start engines, rewards and tools.
@@ -198,7 +200,10 @@ class Rollouter:
 
     async def window(self) -> dict[str, Any]:
         """Metrics and events since the last call; see `RolloutWindow.take`."""
-        return self._window.take(self._started[0].loads())
+        self._num_windows += 1
+        memory = {} if self._memory is None else self._memory.step(self._num_windows)
+        found = self._window.take(self._started[0].loads())
+        return {**found, "metrics": {**found["metrics"], **memory}}
 
     async def set_num_engines(self, count: int) -> int:
         """Add engines or take some away, while everything goes on; gives how many there are now.

@@ -34,6 +34,7 @@ from rl_trainer.distilling import learns_from_rewards
 from rl_trainer.health import watch_health
 from rl_trainer.inputs import Inputs
 from rl_trainer.learning import canary_sequences
+from rl_trainer.recording import make_memory_watch
 from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.stopping import StopRequestedError, StopSignal
@@ -199,6 +200,7 @@ class Session:
             say=self._events.write,
             log_metrics=self._log_metrics,
             write_rollouts=rollouts.write,
+            memory=make_memory_watch(settings, "controller", say=self._events.write),
             find_checkpoint=self._attempt.find_checkpoint,
             wall_s=lambda: self._attempt.wall_s,
         )

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from rl_async_trainer.messages import Packed, StepReport
 from rl_async_trainer.scheduler import Scheduler
 from rl_core.publish import PublishReport
+from rl_metrics.memory import memory_metrics
+
+BYTES_PER_GIB = 2**30
 
 ADDED_UP = ("fully_async/count/total_generated_samples", "fully_async/count/stale_trajectory_processed")
 """Counts that are told of each step, and said of the whole attempt."""
@@ -103,7 +106,9 @@ class StepMetrics:
             "fully_async/queue/inflight_groups": float(scheduler.num_inflight),
             "fully_async/queue/issued_groups": float(scheduler.num_waiting),
             "fully_async/queue/rows": stats.get("rows", 0.0),
-            "fully_async/queue/bytes": stats.get("bytes", 0.0),
+            "fully_async/queue/bytes": stats.get("size_bytes", 0.0),
+            "memory/queue_gb": stats.get("size_bytes", 0.0) / BYTES_PER_GIB,
+            **memory_metrics(),
         }
         metrics |= {f"fully_async/count/dropped/{reason}": float(n) for reason, n in sorted(self._dropped.items())}
         metrics |= {f"fully_async/restarts/{role}": float(count) for role, count in restarts.items()}

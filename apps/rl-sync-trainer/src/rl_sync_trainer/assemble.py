@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rl_core import InProcessQueue, Lease, Prompt, TaskSpec, TransferQueue
 from rl_core.weights import WeightTransport
 from rl_distill.teacher.service import TeacherService, teacher_task
+from rl_metrics.memory import MemoryWatch
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_rollout.rollout import Rollout
@@ -47,6 +48,7 @@ class Parts(LearningParts):
         log_metrics: Takes the metrics of a step.
         save_checkpoint: Writes a checkpoint.
         rollouts: Writes trajectories down; None writes none.
+        memory: Measures memory; None measures none.
     """
 
     inputs: Inputs
@@ -64,6 +66,7 @@ class Parts(LearningParts):
     log_metrics: Callable[[int, Mapping[str, float]], None]
     save_checkpoint: Callable[[TrainerState], None]
     rollouts: RolloutWriter | None = None
+    memory: MemoryWatch | None = None
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """Issue prompts, and tell the teachers, who may wait for some."""

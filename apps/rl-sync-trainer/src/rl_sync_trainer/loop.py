@@ -69,7 +69,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     with recorder.timer("dump_rollout_generations"):
         write_rollouts(parts, trained, step=state.step + 1, version=state.policy_version)
     step_s = time.perf_counter() - started
-    record_step(parts, recorder, trained, version=state.policy_version, step_s=step_s)
+    record_step(parts, recorder, trained, step=state.step + 1, version=state.policy_version, step_s=step_s)
     return replace(
         state,
         step=state.step + 1,

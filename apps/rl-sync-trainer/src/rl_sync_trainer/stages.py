@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError, WeightProofError
 from rl_core.publish import PublishReport
+from rl_metrics.memory import memory_metrics
 from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import (
     summarize_components,
@@ -246,8 +247,11 @@ def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> No
         parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
 
 
-def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, version: int, step_s: float) -> None:
-    """Record what the batch says of rewards, lengths, staleness, mismatch and speed."""
+def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
+    """Record what the batch says of rewards, lengths, staleness, mismatch and speed, and how much memory there is."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
+    recorder.record_all(memory_metrics())
+    if parts.memory is not None:
+        recorder.record_all(parts.memory.step(step))
     recorder.record("training/epoch", parts.source.epoch)
     recorder.record("timing_s/step", step_s)

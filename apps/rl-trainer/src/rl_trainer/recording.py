@@ -1,6 +1,6 @@
 """What both trainers say of a step's batch and of its sessions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,9 +8,13 @@ import numpy as np
 
 from rl_core import Batch
 from rl_core.records import Trajectory
+from rl_metrics.memory import MemoryWatch
 from rl_metrics.mismatch_metrics import summarize_mismatch
 from rl_metrics.rollout_metrics import slowest_trajectory, spread, summarize_batch, summarize_speed
 from rl_trainer.settings import Settings
+
+OBJECTS_EVERY = 10
+"""Measurements of memory between two counts of Python objects, which take longer."""
 
 
 def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: float) -> dict[str, float]:
@@ -37,6 +41,21 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
         sums = np.asarray([row.sum(dtype=np.float64) for row in batch.ragged("token_rewards")])
         values |= spread("critic/rewards", batch.dense("reward") + sums)
     return values
+
+
+def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None] | None = None) -> MemoryWatch:
+    """Measures the memory of this process as often as the settings say.
+
+    Args:
+        settings: Of the run.
+        owner: Role of this process.
+        say: Writes an event; None counts no objects.
+    """
+    chosen = settings.metrics
+    objects_every = OBJECTS_EVERY * chosen.memory_every
+    return MemoryWatch(
+        owner, say=say, every=chosen.memory_every, objects_every=objects_every, is_traced=chosen.trace_memory
+    )
 
 
 def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

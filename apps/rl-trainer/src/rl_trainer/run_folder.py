@@ -68,6 +68,8 @@ CHANGEABLE_ON_RESUME = (
     "metrics.log_val_generations",
     "metrics.log_rollouts",
     "metrics.log_rollout_tokens",
+    "metrics.memory_every",
+    "metrics.trace_memory",
     "metrics.trackers",
     "health.enabled",
     "health.every",

@@ -309,6 +309,8 @@ class MetricSettings:
         log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: a draw, and always
             the worst and the slowest; 0 writes none.
         log_rollout_tokens: Most tokens of a step's; at least one trajectory is written.
+        memory_every: Steps between two measurements of each role's memory; 0 makes none.
+        trace_memory: Also note which lines of code made what is in the trainer's memory; exact, and slow.
         peak_tflops: What a device that learns can do at most, in 10**12 operations a second of its dtype (312 of an
             A100 in bfloat16), for `perf/mfu/*`; none leaves these out.
         trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder) and "wandb" (offline where
@@ -321,6 +323,8 @@ class MetricSettings:
     log_val_generations: int = 20
     log_rollouts: int = 8
     log_rollout_tokens: int = 8192
+    memory_every: int = 5
+    trace_memory: bool = False
     peak_tflops: float | None = None
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     wandb_project: str = "rl"
