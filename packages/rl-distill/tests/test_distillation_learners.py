@@ -21,6 +21,7 @@ from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,
     distillation_objective,
+    distillation_sums,
     with_distillation_advantages,
 )
 from rl_distill.objectives.policy_objective import PolicyObjectiveOptions, policy_objective
@@ -219,12 +220,19 @@ def test_the_top_of_the_whole_vocabulary_is_the_whole_distribution(
         assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
 
 
+def test_absolute_losses_are_summed_beside_losses() -> None:
+    losses, index = torch.tensor([-1.0, 2.0, 5.0, 7.0]), torch.tensor([0, 0, -1, 0])
+    sums = distillation_sums({"loss": losses}, index, torch.tensor([True, True, True, False]))
+    assert [float(part) for part in sums["actor/distillation/loss"]] == [1.0, 2.0]
+    assert [float(part) for part in sums["actor/distillation/abs_loss"]] == [3.0, 2.0]
+
+
 def test_measures_of_each_teacher_make_up_those_of_all(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
     batch = taught(make_batch(LENGTHS), [big_teacher, tied_policy])
     found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, objective("forward", has_tasks=False)).metrics
     mask, index = batch.ragged("loss_mask").values, batch.ragged("teacher_index").values
     counts = [int((index == number).sum()) for number in (0, 1)]
-    for measure in ("loss", "student_mass", "teacher_mass", "tail_mass", "overlap_ratio", "agreement"):
+    for measure in ("loss", "abs_loss", "student_mass", "teacher_mass", "tail_mass", "overlap_ratio", "agreement"):
         of_each = [found[f"actor/distillation/{name}/{measure}"] for name in ("big", "small")]
         mean = sum(n * value for n, value in zip(counts, of_each, strict=True)) / sum(counts)
         assert found[f"actor/distillation/{measure}"] == pytest.approx(mean, rel=1e-5)

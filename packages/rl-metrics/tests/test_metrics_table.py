@@ -169,6 +169,48 @@ EMITTED = [
 ]
 
 
+VERL = {
+    "critic/score/": "mean max min",
+    "critic/rewards/": "mean max min",
+    "critic/advantages/": "mean max min",
+    "critic/returns/": "mean max min",
+    "critic/values/": "mean max min",
+    "actor/": "pg_loss pg_clipfrac ppo_kl entropy kl_loss kl_coef grad_norm lr",
+    "response_length/": "mean max min clip_ratio",
+    "prompt_length/": "mean max min clip_ratio",
+    "response/": "aborted_ratio",
+    "num_turns/": "mean max min",
+    "timing_s/": "gen reward old_log_prob ref values adv update_critic update_actor update_weights step testing "
+    "save_checkpoint dump_rollout_generations",
+    "timing_per_token_ms/": "gen ref values adv update_critic update_actor",
+    "perf/": "total_num_tokens time_per_step throughput max_memory_allocated_gb cpu_memory_used_gb",
+    "perf/mfu/": "actor critic",
+    "training/": "rollout_probs_diff_mean rollout_probs_diff_max rollout_probs_diff_std "
+    "rollout_actor_probs_pearson_corr",
+    "rollout_corr/": "kl k3_kl training_ppl rollout_ppl ppl_ratio chi2_token chi2_seq rollout_rs_masked_fraction",
+    "rollout_corr/rollout_is_": "mean std max min eff_sample_size",
+    "fully_async/": "trainer/idle_ratio rollouter/idle_ratio",
+    "fully_async/count/": "stale_trajectory_processed current_param_version total_generated_samples "
+    "dropped_stale_samples staleness_samples",
+    "fully_async/partial/": "total_partial_num partial_ratio max_partial_span",
+    "fully_async/processing_time/": "avg max min tp50 tp95 tp99",
+    "actor/distillation/": "loss abs_loss student_mass teacher_mass overlap_ratio",
+    "agent_loop/generate_sequences/": "mean max min",
+    "agent_loop/tool_calls/": "mean max min",
+    "agent_loop/compute_score/": "mean max min",
+    "agent_loop/num_preempted/": "mean max min",
+    "agent_loop/slowest/": "generate_sequences tool_calls compute_score num_preempted prompt_length response_length",
+    "val-core/gsm8k/acc/": "mean@8 best@8/mean best@8/std maj@8/mean maj@8/std",
+    "val-aux/gsm8k/acc/": "mean@8 std@8 best@4/mean best@4/std worst@8/mean worst@8/std maj@2/mean maj@2/std",
+}
+"""Names of verl that apply here, and mean the same, by what they begin with."""
+
+
+@pytest.mark.parametrize("name", [stem + end for stem, ends in VERL.items() for end in ends.split()])
+def test_a_name_of_verl_is_defined(name):
+    assert DEFINITIONS.lookup(name).name == name
+
+
 @pytest.mark.parametrize("name", EMITTED)
 def test_a_name_that_trainers_emit_is_defined(name):
     assert DEFINITIONS.lookup(name).name == name
@@ -177,7 +219,7 @@ def test_a_name_that_trainers_emit_is_defined(name):
 def test_what_is_said_of_all_teachers_is_said_of_each():
     of_all = {metric.name for metric in DEFINITIONS if re.fullmatch("actor/distillation/[a-z_]+", metric.name)}
     of_each = {name.replace("{teacher}/", "") for name in (m.name for m in DEFINITIONS) if "lation/{teacher}/" in name}
-    assert len(of_all) == 8
+    assert len(of_all) == 9
     assert of_each == of_all
     loss = DEFINITIONS.lookup("actor/distillation/math/loss")
     assert (loss.unit, loss.reduction, loss.weighted_by) == ("nats", "mean", "token")

@@ -9,6 +9,12 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
     return (
         mean(f"{stem}/loss", "nats", f"Divergence of student and teacher{of}; 0 when they are equal.", over="token"),
         mean(
+            f"{stem}/abs_loss",
+            "nats",
+            f"Absolute value of that{of}; above it where estimates by single tokens are negative.",
+            over="token",
+        ),
+        mean(
             f"{stem}/student_mass",
             "1",
             f"The student's probability of the teacher's likeliest tokens together{of}; of the sampled token where the "

@@ -218,12 +218,13 @@ def distillation_sums(
     """(sum over tokens, their number) of each metric, over all teachers and for each.
 
     Args:
-        measured: [T] by name, 0 where no teacher scored.
+        measured: [T] by name, 0 where no teacher scored; of "loss" its absolute value becomes "abs_loss".
         index: [T] which teacher scored; -1 where none did.
         mask: [T] bool, tokens that train.
         teachers: Names by index.
     """
     is_scored = (index >= 0) & mask
+    measured = {**measured, "abs_loss": measured["loss"].abs()}
     sums = {NAME + "aligned_fraction": (is_scored.sum(), mask.sum())}
     of_each = {NAME: is_scored} | {f"{NAME}{name}/": is_scored & (index == i) for i, name in enumerate(teachers)}
     for prefix, chosen in of_each.items():
