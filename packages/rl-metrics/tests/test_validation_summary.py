@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.errors import ShapeError
+from rl_core.errors import DataError, ShapeError
 from rl_metrics.bootstrap import Bootstrap
 from rl_metrics.table import DEFINITIONS
 from rl_metrics.validation import ValidationResponses, headline, response_table, summarize_validation
@@ -138,6 +138,15 @@ def test_lengths_are_checked():
         summarize(["p", "q"], ["a", "a"], acc=[1.0])
     with pytest.raises(ShapeError, match=r"sources must have uids' shape \[2\]; found \[1\]"):
         summarize(["p", "q"], ["a"])
+
+
+@pytest.mark.parametrize("prediction", [NAN, 42, ["42"]])
+def test_a_prediction_that_is_no_text_is_refused(prediction):
+    given = {"uids": ["p", "p"], "sources": ["a", "a"], "variables": {"acc": [1.0, 0.0]}}
+    with pytest.raises(DataError, match=r"predictions must be text, or None.*found (float|int|list)"):
+        summarize_validation(ValidationResponses(**given, predictions=["42", prediction]))
+    with pytest.raises(ShapeError, match=r"predictions must have uids' shape \[2\]; found \[1\].*None where"):
+        summarize_validation(ValidationResponses(**given, predictions=["42"]))
 
 
 def test_the_headline_is_the_mean_over_sources():

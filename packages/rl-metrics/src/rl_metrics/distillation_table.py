@@ -11,7 +11,7 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
         mean(
             f"{stem}/abs_loss",
             "nats",
-            f"Absolute value of that{of}; above it where estimates by single tokens are negative.",
+            f"Absolute value of that divergence{of}; estimates from single tokens can be negative.",
             over="token",
         ),
         mean(

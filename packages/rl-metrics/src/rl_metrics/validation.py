@@ -66,6 +66,7 @@ def summarize_validation(
 
     Raises:
         ShapeError: uids, sources, predictions and variables are not equally long.
+        DataError: A prediction is neither text nor None.
     """
     columns = checked_columns(responses)
     if estimators is None:

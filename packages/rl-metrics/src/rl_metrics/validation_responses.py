@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rl_core.errors import ShapeError
+from rl_core.errors import DataError, ShapeError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -106,6 +106,7 @@ def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
 
     Raises:
         ShapeError: uids, sources, predictions and variables are not equally long.
+        DataError: A prediction is neither text nor None.
     """
     expected = (len(responses.uids),)
     columns = {name: np.asarray(values, dtype=np.float64) for name, values in responses.variables.items()}
@@ -118,4 +119,10 @@ def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
                 f"{name} must have uids' shape {list(expected)}; found {list(shape)}. Give one value for each "
                 f"response, {'None' if name == 'predictions' else 'NaN'} where there is none."
             )
+    others = {type(text).__name__ for text in responses.predictions or () if not isinstance(text, str | None)}
+    if others:
+        raise DataError(
+            f"predictions must be text, or None where there is none; found {', '.join(sorted(others))}. Write each "
+            "answer in one way, such as str(answer), and a missing one as None."
+        )
     return columns
