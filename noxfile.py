@@ -62,6 +62,8 @@ TEST_ENV = {
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     # Some hundred processes of a test run would each compile torch and vLLM anew; nothing is written into the checkout.
     os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "pycache")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
+"""Names of the program, by any of which tests/support/chromium.py finds it."""
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
 
 nox.options.sessions = ["lint", "imports", "types", "unit", "wheels"]
@@ -257,6 +259,32 @@ def workspace(session: nox.Session) -> str:
     return python
 
 
+def chromium(session: nox.Session) -> None:
+    """Have Debian's Chromium, in which the tests open reports; a session that cannot install it says how, and goes on.
+
+    The tests of reports in a browser then fail with the same advice.
+    """
+    if any(shutil.which(name) for name in CHROMIUM):
+        return
+    rights = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
+    advice = "install chromium by hand, such as: apt-get install chromium"
+    if not all(shutil.which(name) for name in ("apt-get", *rights[:1])):
+        session.warn(
+            f"The tests of reports need Chromium, and there is no {' '.join((*rights[:1], 'apt-get'))}; {advice}."
+        )
+        return
+    session.log("Installing Chromium, once: 90 MB to download.")
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for arguments in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
+        done = subprocess.run(
+            [*rights, "apt-get", "--quiet", *arguments], env=env, check=False, capture_output=True, text=True
+        )
+        if done.returncode:
+            said = "\n".join(done.stderr.splitlines()[-5:])
+            session.warn(f"apt-get {arguments[0]} failed; {advice}. It said:\n{said}")
+            return
+
+
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
     """Run pytest quietly for the environment: threads bounded, no network look-ups; it ends with the slowest tests."""
     words = ["--durations=15", "--durations-min=5", *arguments]
@@ -282,7 +310,10 @@ def tests(session: nox.Session) -> None:
         checks = subprocess.run(command, cwd=ROOT, check=False).returncode
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
     suites = [*WORKSPACE_TESTS, *apps, "examples", "tests"]
-    run_pytest(session, workspace(session), *(session.posargs or suites))
+    python = workspace(session)
+    if not session.posargs or any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
+        chromium(session)
+    run_pytest(session, python, *(session.posargs or suites))
     if checks:
         session.error("the tests passed, but a check above failed")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",  # tests run as root in containers, where Chromium's own sandbox cannot

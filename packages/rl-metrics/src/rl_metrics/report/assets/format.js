@@ -20,7 +20,7 @@ function number(value) {
 }
 
 function percent(share) {
-  return Number.isNaN(share) ? "–" : `${(share * 100).toPrecision(share >= 1 ? 4 : 3)} %`;
+  return Number.isNaN(share) ? "–" : `${number(Number((share * 100).toPrecision(3)))} %`;
 }
 
 /** A logprob and the probability that it is. */
@@ -32,7 +32,8 @@ function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value >= 3600) return `${(value / 3600).toFixed(1)} h`;
   if (value >= 120) return `${(value / 60).toFixed(1)} min`;
-  return value >= 1 ? `${value.toPrecision(3)} s` : `${(value * 1000).toPrecision(3)} ms`;
+  if (value >= 1 || value === 0) return `${Number(value.toPrecision(3))} s`;
+  return value < 1e-4 ? "< 0.1 ms" : `${Number((value * 1000).toPrecision(3))} ms`;
 }
 
 function moment(epoch) {
