@@ -9,8 +9,9 @@ import structlog
 from rl_core.errors import DataError
 from rl_metrics.events import EventLog
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
-from rl_metrics.run_record import HistogramRow, ProbeRow, open_run
+from rl_metrics.run_record import ProbeRow, open_run
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 SCRIPT = "<script>alert(1)</script>\x1b[31m"
@@ -18,6 +19,12 @@ SCRIPT = "<script>alert(1)</script>\x1b[31m"
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sketch(value):
+    histogram = Histogram()
+    histogram.add(np.array([float(value)]))
+    return histogram.to_json()
 
 
 @pytest.fixture
@@ -35,7 +42,9 @@ def folder(tmp_path):
     rollouts = RolloutLog(folder / "rollouts.jsonl", clock=lambda: 5.0)
     rollouts.write([RolloutRow(step=1, time=0.0, prompt_uid="p", problem="1+1", prompt=SCRIPT, response="2")])
     rollouts.close()
-    write_lines(folder / "histograms.jsonl", [{"step": 1, "time": 6.0, "histograms": {"distribution/reward": [1]}}])
+    write_lines(
+        folder / "histograms.jsonl", [{"step": 1, "time": 6.0, "histograms": {"distribution/reward": sketch(0.5)}}]
+    )
     probe = {"step": 1, "time": 7.0, "policy_version": 1, "probe": "p", "prompt": "1+1=", "response": "2"}
     write_lines(
         folder / "probes.jsonl",
@@ -55,7 +64,9 @@ def test_every_file_of_a_run(folder):
     assert [event["event"] for event in run.events] == ["run_started"]
     assert [table.samples[0].input for table in run.generations] == [SCRIPT]
     assert [row.prompt for row in run.rollouts()] == [SCRIPT]
-    assert run.histograms == (HistogramRow(step=1, time=6.0, histograms={"distribution/reward": [1]}),)
+    (distributions,) = run.histograms
+    assert (distributions.step, distributions.time) == (1, 6.0)
+    assert distributions.histograms["distribution/reward"].max == 0.5
     (probe,) = run.probes
     assert (probe.step, probe.policy_version, probe.probe, probe.position, probe.token) == (1, 1, "p", 0, "2")
     assert (probe.prompt, probe.response, probe.time, probe.logprob) == ("1+1=", "2", 7.0, -0.1)
@@ -87,10 +98,13 @@ def test_a_run_with_one_file_is_empty_otherwise(folder, tmp_path, name):
 
 
 def test_a_file_of_metrics_is_a_run(folder, tmp_path):
-    other = tmp_path / "seed-3.jsonl"
+    other = folder / "seed-3.jsonl"
     other.write_text('{"step":4,"a":1}\n')
-    run = open_run(other)
-    assert (run.name, run.history.steps.tolist(), run.events) == ("seed-3", [4], ())
+    (tmp_path / "linked.jsonl").symlink_to(other)
+    for path in (other, tmp_path / "linked.jsonl"):
+        run = open_run(path)
+        assert (run.name, run.history.steps.tolist()) == ("seed-3", [4])
+        assert (run.events, run.summary, list(run.rollouts())) == ((), {}, [])
     run = open_run(folder / "metrics.jsonl")
     assert (run.name, len(run.events)) == ("first", 1)
 
@@ -128,7 +142,7 @@ def test_whether_a_run_is_finished(tmp_path, events, summary, is_finished):
 def test_the_newest_history_of_distributions_and_probes(tmp_path):
     write_lines(
         tmp_path / "histograms.jsonl",
-        [{"step": step, "histograms": {"a": number}} for number, step in enumerate([1, 2, 3, 2, 4])]
+        [{"step": step, "histograms": {"a": sketch(number)}} for number, step in enumerate([1, 2, 3, 2, 4])]
         + [{"step": 5, "histograms": 3}, {"step": True, "histograms": {}}, [1]],
     )
     asked = [(10, "p", 0), (10, "p", 1), (10, "q", 0), (20, "p", 0), (10, "p", 0), (10, "p", 0), (10, "p", 2)]
@@ -140,7 +154,7 @@ def test_the_newest_history_of_distributions_and_probes(tmp_path):
         ],
     )
     run = open_run(tmp_path)
-    assert [(row.step, row.histograms["a"]) for row in run.histograms] == [(1, 0), (2, 3), (4, 4)]
+    assert [(row.step, row.histograms["a"].max) for row in run.histograms] == [(1, 0), (2, 3), (4, 4)]
     assert all(np.isnan(row.time) for row in run.histograms)
     assert [(row.step, row.probe, row.position, row.token) for row in run.probes] == [
         (10, "p", 0, "5"),

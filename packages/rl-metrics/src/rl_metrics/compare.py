@@ -204,11 +204,12 @@ def _of_two(name: str, a: _Window, b: _Window) -> Difference:
     if validated is not None:
         return validated
     (steps_a, values_a), (steps_b, values_b) = a.series(name), b.series(name)
-    steps, at_a, at_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
+    is_common_a = np.isin(steps_a, steps_b, assume_unique=True)
+    num_common = int(is_common_a.sum())
     method: Method
-    if len(steps) >= MIN_STEPS or 2 * len(steps) >= min(len(steps_a), len(steps_b)):
-        values_a, values_b = values_a[at_a], values_b[at_b]
-        method, interval, num_steps = "same steps", mean_over_steps(values_b - values_a), len(steps)
+    if num_common >= MIN_STEPS or 2 * num_common >= min(len(steps_a), len(steps_b)):
+        values_a, values_b = values_a[is_common_a], values_b[np.isin(steps_b, steps_a, assume_unique=True)]
+        method, interval, num_steps = "same steps", mean_over_steps(values_b - values_a), num_common
     else:
         method, interval = "own steps", difference_over_steps(values_a, values_b)
         num_steps = min(len(values_a), len(values_b))

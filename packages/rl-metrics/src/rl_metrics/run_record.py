@@ -15,12 +15,17 @@ import numpy as np
 import structlog
 
 from rl_core.errors import DataError
-from rl_core.records import Json
 from rl_metrics.events import read_events
 from rl_metrics.history import History, read_history
 from rl_metrics.json_lines import read_json_lines
 from rl_metrics.rollout_log import RolloutRow, read_rollouts
-from rl_metrics.trackers.jsonl import GenerationTable, is_step, number_or_nan, read_generations
+from rl_metrics.trackers.jsonl import (
+    GenerationTable,
+    StepHistograms,
+    number_or_nan,
+    read_generations,
+    read_histograms,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -41,21 +46,6 @@ FILES = (
     "health.json",
 )
 """Any of them makes a folder one of a run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistogramRow:
-    """The distributions of one step.
-
-    Attributes:
-        step: Optimizer steps done.
-        time: Seconds since the epoch when it was written; NaN where that is unknown.
-        histograms: By name, as `Histogram.to_json` gave them.
-    """
-
-    step: int
-    time: float
-    histograms: Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +89,7 @@ class RunRecord:
 
         Args:
             folder: Of the run.
-            metrics: Name of the file of its metrics.
+            metrics: Name of the file of its metrics; with another than the usual one, the run is that file alone.
         """
         self.folder = folder
         self.name = folder.resolve().name if metrics == METRICS else Path(metrics).stem
@@ -126,14 +116,16 @@ class RunRecord:
         return () if path is None else tuple(read_generations(path))
 
     @cached_property
-    def histograms(self) -> tuple[HistogramRow, ...]:
+    def histograms(self) -> tuple[StepHistograms, ...]:
         """The distributions by rising step."""
-        return tuple(_standing_histograms(self._rows("histograms.jsonl")))
+        path = self._file("histograms.jsonl")
+        return () if path is None else tuple(read_histograms(path))
 
     @cached_property
     def probes(self) -> tuple[ProbeRow, ...]:
         """What the policy thinks at chosen tokens, by rising step."""
-        return tuple(_standing_probes(self._rows("probes.jsonl")))
+        path = self._file("probes.jsonl")
+        return () if path is None else tuple(_standing_probes(read_json_lines(path)))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -178,10 +170,6 @@ class RunRecord:
         path = self._file("rollouts.jsonl")
         return iter(()) if path is None else read_rollouts(path)
 
-    def _rows(self, name: str) -> Iterable[dict[str, Any]]:
-        path = self._file(name)
-        return () if path is None else read_json_lines(path)
-
     def _json_document(self, name: str) -> dict[str, Any]:
         content = self._document(name)
         if not content:
@@ -205,6 +193,8 @@ class RunRecord:
         return content
 
     def _file(self, name: str) -> Path | None:
+        if METRICS != self._metrics != name:
+            return None  # what lies beside a file of another name may be of other runs
         path = self.folder / name
         try:
             mode = path.stat().st_mode
@@ -235,24 +225,13 @@ def open_run(path: Path) -> RunRecord:
         DataError: There is no such folder or file, or it is none of a run.
     """
     if path.is_file():
+        path = path.resolve()  # one that is named may be a link
         return RunRecord(path.parent, metrics=path.name)
     if not path.is_dir():
         raise DataError(f"{path} must be the folder of a run, or its {METRICS}; there is no such folder or file.")
     if not any((path / name).is_file() for name in FILES):
         raise DataError(f"{path} must be the folder of a run; it has none of {', '.join(FILES)}.")
     return RunRecord(path)
-
-
-def _standing_histograms(lines: Iterable[dict[str, Any]]) -> list[HistogramRow]:
-    rows: list[HistogramRow] = []
-    for line in lines:
-        step, histograms = line.get("step"), line.get("histograms")
-        if not is_step(step) or not isinstance(histograms, dict):
-            continue
-        while rows and rows[-1].step >= step:
-            rows.pop()
-        rows.append(HistogramRow(step=step, time=number_or_nan(line.get("time")), histograms=histograms))
-    return rows
 
 
 def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:

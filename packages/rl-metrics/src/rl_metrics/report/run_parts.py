@@ -10,7 +10,6 @@ import numpy as np
 
 from rl_core.errors import DataError
 from rl_metrics.health import Verdict, judge
-from rl_metrics.histogram import Histogram
 from rl_metrics.report.curves import Columns, thin
 from rl_metrics.run_record import ProbeRow, RunRecord
 
@@ -49,10 +48,8 @@ def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
     """Names of the distributions, and the columns of each: `dx{i}` are steps, `d{i}q{j}` the j-th of `QUANTILES`."""
     by_name: dict[str, list[tuple[int, list[float]]]] = {}
     for row in run.histograms:
-        for name, sketch in row.histograms.items():
-            with suppress(DataError):
-                histogram = Histogram.from_json(sketch)
-                by_name.setdefault(name, []).append((row.step, [histogram.quantile(q) for q in QUANTILES]))
+        for name, histogram in row.histograms.items():
+            by_name.setdefault(name, []).append((row.step, [histogram.quantile(q) for q in QUANTILES]))
     described: list[dict[str, Any]] = []
     columns: Columns = {}
     for name, rows in by_name.items():

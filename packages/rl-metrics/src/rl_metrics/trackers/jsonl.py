@@ -1,5 +1,6 @@
 """metrics.jsonl and histograms.jsonl: one line a step, generations.jsonl: one line a sample; never truncated."""
 
+import bisect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -160,9 +161,7 @@ def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
         if row is None:
             continue
         if is_late:
-            for index, known in enumerate(rows):
-                if known.step == row.step:
-                    rows[index] = replace(known, metrics={**known.metrics, **row.metrics})
+            _add_late(rows, row, is_rising=not with_replaced)
             continue
         while not with_replaced and rows and rows[-1].step >= row.step:
             rows.pop()
@@ -180,20 +179,19 @@ def read_generations(path: Path, *, with_replaced: bool = False) -> list[Generat
         path: A file of JsonlTracker.
         with_replaced: True keeps the replaced tables, in the order of the file.
     """
-    tables: list[GenerationTable] = []
+    tables: list[tuple[GenerationTable, list[GenerationSample]]] = []
     for line in read_json_lines(path):
         read = _generation_row(line)
         if read is None:
             continue
-        index, row = read
-        last = tables[-1] if tables else None
-        if index > 0 and last is not None and (last.step, last.name, last.time) == (row.step, row.name, row.time):
-            tables[-1] = replace(last, samples=last.samples + row.samples)
-            continue
-        if not with_replaced:
-            tables = [table for table in tables if table.name != row.name or table.step < row.step]
-        tables.append(row)
-    return tables
+        index, row, sample = read
+        last = tables[-1][0] if tables else None
+        if index == 0 or last is None or (last.step, last.name, last.time) != (row.step, row.name, row.time):
+            if not with_replaced:
+                tables = [one for one in tables if one[0].name != row.name or one[0].step < row.step]
+            tables.append((row, []))
+        tables[-1][1].append(sample)
+    return [replace(table, samples=tuple(samples)) for table, samples in tables]
 
 
 def read_histograms(path: Path, *, with_replaced: bool = False) -> list[StepHistograms]:
@@ -224,7 +222,15 @@ def _histogram(sketch: Any) -> Histogram | None:
         return None
 
 
-def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable] | None:
+def _add_late(rows: list[MetricRow], late: MetricRow, *, is_rising: bool) -> None:
+    """Add what came late to the rows of its step."""
+    start = bisect.bisect_left(rows, late.step, key=lambda row: row.step) if is_rising else 0
+    for index in range(start, start + 1 if is_rising else len(rows)):
+        if index < len(rows) and rows[index].step == late.step:
+            rows[index] = replace(rows[index], metrics={**rows[index].metrics, **late.metrics})
+
+
+def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable, GenerationSample] | None:
     step, index, name = line.get("step"), line.get("index"), line.get("name")
     if type(step) is not int or type(index) is not int or not isinstance(name, str):
         return None
@@ -232,7 +238,7 @@ def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable] | None:
         sample = GenerationSample.from_json(line)
     except DataError:
         return None
-    return index, GenerationTable(step=step, name=name, time=number_or_nan(line.get("time")), samples=(sample,))
+    return index, GenerationTable(step=step, name=name, time=number_or_nan(line.get("time")), samples=()), sample
 
 
 def _metric_row(line: dict[str, Any]) -> MetricRow | None:
