@@ -6,14 +6,10 @@ import pytest
 
 from rl_metrics.health import GUIDE
 from rl_metrics.health.checks import KINDS
+from rl_metrics.health.rules import is_pattern, pattern_of
 from rl_metrics.table import DEFINITIONS
 
 RULES = {rule.name: rule for rule in GUIDE}
-EXAMPLES = {
-    "val-core/*/mean@*": "val-core/arithmetic/acc/mean@1",
-    "perf/mfu/*": "perf/mfu/actor",
-    "memory/*": "memory/x_gb",
-}
 PROBES = [
     (rule, probe)
     for rule in GUIDE
@@ -37,13 +33,14 @@ def test_a_probe_has_a_kind_thresholds_and_fields(rule, probe):
             assert isinstance(rule.limit(limit), float)
     fields = {field for _, field, _, _ in string.Formatter().parse(probe.says) if field}
     assert fields <= {"metric", "value", "before", "window", *probe.limits}
-    assert sum(any("*" in name for name in names) for names in probe.reads) <= 1
+    assert sum(any(map(is_pattern, names)) for names in probe.reads) <= 1
 
 
 def test_every_metric_that_is_read_is_defined():
     for _, probe in PROBES:
         for name in (name for names in probe.reads for name in names):
-            example = EXAMPLES.get(name, name.replace("mean@*", "mean@1").replace("*", "x"))
+            example = name.replace("perf/mfu/*", "perf/mfu/actor").replace("#", "8")
+            example = example.replace("val-core/*/mean", "val-core/x/acc/mean").replace("*", "x_gb")
             assert example in DEFINITIONS, name
 
 
@@ -60,3 +57,10 @@ def test_every_threshold_is_used_and_has_a_source():
         used = {limit for probe in rule.probes for limit in probe.limits.values() if isinstance(limit, str)}
         assert used == {threshold.name for threshold in rule.thresholds}
         assert all(threshold.source and threshold.meaning for threshold in rule.thresholds)
+
+
+def test_a_pattern_stands_for_names_as_a_whole():
+    pattern = pattern_of("val-core/*/mean@#")
+    assert pattern.fullmatch("val-core/a/b/acc/mean@16")
+    assert not pattern.fullmatch("val-core/a/acc/mean@16/ci_low")
+    assert not pattern.fullmatch("val-core/a/acc/mean@x")

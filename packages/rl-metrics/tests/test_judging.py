@@ -280,6 +280,16 @@ def test_overfitting_and_components():
     assert evidence.metric == "val-core/arithmetic/reward/mean@1"
 
 
+def test_a_gap_within_the_confidence_interval_is_none():
+    validation = np.full(STEPS, np.nan)
+    validation[[19, 39, 59]] = 0.5
+    values = {
+        "val-core/arithmetic/reward/mean@1": validation,
+        "val-core/arithmetic/reward/mean@1/ci_high": validation + 0.3,
+    }
+    assert judge(history(healthy() | values)).findings == ()
+
+
 def test_efficiency_and_lost_rollouts():
     verdict = verdict_of(
         fully_async__trainer__idle_ratio=np.full(STEPS, 0.7),
@@ -329,7 +339,7 @@ def test_a_verdict_of_a_sick_run_goes_to_json_and_back():
 
 NAMES = sorted(
     {
-        name.replace("*", "x")
+        name.replace("*", "x").replace("#", "1")
         for rule in GUIDE
         for probe in (*rule.probes, *rule.needs, *rule.unless)
         for names in probe.reads

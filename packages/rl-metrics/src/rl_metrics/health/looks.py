@@ -1,7 +1,5 @@
 """Looking at a run's metrics with the probes of rules."""
 
-import fnmatch
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +8,7 @@ from numpy.typing import NDArray
 
 from rl_metrics.health.checks import KINDS, Floats, Measured
 from rl_metrics.health.finding import Evidence
-from rl_metrics.health.rules import Probe, Rule
+from rl_metrics.health.rules import Probe, Rule, is_pattern, pattern_of
 from rl_metrics.history import History
 
 MAX_POINTS = 4000
@@ -130,7 +128,7 @@ class Looker:
         columns = [self._first_there(names) for names in probe.reads]
         if not all(columns):
             return
-        patterns = [place for place, matches in enumerate(columns) if any("*" in name for name in probe.reads[place])]
+        patterns = [place for place, matches in enumerate(columns) if any(map(is_pattern, probe.reads[place]))]
         place = patterns[0] if patterns else 0
         for match in columns[place]:
             names = tuple(match if other == place else matches[0] for other, matches in enumerate(columns))
@@ -139,9 +137,9 @@ class Looker:
     def _first_there(self, names: tuple[str, ...]) -> list[str]:
         """The first of the names that the run has; all that match where it is a pattern."""
         for name in names:
-            if "*" in name:
-                pattern = re.compile(fnmatch.translate(name))
-                matches = sorted(metric for metric in self._history.values if pattern.match(metric))
+            if is_pattern(name):
+                pattern = pattern_of(name)
+                matches = sorted(metric for metric in self._history.values if pattern.fullmatch(metric))
                 if matches:
                     return matches
             elif name in self._history.values:

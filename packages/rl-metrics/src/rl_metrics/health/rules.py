@@ -1,10 +1,10 @@
 """What a health rule is: data that says what to look at, what is wrong, why that may be, and what to try."""
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from rl_core.errors import SettingsError
 from rl_metrics.health.finding import Severity, Side
@@ -33,8 +33,8 @@ class Probe:
 
     Attributes:
         kind: Name of a check in `checks.KINDS`.
-        reads: A column each: names of metrics, of which the first that the run has counts. One with `*` stands for all
-            that match, each judged alone; it can only be in the first column.
+        reads: A column each: names of metrics, of which the first that the run has counts. One with `*` (anything) or
+            `#` (digits) stands for all that match, each judged alone; at most one column has such.
         limits: By the check's name for them: a number, or the name of one of the rule's thresholds.
         window: Steps; 0 takes the rule's.
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
@@ -158,8 +158,19 @@ def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
         for probe in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
     )
     names = {name for probe in probes for choices in probe.reads for name in choices}
-    patterns = [re.compile(fnmatch.translate(name)) for name in sorted(names) if "*" in name]
-    return lambda metric: metric in names or any(pattern.match(metric) for pattern in patterns)
+    patterns = [pattern_of(name) for name in sorted(names) if is_pattern(name)]
+    return lambda metric: metric in names or any(pattern.fullmatch(metric) for pattern in patterns)
+
+
+def is_pattern(name: str) -> bool:
+    """True for a name that stands for several metrics."""
+    return "*" in name or "#" in name
+
+
+@cache
+def pattern_of(name: str) -> re.Pattern[str]:
+    """What a name with `*` or `#` stands for."""
+    return re.compile(re.escape(name).replace(r"\*", ".+").replace(r"\#", "[0-9]+"), re.DOTALL)
 
 
 def require_rules(rules: Iterable[Rule], names: Iterable[str], *, also: tuple[str, ...] = ()) -> None:

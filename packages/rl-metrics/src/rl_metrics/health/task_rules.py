@@ -21,6 +21,14 @@ TOO_HARD = Cause(
     advice="begin with easier prompts, a warm start (SFT), or partial credit in the reward",
 )
 
+VALIDATED_REWARD = (
+    "val-core/*/reward/mean@#/ci_high",
+    "val-core/*/reward/mean@#",
+    "val-core/*/score/mean@#",
+)
+VALIDATED_ACCURACY = ("val-core/*/acc/mean@#/ci_high", "val-core/*/acc/mean@#")
+"""Upper ends of confidence intervals where there are some: a gap is one that the draw of problems does not explain."""
+
 TASK = (
     Rule(
         name="reward_zero",
@@ -184,13 +192,13 @@ TASK = (
         probes=(
             Probe(
                 kind="gap",
-                reads=(SCORE, ("val-core/*/reward/mean@*", "val-core/*/score/mean@*")),
+                reads=(SCORE, VALIDATED_REWARD),
                 limits={"max": "max"},
                 says="{metric} is {value:share} below training's {before} (at most {max:share} is healthy)",
             ),
             Probe(
                 kind="gap",
-                reads=(("reward/acc/mean",), ("val-core/*/acc/mean@*",)),
+                reads=(("reward/acc/mean",), VALIDATED_ACCURACY),
                 limits={"max": "max"},
                 says="{metric} is {value:share} below training's {before} (at most {max:share} is healthy)",
             ),
@@ -218,7 +226,7 @@ TASK = (
         probes=(
             Probe(
                 kind="fall",
-                reads=(("val-core/*/mean@*",),),
+                reads=(("val-core/*/mean@#",),),
                 limits={"max": "max", "by": 0.01},
                 says="{metric} is {value:share} below its best, which was {before} (at most {max:share} is healthy)",
             ),
