@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import TinyRun, copy_tiny_run, make_tiny_run, train_here
+from tiny_run import REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run, train_here
 
-from rl_metrics.trackers.jsonl import read_metrics
+from rl_metrics.trackers.jsonl import read_histograms, read_metrics
 from rl_sync_trainer.main import main
 
 RECOMPUTED = {"algorithm__old_logprobs": "recompute"}
@@ -73,6 +73,11 @@ def train_two_steps(run: TinyRun, **settings: Any) -> list[dict[str, float]]:
     assert [row.step for row in rows] == [1, 2]
     for row in rows:
         assert [name for name, value in row.metrics.items() if not math.isfinite(value)] == []
+    distributions = read_histograms(run.run_folder / "histograms.jsonl")
+    assert [row.step for row in distributions] == [1, 2]
+    for row in distributions:
+        assert row.histograms["distribution/reward"].count == REWARDS_PER_STEP
+        assert row.histograms["distribution/generate_s"].min > 0
     return [row.metrics for row in rows]
 
 

@@ -10,7 +10,7 @@ from rl_metrics.async_table import ASYNC
 from rl_metrics.definitions import MetricTable
 from rl_metrics.events import read_events
 from rl_metrics.rollout_log import read_rollouts
-from rl_metrics.trackers.jsonl import read_metrics
+from rl_metrics.trackers.jsonl import read_histograms, read_metrics
 
 STEPS = 4
 NEED_A_CAUSE = {
@@ -41,6 +41,12 @@ def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> N
     assert all((row["fully_async/queue/bytes"] > 0) == (row["fully_async/queue/rows"] > 0) for row in rows)
     assert any(row["memory/queue_gb"] > 0 for row in rows)
     assert rows[0]["memory/controller_gb"] > 0
+    histograms = read_histograms(run.run_folder / "histograms.jsonl")
+    assert [row.step for row in histograms] == list(range(1, STEPS + 1))
+    for row in histograms:
+        assert row.histograms["distribution/reward"].count == REWARDS_PER_STEP
+        assert row.histograms["distribution/entropy"].min > 0
+        assert row.histograms["distribution/log_ratio"].count == row.histograms["distribution/advantage"].count
     rollouts = list(read_rollouts(run.run_folder / "rollouts.jsonl"))
     assert [row.step for row in rollouts] == sorted(row.step for row in rollouts)
     assert {row.step for row in rollouts} == set(range(1, STEPS + 1))

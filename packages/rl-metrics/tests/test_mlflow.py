@@ -189,10 +189,10 @@ def test_distributions_are_three_quantiles(tmp_path, uri):
     assert run_of(uri, tmp_path).data.metrics == {f"distribution/reward/{q}": 0.0 for q in ("p5", "p50", "p95")}
 
 
-@pytest.mark.parametrize("ending", ["FAILED", "KILLED"])
-def test_how_the_run_ended_is_said(tmp_path, uri, ending):
+@pytest.mark.parametrize(("ending", "status"), [("failed", "FAILED"), ("stopped", "KILLED")])
+def test_how_the_run_ended_is_said(tmp_path, uri, ending, status):
     MlflowTracker(tmp_path, experiment="ends", uri=uri, ending=lambda: ending).close()
-    assert run_of(uri, tmp_path).info.status == ending
+    assert run_of(uri, tmp_path).info.status == status
 
 
 def test_the_environment_names_the_server(tmp_path, uri, monkeypatch):

@@ -212,6 +212,7 @@ class Controller:
             metrics |= await publishing
         finally:
             self._c.write_rollouts(report.rollouts)
+            self._c.log_histograms(number, report.histograms)
             self._c.log_metrics(number, metrics)  # also where it is stopped amid a validation
         if self._lacks_validation:
             await self._validate_beside()

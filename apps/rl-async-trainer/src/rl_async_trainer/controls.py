@@ -1,6 +1,6 @@
 """What the parts of the controller share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.supply import PromptSupply
 from rl_async_trainer.validator import Validator
 from rl_core import TransferQueue
+from rl_core.records import Json
 from rl_metrics.memory import MemoryWatch
 from rl_trainer.rollout_rows import RolloutDraft
 from rl_trainer.stopping import StopSignal
@@ -34,6 +35,7 @@ class Controls:
         progress: Told of each progress.
         say: Writes an event.
         log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
+        log_histograms: Takes the distributions of a step, as `Histogram.to_json` gives them.
         write_rollouts: Writes trajectories of a step down.
         memory: Measures that of the controller's process.
         find_checkpoint: The newest whole checkpoint.
@@ -52,6 +54,7 @@ class Controls:
     progress: Callable[[str], None]
     say: Callable[..., None]
     log_metrics: Callable[..., None]
+    log_histograms: Callable[[int, Mapping[str, Json]], None]
     write_rollouts: Callable[[Sequence[RolloutDraft]], None]
     memory: MemoryWatch
     find_checkpoint: Callable[[], Path | None]

@@ -35,7 +35,7 @@ from rl_trainer.learners import Learners, start_learners
 from rl_trainer.learning import LearningParts
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.preparation import adapted_kl, prepare_batch
-from rl_trainer.recording import summarize_step
+from rl_trainer.recording import record_distributions, summarize_step
 from rl_trainer.rollout_rows import draft_rollouts
 from rl_trainer.speeds import with_speeds
 from rl_trainer.updates import update
@@ -235,6 +235,7 @@ class LearnerHost:
             kl=kl.state(),
             busy_s=busy_s,
             rollouts=draft_rollouts(settings, batch, step=step, version=order.version),
+            histograms={name: one.to_json() for name, one in recorder.histograms().items()},
         )
 
     def _rows(self, order: StepOrder) -> Batch:
@@ -292,6 +293,7 @@ class LearnerHost:
 
     def _record(self, recorder: Recorder, batch: Batch, *, version: int, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
+        record_distributions(self._settings, batch, recorder)
         recorder.record_all(
             {
                 **summarize_step(self._settings, batch, version=version, step_s=busy_s),

@@ -4,9 +4,10 @@ Weights never, and of rows the few that people read.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_core import Canary, Prompt
+from rl_core.records import Json
 from rl_core.weights import WeightUpdate
 from rl_trainer.rollout_rows import RolloutDraft
 
@@ -105,6 +106,7 @@ class StepReport:
         kl: State of the KL's coefficient after it.
         busy_s: Seconds that the learner worked on it; waiting for rows is not in them.
         rollouts: Trajectories that are to be written down.
+        histograms: Distributions by name, as `Histogram.to_json` gives them.
     """
 
     metrics: Mapping[str, float]
@@ -112,6 +114,7 @@ class StepReport:
     kl: Mapping[str, float]
     busy_s: float
     rollouts: Sequence[RolloutDraft] = ()
+    histograms: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

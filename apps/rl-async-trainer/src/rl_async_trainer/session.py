@@ -24,9 +24,11 @@ from rl_async_trainer.validator import Validator
 from rl_async_trainer.watchdog import Watchdog
 from rl_core import TransferQueue
 from rl_core.errors import HangError
+from rl_core.records import Json
 from rl_distill.checkpoint_store import CheckpointStore
 from rl_metrics.events import EventLog
 from rl_metrics.generations import GenerationSample
+from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
 from rl_trainer.attempt import Attempt, Outcome
@@ -71,7 +73,7 @@ class Session:
         self._folder = folder
         self._console = console
         self._events = EventLog(folder.path / "events.jsonl")
-        self._trackers = make_trackers(settings, folder.path, console)
+        self._trackers = make_trackers(settings, folder.path, console, ending=lambda: self._attempt.ending)
         self._store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints)
         self._state = AsyncState()
         self._watchdog: Watchdog
@@ -199,6 +201,7 @@ class Session:
             progress=self._watchdog.progress,
             say=self._events.write,
             log_metrics=self._log_metrics,
+            log_histograms=self._log_histograms,
             write_rollouts=rollouts.write,
             memory=make_memory_watch(settings, "controller", say=self._events.write),
             find_checkpoint=self._attempt.find_checkpoint,
@@ -245,6 +248,9 @@ class Session:
             self._trackers.log_late(step, metrics)
         else:
             self._trackers.log(step, metrics)
+
+    def _log_histograms(self, step: int, sketches: Mapping[str, Json]) -> None:
+        self._trackers.log_histograms(step, {name: Histogram.from_json(one) for name, one in sketches.items()})
 
     def _log_generations(self, step: int, split: str, samples: list[GenerationSample]) -> None:
         self._trackers.log_generations(step, f"{split}/generations", samples)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rl_core import InProcessQueue, Lease, Prompt, TaskSpec, TransferQueue
 from rl_core.weights import WeightTransport
 from rl_distill.teacher.service import TeacherService, teacher_task
+from rl_metrics.histogram import Histogram
 from rl_metrics.memory import MemoryWatch
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
@@ -46,6 +47,7 @@ class Parts(LearningParts):
         on_state: Told each state that the run could go on from.
         say: Writes an event, with its name and fields.
         log_metrics: Takes the metrics of a step.
+        log_histograms: Takes its distributions.
         save_checkpoint: Writes a checkpoint.
         rollouts: Writes trajectories down; None writes none.
         memory: Measures memory; None measures none.
@@ -65,6 +67,7 @@ class Parts(LearningParts):
     say: Callable[..., None]
     log_metrics: Callable[[int, Mapping[str, float]], None]
     save_checkpoint: Callable[[TrainerState], None]
+    log_histograms: Callable[[int, Mapping[str, Histogram]], None] = lambda *_: None
     rollouts: RolloutWriter | None = None
     memory: MemoryWatch | None = None
 

@@ -70,6 +70,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
         write_rollouts(parts, trained, step=state.step + 1, version=state.policy_version)
     step_s = time.perf_counter() - started
     record_step(parts, recorder, trained, step=state.step + 1, version=state.policy_version, step_s=step_s)
+    parts.log_histograms(state.step + 1, recorder.histograms())
     return replace(
         state,
         step=state.step + 1,

@@ -42,7 +42,7 @@ class Session:
         self._folder = folder
         self._console = console
         self._events = EventLog(folder.path / "events.jsonl")
-        self._trackers = make_trackers(settings, folder.path, console)
+        self._trackers = make_trackers(settings, folder.path, console, ending=lambda: self._attempt.ending)
         self._store = CheckpointStore(
             folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=self._say_saved
         )
@@ -174,6 +174,7 @@ class Session:
             on_state=self._keep_state,
             say=self._events.write,
             log_metrics=self._trackers.log,
+            log_histograms=self._trackers.log_histograms,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
             memory=make_memory_watch(settings, "trainer", say=self._events.write),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError, WeightProofError
 from rl_core.publish import PublishReport
+from rl_metrics.distributions import timing_distributions
 from rl_metrics.memory import memory_metrics
 from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import (
@@ -23,7 +24,7 @@ from rl_trainer.distilling import record_teachers
 from rl_trainer.flow import sampling_params, settle
 from rl_trainer.learning import canary_sequences, proof_tolerances
 from rl_trainer.off_policy import groups_of_texts, text_options
-from rl_trainer.recording import slowest_session, summarize_step
+from rl_trainer.recording import record_distributions, slowest_session, summarize_step
 from rl_trainer.replay import record_replay
 from rl_trainer.rollout_rows import draft_rollouts
 
@@ -196,6 +197,8 @@ def record_rollouts(
             recorder.record("timing_s/reward", trajectory.timings.reward_s)
     batch = Batch.from_trajectories(trajectories)
     recorder.record_all(summarize_timings(batch, timings))
+    for name, values in timing_distributions(timings).items():
+        recorder.record_values(name, values)
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
     parts.say("slowest_session", **slowest_session(trajectories))
 
@@ -250,6 +253,7 @@ def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> No
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
     """Record what the batch says of rewards, lengths, staleness, mismatch and speed, and how much memory there is."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
+    record_distributions(parts.settings, batch, recorder)
     recorder.record_all(memory_metrics())
     if parts.memory is not None:
         recorder.record_all(parts.memory.step(step))

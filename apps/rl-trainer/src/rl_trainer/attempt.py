@@ -10,6 +10,7 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoint_store import CheckpointStore
 from rl_metrics.events import EventLog
 from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.protocol import Ending
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopSignal
@@ -55,7 +56,11 @@ class Outcome:
 
 
 class Attempt:
-    """One attempt at a run, in a folder that this process holds."""
+    """One attempt at a run, in a folder that this process holds.
+
+    Attributes:
+        ending: How trackers call its end.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Attempt:
         self._store = store
         self._started = time.perf_counter()
         self._earlier_wall_s = 0.0
+        self.ending: Ending = "failed"  # what ends otherwise says so
 
     @property
     def wall_s(self) -> float:
@@ -105,6 +111,7 @@ class Attempt:
 
     def stopped(self, state: RunProgress, stop: StopSignal) -> Outcome:
         """The user stopped it, or it paused itself."""
+        self.ending = "stopped"
         if stop.number is None and stop.pause_reason is not None:
             return self._paused(state, stop)
         summary = self._summary("stopped", state)
@@ -126,6 +133,7 @@ class Attempt:
 
     def finished(self, state: RunProgress) -> Outcome:
         """The last step was done."""
+        self.ending = "finished"
         summary = self._summary("finished", state)
         file = self._folder.write_summary(summary)
         self._events.write("run_finished", **summary)

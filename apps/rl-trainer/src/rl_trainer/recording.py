@@ -8,8 +8,10 @@ import numpy as np
 
 from rl_core import Batch
 from rl_core.records import Trajectory
+from rl_metrics.distributions import batch_distributions
 from rl_metrics.memory import MemoryWatch
 from rl_metrics.mismatch_metrics import summarize_mismatch
+from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import slowest_trajectory, spread, summarize_batch, summarize_speed
 from rl_trainer.settings import Settings
 
@@ -56,6 +58,20 @@ def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None
     return MemoryWatch(
         owner, say=say, every=chosen.memory_every, objects_every=objects_every, is_traced=chosen.trace_memory
     )
+
+
+def record_distributions(settings: Settings, batch: Batch, recorder: Recorder) -> None:
+    """Record what a step trained on as histograms.
+
+    Args:
+        settings: Of the run.
+        batch: As `summarize_step` takes it.
+        recorder: Of the step.
+    """
+    if settings.distillation.texts is not None:  # which no policy of this run sampled
+        batch = batch.only(batch.names - {"rollout_logprobs"})
+    for name, values in batch_distributions(batch).items():
+        recorder.record_values(name, values)
 
 
 def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

@@ -77,6 +77,8 @@ CHANGEABLE_ON_RESUME = (
     "health.thresholds",
     "health.off",
     "metrics.wandb_project",
+    "metrics.mlflow_uri",
+    "metrics.mlflow_experiment",
     "distillation.cache",
     "distillation.deadline_s",
     "distillation.start_deadline_s",

@@ -313,9 +313,12 @@ class MetricSettings:
         trace_memory: Also note which lines of code made what is in the trainer's memory; exact, and slow.
         peak_tflops: What a device that learns can do at most, in 10**12 operations a second of its dtype (312 of an
             A100 in bfloat16), for `perf/mfu/*`; none leaves these out.
-        trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder) and "wandb" (offline where
-            WANDB_MODE says so).
+        trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder), "wandb" (offline where
+            WANDB_MODE says so) and "mlflow".
         wandb_project: wandb's project.
+        mlflow_uri: A tracking server, or a database such as "sqlite:///runs/mlflow.db"; none takes
+            MLFLOW_TRACKING_URI, and without it a database in the run's folder.
+        mlflow_experiment: What MLflow compares the run in.
     """
 
     console: Literal["auto", "bar", "lines", "off"] = "auto"
@@ -326,8 +329,10 @@ class MetricSettings:
     memory_every: int = 5
     trace_memory: bool = False
     peak_tflops: float | None = None
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     wandb_project: str = "rl"
+    mlflow_uri: str | None = None
+    mlflow_experiment: str = "rl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,18 +7,21 @@ from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
-from rl_metrics.trackers.protocol import Tracker
+from rl_metrics.trackers.protocol import Ending, Tracker
 from rl_trainer.run_folder import plain_settings
 from rl_trainer.settings import Settings
 
 
-def make_trackers(settings: Settings, folder: Path, console: ConsoleTracker) -> Fanout:
+def make_trackers(
+    settings: Settings, folder: Path, console: ConsoleTracker, *, ending: Callable[[], Ending] = lambda: "finished"
+) -> Fanout:
     """metrics.jsonl and the console, and what `metrics.trackers` names.
 
     Args:
         settings: Of the run.
         folder: The run's.
         console: Shows progress.
+        ending: Asked how the run ended when the trackers are closed.
 
     Raises:
         MissingExtraError: A tracker's library is not installed.
@@ -28,6 +31,7 @@ def make_trackers(settings: Settings, folder: Path, console: ConsoleTracker) -> 
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: _tensorboard(folder),
         "wandb": lambda: _wandb(settings, folder),
+        "mlflow": lambda: _mlflow(settings, folder, ending),
     }
     for name in settings.metrics.trackers:
         trackers[name] = BackgroundTracker(makers[name](), name=name)
@@ -45,4 +49,17 @@ def _wandb(settings: Settings, folder: Path) -> Tracker:
 
     return WandbTracker(
         folder, project=settings.metrics.wandb_project, name=settings.run.name, config=plain_settings(settings)
+    )
+
+
+def _mlflow(settings: Settings, folder: Path, ending: Callable[[], Ending]) -> Tracker:
+    from rl_metrics.trackers.mlflow import MlflowTracker
+
+    return MlflowTracker(
+        folder,
+        experiment=settings.metrics.mlflow_experiment,
+        name=settings.run.name,
+        uri=settings.metrics.mlflow_uri,
+        config=plain_settings(settings),
+        ending=ending,
     )

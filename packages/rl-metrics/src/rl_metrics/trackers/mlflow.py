@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import structlog
@@ -18,6 +18,7 @@ from rl_core.errors import DataError, MissingExtraError, NotReadyError, Settings
 from rl_core.records import Json
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
+from rl_metrics.trackers.protocol import Ending
 from rl_metrics.trackers.tables import COLUMNS, table_row
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-Ending = Literal["FINISHED", "FAILED", "KILLED"]
-"""How MLflow says that a run ended; KILLED is one that was stopped."""
+STATUS: dict[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""How MLflow calls it."""
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",  # else it tells its makers how it is used; it is read at the import
@@ -71,7 +72,7 @@ class MlflowTracker:
         name: str | None = None,
         uri: str | None = None,
         config: Mapping[str, Json] | None = None,
-        ending: Callable[[], Ending] = lambda: "FINISHED",
+        ending: Callable[[], Ending] = lambda: "finished",
     ) -> None:
         """Start the run, or go on with it.
 
@@ -146,7 +147,7 @@ class MlflowTracker:
         """End the run, as `ending` says. Can be called twice."""
         if not self._is_closed:
             self._is_closed = True
-            self._client.set_terminated(self._run_id, status=self._ending())
+            self._client.set_terminated(self._run_id, status=STATUS[self._ending()])
 
     def _check_open(self) -> None:
         if self._is_closed:

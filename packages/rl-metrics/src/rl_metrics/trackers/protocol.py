@@ -1,10 +1,13 @@
 """What every tracker does."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
+
+Ending = Literal["finished", "stopped", "failed"]
+"""How a run ended, for trackers that show it."""
 
 
 class Tracker(Protocol):
