@@ -105,7 +105,7 @@ def test_charts_that_are_not_seen_wait(page, runs):
     page.wait("document.querySelectorAll('canvas').length")
     assert page.run("document.querySelectorAll('canvas').length < document.querySelectorAll('.chart').length")
     last = "[...document.querySelectorAll('.chart')].at(-1)"
-    page.wait(f"({last}.scrollIntoView(), {last}.querySelector('canvas'))")
+    page.wait(f"({last}.scrollIntoView(), {last}.querySelector('canvas') !== null)")
 
 
 def test_metrics_are_found_by_name(page, runs):
