@@ -1,6 +1,7 @@
 import json
 import os
 import socket
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -198,6 +199,19 @@ def test_a_document_that_is_too_large_is_not_read(tmp_path, monkeypatch):
         run = open_run(tmp_path)
         assert (run.summary, run.hang) == ({}, {"a": 123})
     assert [(entry["event"], entry["error"]) for entry in logs] == [("unreadable_file", "it is larger than 10 bytes")]
+
+
+def test_a_trajectory_without_end_takes_no_memory(folder, monkeypatch):
+    monkeypatch.setattr("rl_metrics.rollout_log.MAX_LINE_BYTES", 1 << 20)
+    whole = (folder / "rollouts.jsonl").read_bytes()
+    with (folder / "rollouts.jsonl").open("wb") as file:
+        file.write(whole + b'{"step":2,"index":0,"prompt":"')
+        file.seek(100 << 20, 1)  # a hole: zeros
+        file.write(b'"}\n' + whole.replace(b'"step":1', b'"step":3'))
+    tracemalloc.start()
+    assert [row.step for row in open_run(folder).rollouts()] == [1, 3]
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
 
 
 def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder, tmp_path):

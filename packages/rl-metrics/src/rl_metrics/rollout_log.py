@@ -13,7 +13,7 @@ import msgspec
 
 from rl_core.errors import DataError
 from rl_core.records import Json
-from rl_metrics.json_lines import JsonLinesWriter
+from rl_metrics.json_lines import MAX_LINE_BYTES, JsonLinesWriter
 
 DIGITS = 5
 """Decimals that numbers of tokens are written with."""
@@ -188,7 +188,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
             file.seek(batch.start)
             while file.tell() < batch.end:
                 with suppress(DataError):
-                    yield RolloutRow.from_json(_decoded(file.readline()))
+                    yield RolloutRow.from_json(_decoded(file.readline(MAX_LINE_BYTES)))
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ def _standing_batches(file: BinaryIO) -> list[_Batch]:
     """What no later attempt has written anew."""
     batches: list[_Batch] = []
     end = 0
-    for line in file:
+    while line := file.readline(MAX_LINE_BYTES):  # what is longer is in pieces, which are no lines of trajectories
         start, end = end, end + len(line)
         place = _place(line)
         if place is None:
