@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_run import make_tiny_policy
 
-from rl_metrics.trackers.jsonl import read_metrics
+from rl_metrics.trackers.jsonl import read_generations, read_metrics
 from rl_sync_trainer.main import main
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "gsm8k"
@@ -90,6 +90,7 @@ def test_made_up_problems_through_the_trainer(words: list[str], tmp_path: Path) 
         assert row.metrics["rollout/failed_sessions"] == 0
         assert {"reward/accuracy/mean", "reward/boxed/mean", "actor/kl_loss"} <= row.metrics.keys()
         assert row.metrics["training/rollout_probs_diff_max"] < 1e-4
-    written = [json.loads(line) for line in (run / "generations" / "test_step_2.jsonl").read_text().splitlines()]
-    assert sorted(int(line["ground_truth"]) for line in written) == [41, 43, 45, 47]
-    assert all(line["prompt"].endswith("within \\boxed{}.<assistant>()") for line in written)
+    written = read_generations(run / "generations.jsonl")[-1]
+    assert (written.step, written.name) == (2, "test/generations")
+    assert sorted(int(sample.ground_truth) for sample in written.samples) == [41, 43, 45, 47]
+    assert all(sample.input.endswith("within \\boxed{}.<assistant>()") for sample in written.samples)

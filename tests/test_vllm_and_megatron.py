@@ -72,6 +72,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             on_state=refuse,
             say=lambda event, **fields: None,
             log_metrics=refuse,
+            log_generations=refuse,
             save_checkpoint=refuse,
         )
 

@@ -12,13 +12,12 @@ from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import PARTITION, ValidationBatch, collect_validation, split_batches
 from rl_core import Prompt, TransferQueue
-from rl_metrics.generations import GenerationSample, draw_generations
+from rl_metrics.generations import GenerationSample
 from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
-from rl_trainer.evaluation import chosen_problems, with_accuracies
+from rl_trainer.evaluation import chosen_problems, draw_samples, with_accuracies
 from rl_trainer.inputs import Inputs
 
-DRAW_SEED = 0
 """The same problems are shown at every step, as far as the answers' order allows."""
 
 OnGenerations = Callable[[int, str, list[GenerationSample]], None]
@@ -187,8 +186,7 @@ class Validator:
             self._inputs.tokenizer,
             deadline_s=self._settings.rollout.deadline_s,
         )
-        count = self._settings.metrics.log_val_generations
-        drawn = draw_generations(samples, count=count, seed=DRAW_SEED, batches=numbers)
+        drawn = draw_samples(self._settings, samples, batches=numbers)
         if drawn:
             self._on_generations(batches[0].step, batches[0].split, drawn)
         return metrics

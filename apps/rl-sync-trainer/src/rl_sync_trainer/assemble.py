@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rl_core import InProcessQueue, Lease, Prompt, TaskSpec, TransferQueue
 from rl_core.weights import WeightTransport
 from rl_distill.teacher.service import TeacherService, teacher_task
+from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.memory import MemoryWatch
 from rl_rollout.engines.protocol import RolloutEngine
@@ -48,6 +49,7 @@ class Parts(LearningParts):
         say: Writes an event, with its name and fields.
         log_metrics: Takes the metrics of a step.
         log_histograms: Takes its distributions.
+        log_generations: Takes a table of validation responses, with its step and name.
         save_checkpoint: Writes a checkpoint.
         rollouts: Writes trajectories down; None writes none.
         memory: Measures memory; None measures none.
@@ -66,6 +68,7 @@ class Parts(LearningParts):
     on_state: Callable[[TrainerState], None]
     say: Callable[..., None]
     log_metrics: Callable[[int, Mapping[str, float]], None]
+    log_generations: Callable[[int, str, Sequence[GenerationSample]], None]
     save_checkpoint: Callable[[TrainerState], None]
     log_histograms: Callable[[int, Mapping[str, Histogram]], None] = lambda *_: None
     rollouts: RolloutWriter | None = None

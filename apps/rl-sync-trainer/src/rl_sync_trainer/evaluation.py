@@ -12,7 +12,7 @@ from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer.checkpoints import TrainerState
-from rl_trainer.evaluation import validation_metrics, with_accuracies, write_generations
+from rl_trainer.evaluation import draw_samples, generation_samples, validation_metrics, with_accuracies
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
@@ -45,7 +45,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
 
 
 async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey) -> dict[str, float]:
-    """Greedy responses to prompts, as validation metrics; some are written to `generations/`."""
+    """Greedy responses to prompts, as validation metrics; the trackers are given some."""
 
     async def run(chosen: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
         found = await parts.replay.rollouts(
@@ -59,7 +59,7 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey) -
         return found.groups
 
     metrics, groups = await validation_metrics(parts.settings, prompts, run)
-    file = parts.folder.generations / f"{key.kind}_step_{key.step}.jsonl"
-    count = parts.settings.metrics.log_val_generations
-    write_generations(file, groups, parts.inputs.tokenizer, count=count)
+    if parts.settings.metrics.log_val_generations:
+        samples = generation_samples(groups, parts.inputs.tokenizer, source="trainer")
+        parts.log_generations(key.step, f"{key.kind}/generations", draw_samples(parts.settings, samples))
     return metrics

@@ -175,6 +175,7 @@ class Session:
             say=self._events.write,
             log_metrics=self._trackers.log,
             log_histograms=self._trackers.log_histograms,
+            log_generations=self._trackers.log_generations,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
             memory=make_memory_watch(settings, "trainer", say=self._events.write),

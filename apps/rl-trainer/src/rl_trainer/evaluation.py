@@ -1,19 +1,21 @@
 """Greedy responses to validation and test problems."""
 
-import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_core import Prompt
-from rl_core.durable_files import write_durably
+from rl_core.records import NO_VERSION
+from rl_metrics.generations import GenerationSample, draw_generations
 from rl_metrics.validation import ValidationResponses, summarize_validation
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_rollout.rollout import GroupResult
 from rl_trainer.settings import Settings
+
+DRAW_SEED = 0
 
 PREDICTION = "pred"
 """Extra of a reward that says what the response answers; verl's name."""
@@ -102,25 +104,47 @@ def with_accuracies(results: Mapping[str, float], accuracies: Mapping[str, float
     return found
 
 
-def write_generations(file: Path, groups: Sequence[GroupResult], tokenizer: PromptTokenizer, *, count: int) -> None:
-    """Write the first responses as JSON lines."""
-    if count < 1:
-        return
-    decode = tokenizer.decode
-    lines = []
-    for group in groups[:count]:
+def generation_samples(
+    groups: Sequence[GroupResult], tokenizer: PromptTokenizer, *, source: str
+) -> list[GenerationSample]:
+    """The first response to each problem, as people read it.
+
+    Args:
+        groups: One session or more of each problem.
+        tokenizer: Of the policy.
+        source: The process that gave them.
+    """
+    samples = []
+    for group in groups:
         row = group.trajectories[0] if group.trajectories else None
-        response = row.input_ids[row.num_prompt_tokens :] if row is not None else np.empty(0, dtype=np.int32)
-        lines.append(
-            {
-                "prompt_uid": group.prompt.uid,
-                "prompt": decode([group.prompt.input_ids])[0],
-                "response": decode([response])[0],
-                "ground_truth": group.prompt.ground_truth,
-                "reward": row.reward if row is not None else None,
-                "failure": group.failures[0] if group.failures else None,
-            }
+        response = np.empty(0, dtype=np.int32) if row is None else row.input_ids[row.num_prompt_tokens :]
+        given, output = tokenizer.decode([group.prompt.input_ids, response])
+        truth = group.prompt.ground_truth
+        versions = [] if row is None else row.policy_versions[row.policy_versions != NO_VERSION].tolist()
+        samples.append(
+            GenerationSample(
+                prompt_uid=group.prompt.uid,
+                input=given,
+                output=output,
+                score=math.nan if row is None or row.reward is None else row.reward,
+                ground_truth=None if truth is None else str(truth),
+                policy_version=(min(versions), max(versions)) if versions else (NO_VERSION, NO_VERSION),
+                source=source,
+                failure=group.failures[0] if group.failures else None,
+                components={} if row is None else dict(row.reward_components),
+            )
         )
-    file.parent.mkdir(exist_ok=True)
-    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    write_durably(file, content.encode())
+    return samples
+
+
+def draw_samples(
+    settings: Settings, samples: Sequence[GenerationSample], *, batches: Sequence[int] | None = None
+) -> list[GenerationSample]:
+    """Those that trackers show: the same problems at each validation.
+
+    Args:
+        settings: Of the run.
+        samples: Of a validation.
+        batches: The batch of each sample, where there are several.
+    """
+    return draw_generations(samples, count=settings.metrics.log_val_generations, seed=DRAW_SEED, batches=batches)

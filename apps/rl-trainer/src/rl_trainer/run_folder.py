@@ -107,11 +107,6 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def generations(self) -> Path:
-        """Where validation responses lie."""
-        return self.path / "generations"
-
-    @property
     def has_run(self) -> bool:
         """True when a run has been started in it."""
         return (self.path / "settings.toml").exists()
