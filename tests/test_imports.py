@@ -12,7 +12,18 @@ import sys
 import pytest
 
 PACKAGES = ["rl_core", "rl_rollout", "rl_distill", "rl_metrics"]
-BACKENDS = {"ray", "vllm", "megatron", "transformers", "wandb", "datasets", "math_verify", "zarr", "matplotlib"}
+BACKENDS = {
+    "ray",
+    "vllm",
+    "megatron",
+    "transformers",
+    "wandb",
+    "datasets",
+    "math_verify",
+    "zarr",
+    "matplotlib",
+    "mlflow",
+}
 
 
 def modules_after(statement: str) -> set[str]:

@@ -3,7 +3,19 @@ import sys
 
 import rl_metrics
 
-HEAVY = ("ray", "vllm", "megatron", "transformers", "wandb", "torch", "pandas", "matplotlib", "tensorboard")
+HEAVY = (
+    "ray",
+    "vllm",
+    "megatron",
+    "transformers",
+    "wandb",
+    "torch",
+    "pandas",
+    "matplotlib",
+    "tensorboard",
+    "mlflow",
+    "sqlalchemy",
+)
 
 
 def test_the_public_names():
