@@ -88,6 +88,19 @@ def test_more_trajectories_than_there_is_room_for(folder, tmp_path):
     assert run.index_header["recorded"] == 6 * 8 + len(HOSTILE)
 
 
+@pytest.mark.parametrize("torn", ["", '{"step'])
+def test_what_fits_is_read_once(folder, tmp_path, monkeypatch, torn):
+    count = len(list(open_run(folder).rollouts()))
+    with (folder / "rollouts.jsonl").open("a") as file:
+        file.write(torn)
+    most = open_run(folder).most_rollouts()
+    assert most == count + bool(torn)
+    monkeypatch.setattr("rl_metrics.report.writing.choose", lambda *_, **__: pytest.fail("it was read twice"))
+    write_report([open_run(folder)], tmp_path / "a.html", max_trajectories=most)
+    (run,) = read_report(tmp_path / "a.html")
+    assert len(run.texts) == run.index_header["recorded"] == count
+
+
 def test_the_file_appears_whole_or_not_at_all(folder, tmp_path, monkeypatch):
     output = tmp_path / "a.html"
     output.write_text("the report before")

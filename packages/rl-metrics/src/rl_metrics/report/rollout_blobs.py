@@ -163,16 +163,16 @@ class RolloutPacker:
         if self._chunk.is_full:
             self._flush()
 
-    def finish(self, *, num_recorded: int) -> str:
+    def finish(self, *, num_recorded: int | None = None) -> str:
         """The name of the index.
 
         Args:
-            num_recorded: Trajectories that the run recorded, those left out included.
+            num_recorded: Trajectories that the run recorded, those left out included; None where none were.
         """
         self._flush()
         header = {
             "chunks": self._chunks,
-            "recorded": num_recorded,
+            "recorded": self._count if num_recorded is None else num_recorded,
             "names": {name: list(names.codes) for name, names in self._names.items()},
         }
         return self._sink.put(pack(header, {name: (kind, self._index[name]) for name, kind in INDEX_KINDS.items()}))

@@ -1,8 +1,8 @@
 """Reports of runs: one file, written while a run goes on or when it has ended."""
 
 import time
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterable, Sequence
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rl_metrics.report.run_parts import (
     slowest_sessions,
 )
 from rl_metrics.report.sample import choose
+from rl_metrics.rollout_log import RolloutRow
 from rl_metrics.run_record import RunRecord
 
 MAX_TRAJECTORIES = 50_000
@@ -102,8 +103,12 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
 
 
 def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int) -> str:
-    kept, count = choose(run.rollouts(), limit=max_trajectories)
+    rows: Iterable[RolloutRow] = islice(run.rollouts(), max_trajectories)
+    num_recorded = None
+    if run.most_rollouts() > max_trajectories:
+        kept, num_recorded = choose(run.rollouts(), limit=max_trajectories)
+        rows = compress(run.rollouts(), kept)
     packer = RolloutPacker(sink)
-    for row in compress(run.rollouts(), kept):
+    for row in rows:
         packer.add(row)
-    return packer.finish(num_recorded=count)
+    return packer.finish(num_recorded=num_recorded)
