@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 from subprocess import PIPE
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_metrics.memory import MemoryWatch, count_objects, memory_metrics, memory_of
+from rl_metrics.memory import MemoryWatch, can_count_objects, count_objects, memory_metrics, memory_of
 from rl_metrics.table import DEFINITIONS
 
 
@@ -92,3 +93,29 @@ def test_the_lines_that_made_what_is_there():
     assert first["line"].startswith(__file__)
     assert first["size_bytes"] >= sum(map(len, held))
     json.dumps(said)
+
+
+def test_objects_are_not_counted_while_another_thread_is_inside_of_torch():
+    said, began, ends = [], threading.Event(), threading.Event()
+
+    def compute():
+        began.set()
+        ends.wait(30)
+
+    def layer():  # a frame that looks like one of torch's, below one that does not
+        exec("inside()", {"__name__": "torch.nn.modules", "inside": compute})
+
+    thread = threading.Thread(target=layer)
+    watch = MemoryWatch("trainer", say=lambda event, **fields: said.append((event, fields["step"])), objects_every=2)
+    thread.start()
+    try:
+        assert began.wait(30)
+        assert not can_count_objects()
+        watch.step(1)
+    finally:
+        ends.set()
+        thread.join(30)
+    assert can_count_objects()
+    for step in (2, 3, 4, 5):
+        watch.step(step)
+    assert said == [("memory_objects", 2), ("memory_objects", 4)]

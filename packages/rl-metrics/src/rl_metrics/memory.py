@@ -2,10 +2,13 @@
 
 import gc
 import os
+import sys
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from rl_core.cluster.guard import descendants
 
@@ -17,6 +20,10 @@ MOST_TYPES = 40
 
 MOST_LINES = 20
 """Lines of code that are named, those whose objects take most memory."""
+
+
+NATIVE_PACKAGES = ("torch", "megatron", "transformers", "vllm")
+"""Packages whose native code gives way to other threads while objects are half made."""
 
 
 def memory_metrics(proc: Path = PROC) -> dict[str, float]:
@@ -61,6 +68,23 @@ def count_objects(limit: int = MOST_TYPES) -> dict[str, int]:
     return dict(named.most_common(limit))
 
 
+def can_count_objects() -> bool:
+    """False while another thread is inside of torch or what runs on it.
+
+    A list of all objects refers also to those that native code is making, which then finds them shared, and crashes.
+    """
+    here = threading.get_ident()
+    return not any(_computes(frame) for thread, frame in sys._current_frames().items() if thread != here)
+
+
+def _computes(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in NATIVE_PACKAGES:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class MemoryWatch:
     """Says every so many steps how much memory a role's process has, and what is in it."""
 
@@ -79,7 +103,8 @@ class MemoryWatch:
             owner: Role of this process, such as "trainer".
             say: Writes an event, with its name and fields; None counts no objects.
             every: Steps between two measurements of the processes; 0 makes none.
-            objects_every: Steps between two counts of Python objects; 0 makes none.
+            objects_every: Steps between two counts of Python objects; 0 makes none. Where another thread computes,
+                the count waits for a step at which none does.
             is_traced: Also note which lines of code made what is there, with tracemalloc: exact, but everything that
                 makes many objects takes up to several times as long.
         """
@@ -89,13 +114,15 @@ class MemoryWatch:
         self._objects_every = objects_every
         self._is_traced = is_traced
         self._num_steps = 0
+        self._next_count = 0
         if is_traced and not tracemalloc.is_tracing():
             tracemalloc.start()
 
     def step(self, step: int) -> dict[str, float]:
         """`memory/*` of a step where it is due, the first one among them; events `memory_objects`, `memory_lines`."""
         number, self._num_steps = self._num_steps, self._num_steps + 1
-        if self._say is not None and self._objects_every and number % self._objects_every == 0:
+        if self._say is not None and self._objects_every and number >= self._next_count and can_count_objects():
+            self._next_count = number + self._objects_every
             self._say("memory_objects", step=step, role=self._owner, types=count_objects())
             if self._is_traced:
                 self._say("memory_lines", step=step, role=self._owner, lines=_traced_lines())
