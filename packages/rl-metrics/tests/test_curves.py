@@ -28,6 +28,15 @@ def test_what_is_known_of_a_metric():
     assert columns["y0"][1].tolist() == [0.5, 2.0]
 
 
+def test_curves_are_by_chapter_as_the_table_has_them():
+    described, columns = pack_curves(
+        history(**{"mine": [1], "timing_s/gen": [2], "actor/entropy": [3], "actor/lr": [4]})
+    )
+    names = [metric["name"] for metric in described]
+    assert names == ["actor/entropy", "actor/lr", "timing_s/gen", "mine"]
+    assert [columns[f"y{number}"][1].item() for number in range(4)] == [3, 4, 2, 1]
+
+
 def test_a_metric_without_a_value_is_left_out():
     described, columns = pack_curves(history(a=[math.nan], b=[math.inf], c=[1.0]))
     assert [metric["name"] for metric in described] == ["c"]

@@ -17,6 +17,7 @@ MAX_POINTS = 4000
 OTHER = "Other"
 """Chapter of metrics that the table does not define."""
 
+CHAPTERS = (*FAMILIES, OTHER)
 _TABLES = {chapter: MetricTable(metrics) for chapter, metrics in FAMILIES.items()}
 _PLAIN = {metric.name: chapter for chapter, metrics in FAMILIES.items() for metric in metrics}
 
@@ -30,7 +31,7 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
     """
     described: list[dict[str, Any]] = []
     columns: Columns = {}
-    for name in history.values:
+    for name in sorted(history.values, key=lambda name: CHAPTERS.index(chapter_of(name))):
         steps, values = _known(history, name)
         if not len(steps):
             continue

@@ -90,7 +90,7 @@ function stepChart(place, width, data, series, more = {}) {
       bands,
       cursor: { sync: { key: "steps" }, points: { size: 5 }, drag: { x: true, y: false } },
       legend: { live: true },
-      scales: { x: { time: false }, y },
+      scales: { x: { time: false }, y: { range: valueRange, ...y } },
       axes: [
         { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
         { ...axis, size: 58, values: (_, ticks) => ticks.map(number) },
@@ -101,6 +101,13 @@ function stepChart(place, width, data, series, more = {}) {
     data,
     place,
   );
+}
+
+/** A little more than the values; a curve that never moves lies in the middle. */
+function valueRange(_, low, high) {
+  if (low === null) return [0, 1];
+  const room = Math.abs(low) / 10 || 1;
+  return low === high ? [low - room, high + room] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function seriesOf(one, length) {
