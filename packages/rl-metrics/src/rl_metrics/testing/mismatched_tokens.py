@@ -76,7 +76,8 @@ class MismatchedRun:
 
     def _first_weights(self, random: np.random.Generator) -> Floats:
         scale = np.exp(random.uniform(np.log(0.5), np.log(5.0), size=(NUM_STATES, 1)))
-        return random.normal(0.0, 1.0, size=(NUM_STATES, NUM_TOKENS)) * scale
+        weights: Floats = random.normal(0.0, 1.0, size=(NUM_STATES, NUM_TOKENS)) * scale
+        return weights
 
     def _respond(self, engine: Floats, learner: Floats, random: np.random.Generator) -> dict[str, list[float]]:
         columns: dict[str, list[float]] = {"ids": [], "rollout": [], "policy": [], "entropy": []}
@@ -115,7 +116,8 @@ def _learned(weights: Floats, right: NDArray[np.int64], rate: float) -> Floats:
     """A step towards each state's right token, as a policy gradient makes it."""
     probs = np.exp(weights - weights.max(axis=1, keepdims=True))
     probs /= probs.sum(axis=1, keepdims=True)
-    return weights + rate * (np.eye(NUM_TOKENS)[right] - probs)
+    learned: Floats = weights + rate * (np.eye(NUM_TOKENS)[right] - probs)
+    return learned
 
 
 def _log_softmax(logits: Floats) -> Floats:
@@ -128,7 +130,8 @@ def _log_softmax(logits: Floats) -> Floats:
 def _bfloat16(values: Floats) -> Floats:
     """Rounded to the nearest number of eight significant bits."""
     fraction, exponent = np.frexp(values)
-    return np.ldexp(np.round(fraction * 256.0) / 256.0, exponent)
+    rounded: Floats = np.ldexp(np.round(fraction * 256.0) / 256.0, exponent)
+    return rounded
 
 
 def _row(

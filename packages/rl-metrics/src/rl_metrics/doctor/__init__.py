@@ -1,0 +1,6 @@
+"""What makes a run sick, named from what it recorded."""
+
+from rl_metrics.doctor.diagnosing import diagnose
+from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis, Reading
+
+__all__ = ["Ailment", "Cause", "Diagnosis", "Reading", "diagnose"]

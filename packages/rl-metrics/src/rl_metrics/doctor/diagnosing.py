@@ -1,0 +1,33 @@
+"""All of the doctor's looks at one run."""
+
+from rl_metrics.doctor.diagnosis import Ailment, Diagnosis, Reading
+from rl_metrics.doctor.facts import facts_of
+from rl_metrics.doctor.hang import judge_hang
+from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.memory_growth import judge_memory
+from rl_metrics.doctor.metric_signs import judge_metrics
+from rl_metrics.doctor.mismatch import judge_tokens
+from rl_metrics.doctor.token_pairs import read_pairs
+from rl_metrics.run_record import RunRecord
+
+
+def diagnose(run: RunRecord) -> Diagnosis:
+    """What is wrong with a run and why, as far as its records tell.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    looks: list[Ailment | Reading] = [judge_hang(run), _judge_mismatch(run), judge_memory(run.history, run.events)]
+    return Diagnosis(
+        run=run.name,
+        ailments=tuple(look for look in looks if isinstance(look, Ailment)),
+        readings=tuple(look for look in looks if isinstance(look, Reading)),
+    )
+
+
+def _judge_mismatch(run: RunRecord) -> Ailment | Reading:
+    facts, limits = facts_of(run), MismatchLimits()
+    pairs = read_pairs(run.rollouts())
+    if len(pairs) < limits.min_tokens:
+        return judge_metrics(run.history, facts, limits=limits)
+    return judge_tokens(pairs, facts, limits=limits)

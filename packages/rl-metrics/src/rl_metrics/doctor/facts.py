@@ -1,0 +1,118 @@
+"""What the settings, metrics and events of a run say about engine and learner."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_metrics.history import History
+from rl_metrics.run_record import RunRecord
+
+PROOF_EVENT = "weight_proof_failed"
+PROOF_ERROR = "WeightProofError"
+FLOAT32 = ("float32", "fp32", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of a run; None where it does not say.
+
+    Attributes:
+        engine_dtype: That the engine computes in.
+        learner_dtype: That the learner computes in.
+        top_p: Of the sampling.
+        top_k: Of the sampling; 0 where it is off.
+        min_p: Of the sampling.
+        temperature: Of the sampling.
+        is_mixture: The policy is a mixture of experts.
+        proof_failures: How often the proof of a weight update failed.
+        proof_error: What the last failure said.
+        canary: Largest difference of a weight proof's canary logprobs, nats.
+    """
+
+    engine_dtype: str | None = None
+    learner_dtype: str | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    min_p: float | None = None
+    temperature: float | None = None
+    is_mixture: bool | None = None
+    proof_failures: int = 0
+    proof_error: str = ""
+    canary: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Both sides are known to compute in float32."""
+        return self.engine_dtype in FLOAT32 and self.learner_dtype in FLOAT32
+
+    @property
+    def dtypes(self) -> str:
+        """Both, in words."""
+        return (
+            f"engine in {self.engine_dtype or 'an unknown dtype'}, learner in {self.learner_dtype or 'an unknown one'}"
+        )
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Settings that cut the sampling's distribution, such as "rollout.top_p = 0.9"."""
+        found = []
+        if self.top_p is not None and self.top_p < 1.0:
+            found.append(f"rollout.top_p = {self.top_p:g}")
+        if self.top_k is not None and self.top_k > 0:
+            found.append(f"rollout.top_k = {self.top_k:g}")
+        if self.min_p is not None and self.min_p > 0.0:
+            found.append(f"rollout.min_p = {self.min_p:g}")
+        return tuple(found)
+
+
+def facts_of(run: RunRecord) -> Facts:
+    """What a run says; settings of another shape say nothing."""
+    settings = run.settings
+    errors = [
+        str(event.get("error", ""))[:500]
+        for event in run.events
+        if event["event"] == PROOF_EVENT or PROOF_ERROR in str(event.get("error", ""))
+    ]
+    expert = _number(settings, "parallel", "expert")
+    return Facts(
+        engine_dtype=_text(settings, "engine", "dtype"),
+        learner_dtype=_text(settings, "learner", "dtype"),
+        top_p=_number(settings, "rollout", "top_p"),
+        top_k=_number(settings, "rollout", "top_k"),
+        min_p=_number(settings, "rollout", "min_p"),
+        temperature=_number(settings, "rollout", "temperature"),
+        is_mixture=True if expert is not None and expert > 1 else None,
+        proof_failures=len(errors),
+        proof_error=errors[-1] if errors else "",
+        canary=_largest(run.history, "weights/canary_max_diff"),
+    )
+
+
+def _value(settings: Mapping[str, Any], table: str, name: str) -> Any:
+    part = settings.get(table)
+    return part.get(name) if isinstance(part, dict) else None
+
+
+def _text(settings: Mapping[str, Any], table: str, name: str) -> str | None:
+    value = _value(settings, table, name)
+    return value[:40] if isinstance(value, str) else None
+
+
+def _number(settings: Mapping[str, Any], table: str, name: str) -> float | None:
+    value = _value(settings, table, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _largest(history: History, name: str) -> float | None:
+    column = history.get(name)
+    finite = column[np.isfinite(column)] if column is not None else np.zeros(0)
+    return float(finite.max()) if len(finite) else None

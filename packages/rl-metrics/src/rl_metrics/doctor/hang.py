@@ -1,0 +1,266 @@
+"""Why a run does not go on: from hang.json, else from where its files end."""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
+from rl_metrics.health.finding import Evidence
+from rl_metrics.run_record import RunRecord
+
+MOST_ROLES = 12
+MOST_FRAMES = 6
+MOST_TEXT = 400
+ENDED = ("run_finished", "run_stopped", "run_failed")
+BEGUN = ("run_started", "run_resumed")
+SILENT_S = 600.0
+"""A process that lives and has written nothing for so long is silent."""
+SILENT_STEPS = 10.0
+"""And for so many of its usual steps."""
+
+
+def judge_hang(run: RunRecord, *, now: float | None = None, is_alive: Callable[[int], bool] | None = None) -> (
+    Ailment | Reading
+):  # fmt: skip
+    """What hang.json says, where the newest attempt did not go on after it; else how the run ended.
+
+    Args:
+        run: The record.
+        now: Seconds since the epoch.
+        is_alive: Whether a process lives.
+    """
+    now = time.time() if now is None else now
+    if run.hang and not _went_on(run):
+        return hang_ailment(run.hang)
+    return _judge_end(run, now, is_alive or process_lives)
+
+
+def hang_ailment(report: Mapping[str, Any]) -> Ailment:
+    """A hang report, read tolerantly: what is of another shape is left out."""
+    since = _number(report.get("no_progress_s"))
+    verdict = _text(report.get("verdict"), 4 * MOST_TEXT) or "the report does not say who waits for whom"
+    what = f"The run hangs: nothing happened for {since:.0f} s." if since else "The run hangs."
+    evidence = [Evidence(metric="hang.json", text=verdict, value=since or None)]
+    last = _text(report.get("last_progress"))
+    if last:
+        evidence.append(Evidence(metric="hang.json", text=f"the last progress: {last}"))
+    queue = report.get("queue")
+    if isinstance(queue, dict) and queue:
+        counts = ", ".join(f"{_text(name, 60)} {_number(value):g}" for name, value in list(queue.items())[:12])
+        evidence.append(Evidence(metric="hang.json", text=f"the queue: {counts}"))
+    roles = [role for role in _objects(report.get("roles")) if _text(role.get("name"))][:1_000]
+    causes = [_text(cause) for cause in _items(report.get("causes")) if _text(cause)] or [verdict]
+    return Ailment(
+        kind="hang",
+        what=what,
+        evidence=tuple(evidence),
+        causes=tuple(_hang_cause(text, roles) for text in dict.fromkeys(causes)),
+        details=tuple(line for role in _ordered(roles, causes)[:MOST_ROLES] for line in _role_lines(role)),
+    )
+
+
+def _hang_cause(text: str, roles: Sequence[Mapping[str, Any]]) -> Cause:
+    named = [name for role in roles if (name := _text(role.get("name"))) and name in text]
+    name, advice = "hang", "look at the stacks below: where the waits end is what does not move"
+    if "deadlock" in text:
+        name, advice = "deadlock", "none of them can go on: stop the run, resume it, and report the stacks"
+    elif "does not answer" in text or " is dead" in text or "restarting" in text:
+        name = "silent_role"
+        advice = f"look at the log of {named[0] if named else 'that role'}, and end its process: it is started again"
+    elif "collective" in text:
+        name, advice = "collective", "ranks do different things: look at what those outside of the collective do"
+    elif "the queue is full" in text:
+        name, advice = (
+            "full_queue",
+            "look at why nothing is taken out; leases that nobody works on run out by themselves",
+        )
+    elif "no group is in flight" in text or "nobody" in text:
+        name, advice = "starved", "nothing is being made: look at the rollouter and at the prompts that are left"
+    elif "reward" in text:
+        name, advice = "reward", "look at the service that the reward asks; set reward.timeout_s"
+    evidence = tuple(
+        Evidence(metric="hang.json", text=line) for role in roles if _text(role.get("name")) in named[:3]
+        for line in _waits(role)
+    )  # fmt: skip
+    return Cause(name=name, title=text, evidence=evidence, advice=(advice,))
+
+
+def _ordered(roles: Sequence[Mapping[str, Any]], causes: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Silent roles first, then those that causes name, then the rest."""
+
+    def rank(role: Mapping[str, Any]) -> int:
+        if role.get("is_answering") is False or _text(role.get("state")) not in ("", "serving"):
+            return 0
+        return 1 if any(_text(role.get("name")) in cause for cause in causes) else 2
+
+    return sorted(roles, key=rank)
+
+
+def _role_lines(role: Mapping[str, Any]) -> list[str]:
+    state = _text(role.get("state")) or "in an unknown state"
+    silent = ", does not answer" if role.get("is_answering") is False else ""
+    lines = [f"{_text(role.get('name'))}: {state}{silent}, for {_number(role.get('since_s')):.0f} s"]
+    lines += [f"  {line}" for line in _waits(role)[:3]]
+    leases = [_text(lease, 60) for lease in _items(role.get("leases"))]
+    if leases:
+        lines.append(f"  holds {len(leases)} groups: {', '.join(leases[:4])}")
+    counts = role.get("counts")
+    if isinstance(counts, dict) and counts:
+        lines.append(
+            "  " + ", ".join(f"{_text(name, 60)} {_number(value):g}" for name, value in list(counts.items())[:8])
+        )
+    return [*lines, *(f"  {frame}" for frame in shortened_stack(role.get("stack")))]
+
+
+def _waits(role: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{_text(role.get('name'))} waits for {_text(wait.get('what'))} on {_text(wait.get('on'))}, for "
+        f"{_number(wait.get('since_s')):.0f} s"
+        for wait in _objects(role.get("waits"))
+    ]
+
+
+_FRAME = re.compile(r'\s*File "([^"]{1,300})", line (\d{1,7}),? in (\S{1,100})')
+
+
+def shortened_stack(stack: object) -> list[str]:
+    """The innermost frames of a stack's first thread, innermost first, such as "recv (socket.py:12)"."""
+    frames: list[str] = []
+    is_inner_first = isinstance(stack, str) and "recent call first" in stack
+    for line in stack.splitlines()[:2_000] if isinstance(stack, str) else ():
+        found = _FRAME.match(line)
+        if found:
+            file, number, function = found.groups()
+            frames.append(f"{function} ({file.rpartition('/')[2]}:{number})")
+        elif frames and line.strip() and not line.startswith("    "):
+            break
+    return (frames if is_inner_first else frames[::-1])[:MOST_FRAMES]
+
+
+def _went_on(run: RunRecord) -> bool:
+    """The run did something after the report was written."""
+    written = _modified(run.folder / "hang.json")
+    return run.is_finished or (written is not None and _last_time(run) > written + 1.0)
+
+
+def _judge_end(run: RunRecord, now: float, is_alive: Callable[[int], bool]) -> Ailment | Reading:
+    if run.is_finished:
+        return Reading(kind="stopped", state="right", text="the run ended by itself")
+    state = next((event for event in reversed(run.events) if event["event"] in (*ENDED, *BEGUN)), None)
+    if state is None:
+        return Reading(kind="stopped", state="unknown", text="no event says whether the run ended")
+    if state["event"] == "run_stopped":
+        return Reading(
+            kind="stopped", state="right", text=f"the run was stopped at step {state.get('step', 'unknown')}"
+        )
+    if state["event"] == "run_failed":
+        return _failed(state)
+    pid = holder_of(run.folder)
+    age = max(now - _last_time(run), 0.0)
+    known = _last_words(run, age)
+    if pid is not None and is_alive(pid):
+        usual = _usual_step_s(run)
+        if age < max(SILENT_S, SILENT_STEPS * usual):
+            return Reading(kind="stopped", state="right", text=f"the run goes on in process {pid}: {known}")
+        cause = Cause(
+            name="silent_process",
+            title=f"process {pid} lives and writes nothing",
+            advice=(
+                f"look where it stands: py-spy dump --pid {pid}",
+                "look at the engine's log, and at the reward's service",
+            ),
+        )
+        evidence = (Evidence(metric="events.jsonl", text=known, value=age),)
+        return Ailment(kind="hang", what=f"The run is silent for {age:.0f} s.", evidence=evidence, causes=(cause,))
+    where = f"process {pid} is gone" if pid is not None else "no process is known that holds its folder"
+    cause = Cause(
+        name="killed",
+        title=f"it was killed, or its machine went down: {where}",
+        advice=("look for the kernel's out-of-memory lines (dmesg), and at the memory below", "resume the run"),
+    )
+    evidence = (Evidence(metric="events.jsonl", text=known),)
+    return Ailment(kind="stopped", what="The run ended without saying so.", evidence=evidence, causes=(cause,))
+
+
+def _failed(event: Mapping[str, Any]) -> Ailment:
+    error = _text(event.get("error")) or "no reason was written"
+    name = re.match(r"\w{1,80}", error)
+    cause = Cause(
+        name=name.group(0) if name else "failed", title=error, advice=("do what the error says, then resume",)
+    )
+    evidence = (Evidence(metric="events.jsonl", text=f"run_failed at step {event.get('step', 'unknown')}: {error}"),)
+    return Ailment(kind="stopped", what="The run failed.", evidence=evidence, causes=(cause,))
+
+
+def _last_words(run: RunRecord, age: float) -> str:
+    steps = run.history.steps
+    step = f"its last step is {int(steps[-1])}" if len(steps) else "it has done no step"
+    event = f"its last event {_text(run.events[-1]['event'], 60)}" if run.events else "it has no event"
+    return f"{step}, {event}, its last line is {age:.0f} s old"
+
+
+def _last_time(run: RunRecord) -> float:
+    times = [_number(event.get("time")) for event in run.events[-1:]]
+    times += [_number(value) for value in run.history.times[-1:].tolist()]
+    return max(times, default=0.0)
+
+
+def _usual_step_s(run: RunRecord) -> float:
+    times = [value for value in run.history.times[-50:].tolist() if math.isfinite(value)]
+    gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    return max(gaps[len(gaps) // 2], 0.0) if gaps else 0.0
+
+
+def holder_of(folder: Path) -> int | None:
+    """The process that the run's lock names; None where there is none."""
+    try:
+        with (folder / ".lock").open("rb") as file:
+            content = file.read(32)
+    except OSError:
+        return None
+    text = content.decode(errors="replace").strip()
+    return int(text) if re.fullmatch(r"[1-9][0-9]{0,9}", text) else None
+
+
+def process_lives(pid: int) -> bool:
+    """Whether a process is there, on this machine."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _text(value: object, length: int = MOST_TEXT) -> str:
+    return value[:length] if isinstance(value, str) else ""
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return 0.0
+    try:
+        number = float(value)
+    except OverflowError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
+
+
+def _items(value: object) -> list[Any]:
+    return value[:100] if isinstance(value, list) else []
+
+
+def _objects(value: object) -> Iterable[dict[str, Any]]:
+    return [item for item in value[:1_000] if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,0 +1,264 @@
+"""Whose memory grows, and when it will be full: from the metrics of owners, and counts of Python objects."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
+from rl_metrics.doctor.token_pairs import Floats, Ints
+from rl_metrics.health.finding import Evidence
+from rl_metrics.history import History
+
+OWNER = re.compile(r"memory/(.+)_gb")
+WHOLE = ("perf/process_memory_gb", "perf/cpu_memory_used_gb")
+"""What owners' growth adds up to: the first of these that grows is explained."""
+
+TOTAL = "perf/cpu_memory_total_gb"
+QUEUE = "queue/size_bytes"
+BYTES_PER_GIB = float(1 << 30)
+MOST_POINTS = 300
+"""Points that slopes are taken between: 45,000 pairs."""
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthLimits:
+    """What counts as growth.
+
+    Attributes:
+        warm_up: Share of the steps that are left out: caches, pools and compiled code fill up then.
+        min_points: With fewer measurements after it nothing is said: of eight a trend by chance is still one in 1,000.
+        certain: Standard deviations of the Mann-Kendall statistic beyond which chance is left out.
+        least_gb: Growth over the steps that were looked at, GiB, below which nothing is said.
+        least_share: The same as a share of the owner's memory at their start: heaps breathe by some per cent.
+        least_late: The second half's slope is at least this share of the whole's: a cache that fills up slows down.
+    """
+
+    warm_up: float = 0.2
+    min_points: int = 8
+    certain: float = 3.0
+    least_gb: float = 0.02
+    least_share: float = 0.05
+    least_late: float = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """How a series grows.
+
+    Attributes:
+        slope: GiB a step: the median of all pairs' slopes (Theil-Sen).
+        z: How surely it rises, in standard deviations (Mann-Kendall).
+        late: Slope of the second half.
+        start: Median of the first fifth, GiB.
+        grown: Slope times the steps that were looked at, GiB.
+        first: Step at which the look begins.
+        last: Step at which it ends.
+        end: Newest value, GiB.
+    """
+
+    slope: float
+    z: float
+    late: float
+    start: float
+    grown: float
+    first: int
+    last: int
+    end: float
+
+
+def trend_of(steps: Ints, values: Floats, *, limits: GrowthLimits) -> Trend | None:
+    """The trend of a series after its warm-up; None where that has too few points.
+
+    Args:
+        steps: [S] rising.
+        values: [S] GiB; NaN where a step has none.
+        limits: What counts.
+    """
+    finite = np.isfinite(values)
+    x, y = steps[finite].astype(np.float64), values[finite]
+    if len(x):
+        is_late = x >= x[0] + limits.warm_up * (x[-1] - x[0])
+        x, y = x[is_late], y[is_late]
+    if len(x) < limits.min_points:
+        return None
+    if len(x) > MOST_POINTS:
+        chosen = np.linspace(0, len(x) - 1, MOST_POINTS).astype(np.int64)
+        x, y = x[chosen], y[chosen]
+    half = len(x) // 2
+    slope = _theil_sen(x, y)
+    return Trend(
+        slope=slope,
+        z=_mann_kendall(y),
+        late=_theil_sen(x[half:], y[half:]),
+        start=float(np.median(y[: max(len(y) // 5, 1)])),
+        grown=slope * float(x[-1] - x[0]),
+        first=int(x[0]),
+        last=int(x[-1]),
+        end=float(y[-1]),
+    )
+
+
+def is_growing(trend: Trend | None, limits: GrowthLimits) -> bool:
+    """A trend that is no chance, no breathing, and does not level off."""
+    if trend is None or trend.z < limits.certain or trend.slope <= 0.0:
+        return False
+    is_large = trend.grown >= limits.least_gb and trend.grown >= limits.least_share * max(trend.start, 0.0)
+    return is_large and trend.late >= limits.least_late * trend.slope
+
+
+def _theil_sen(x: Floats, y: Floats) -> float:
+    first, second = np.triu_indices(len(x), k=1)
+    return float(np.median((y[second] - y[first]) / (x[second] - x[first]))) if len(first) else 0.0
+
+
+def _mann_kendall(y: Floats) -> float:
+    n = len(y)
+    first, second = np.triu_indices(n, k=1)
+    score = float(np.sign(y[second] - y[first]).sum())
+    _, ties = np.unique(y, return_counts=True)
+    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18.0
+    return (score - math.copysign(1.0, score)) / math.sqrt(variance) if score and variance > 0 else 0.0
+
+
+def judge_memory(
+    history: History, events: Sequence[Mapping[str, Any]], *, limits: GrowthLimits | None = None
+) -> Ailment | Reading:
+    """What metrics and events say of memory."""
+    limits = limits or GrowthLimits()
+    columns = {name: column for name in history.values if _is_owner(name) and (column := history.get(name)) is not None}
+    columns |= {name: column for name in WHOLE if (column := history.get(name)) is not None}
+    if QUEUE in history.values and "memory/queue_gb" not in columns:
+        columns["memory/queue_gb"] = history.values[QUEUE] / BYTES_PER_GIB
+    trends = {name: trend_of(history.steps, column, limits=limits) for name, column in columns.items()}
+    known = {name: trend for name, trend in trends.items() if trend is not None}
+    if not known:
+        text = f"no memory was measured at {limits.min_points} steps or more: memory/*, {WHOLE[0]}"
+        return Reading(kind="memory", state="unknown", text=text)
+    growing = {name: trend for name, trend in known.items() if is_growing(trend, limits)}
+    if not growing:
+        largest = max(known, key=lambda name: known[name].grown)
+        text = (
+            f"memory is steady: {largest} changed by {known[largest].grown:+.2g} GiB since step {known[largest].first}"
+        )
+        return Reading(kind="memory", state="right", text=text)
+    owners = sorted((name for name in growing if _is_owner(name)), key=lambda name: (-_slope(growing, name), name))
+    whole = next((name for name in WHOLE if name in growing), None)
+    causes = _owner_causes(owners, growing, whole, events)
+    if not causes:
+        causes = (_unknown_owner(str(whole), growing[str(whole)], events),)
+    evidence = [_evidence(name, growing[name]) for name in WHOLE if name in growing]
+    evidence += _until_full(history, known, growing)
+    return Ailment(kind="memory", what="Memory grows from step to step.", evidence=tuple(evidence), causes=causes)
+
+
+def _is_owner(name: str) -> bool:
+    return OWNER.fullmatch(name) is not None
+
+
+def _slope(trends: Mapping[str, Trend], name: str) -> float:
+    return trends[name].slope
+
+
+def _evidence(name: str, trend: Trend) -> Evidence:
+    text = (
+        f"{name} grows by {trend.slope:.3g} GiB a step: {trend.grown:.3g} GiB in steps {trend.first} to {trend.last}, from "
+        f"{trend.start:.3g} to {trend.end:.3g}"
+    )
+    return Evidence(metric=name, text=text, value=trend.slope)
+
+
+def _owner_causes(
+    owners: Sequence[str], trends: Mapping[str, Trend], whole: str | None, events: Sequence[Mapping[str, Any]]
+) -> tuple[Cause, ...]:
+    """Owners by growth; what lies inside of a process is named before it where it explains most of it."""
+    total = trends[whole].slope if whole is not None else max((trends[name].slope for name in owners), default=0.0)
+    processes = [name for name in owners if name != "memory/queue_gb"]
+    queue = trends.get("memory/queue_gb")
+    explains = queue is not None and any(queue.slope >= 0.5 * trends[name].slope for name in processes)
+    first = ["memory/queue_gb"] if explains else []
+    causes = []
+    for metric in [*first, *(name for name in owners if name not in first)][:MOST_NAMED]:
+        matched = OWNER.fullmatch(metric)
+        owner = matched.group(1) if matched else metric
+        advice = _advice(owner)
+        share = min(trends[metric].slope / total, 1.0) if total > 0.0 else None
+        evidence = (_evidence(metric, trends[metric]), *_growing_types(owner, events))
+        cause = Cause(name=owner, title=f"memory of {owner}", share=share, evidence=evidence, advice=advice)
+        causes.append(cause)
+    return tuple(causes)
+
+
+def _advice(owner: str) -> tuple[str, ...]:
+    if owner == "queue":
+        return ("look at what is not taken out of the queue: queue/rows, and who holds leases", "bound the queue")
+    if owner.endswith("_children"):
+        return (
+            f"look at the processes that {owner.removesuffix('_children')} started: reward workers, tools, engines",
+        )
+    return (
+        f"look for what {owner} keeps of every step: lists that are appended to, caches without a bound, tensors with "
+        "their graph",
+        "compare two snapshots of tracemalloc some steps apart",
+    )
+
+
+def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]) -> Cause:
+    roles = sorted({str(event.get("role")) for event in events if event.get("event") == "memory_objects"})
+    types = tuple(evidence for role in roles for evidence in _growing_types(role, events))
+    what = "the host's memory grows, and no process of the run" if whole == WHOLE[1] else "the trainer's process grows"
+    return Cause(
+        name="process" if whole == WHOLE[0] else "host",
+        title=f"{what}; no owner inside is known",
+        share=1.0,
+        evidence=(_evidence(whole, trend), *types),
+        advice=_advice("the process"),
+    )
+
+
+def _growing_types(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evidence, ...]:
+    """Python types whose count rises at every look, those that grew most first."""
+    counts: dict[str, list[int]] = {}
+    num_looks = 0
+    for event in events:
+        types = event.get("types")
+        if event.get("event") != "memory_objects" or event.get("role") != owner or not isinstance(types, dict):
+            continue
+        num_looks += 1
+        for name, count in types.items():
+            if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 1 << 60:
+                counts.setdefault(str(name), []).append(count)
+    grown = {
+        name: row
+        for name, row in counts.items()
+        if num_looks >= 3 and len(row) >= 3 and all(one < other for one, other in zip(row, row[1:], strict=False))
+    }
+    largest = sorted(grown, key=lambda name: (grown[name][0] - grown[name][-1], name))[:MOST_NAMED]
+    return tuple(
+        Evidence(
+            metric="memory_objects",
+            text=f"{name[:80]}: {grown[name][0]:,} objects, then {grown[name][-1]:,}, more at each of {len(grown[name])} "
+            "looks",
+            value=float(grown[name][-1] - grown[name][0]),
+        )
+        for name in largest
+    )
+
+
+def _until_full(history: History, known: Mapping[str, Trend], growing: Mapping[str, Trend]) -> list[Evidence]:
+    """Steps until the host's memory is full."""
+    column, used = history.get(TOTAL), known.get(WHOLE[1])
+    finite = column[np.isfinite(column)] if column is not None else np.zeros(0)
+    if not len(finite) or used is None:
+        return []
+    slope = max([trend.slope for name, trend in growing.items()])
+    left = float(finite[-1]) - used.end
+    steps = left / slope
+    if not math.isfinite(steps) or steps < 0.0 or steps > 1e9:
+        return []
+    text = f"{left:.3g} of the host's {float(finite[-1]):.3g} GiB are free: full in about {steps:,.0f} steps"
+    return [Evidence(metric=TOTAL, text=text, value=steps)]

@@ -1,0 +1,123 @@
+"""Is there a mismatch of engine and learner, and what causes it: from tokens, else from metrics."""
+
+from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
+from rl_metrics.doctor.facts import Facts
+from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.mismatch_causes import with_evidence
+from rl_metrics.doctor.mismatch_signs import SIGNS, Scene, Sign, remainder, routing, truncation
+from rl_metrics.doctor.signs import Size, measure
+from rl_metrics.doctor.token_pairs import TokenPairs
+from rl_metrics.health.finding import Evidence
+
+EXPECTED = ("precision", "stale_rollouts")
+"""Causes that a run may have by its settings, up to a size."""
+
+
+def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | None = None) -> Ailment | Reading:
+    """What the tokens say.
+
+    Args:
+        pairs: Of the run.
+        facts: Of its settings, metrics and events.
+        limits: What counts as wrong.
+    """
+    limits = limits or MismatchLimits()
+    size = measure(pairs)
+    proof = proof_of_staleness(facts, limits)
+    if size.tokens < limits.min_tokens:
+        if proof:
+            return Ailment(kind="mismatch", what="The engine does not have the learner's weights.", causes=(proof,))
+        text = f"{size.tokens} tokens have both logprobs; it takes {limits.min_tokens}"
+        return Reading(kind="mismatch", state="unknown", text=text)
+    said = f"{size.mean_abs:.2g} nats on average over {size.tokens} tokens, k3 KL {size.k3_kl:.2g}"
+    if size.mean_abs <= limits.exact and proof is None:
+        text = f"engine and learner agree: {said}; float32 explains {limits.exact:g}"
+        return Reading(kind="mismatch", state="right", text=text)
+    signs = rank_signs(pairs, facts, limits) if size.mean_abs > limits.exact else []
+    named = named_causes(signs, limits, proof)
+    if proof is None and is_expected(named, size, facts, limits):
+        why = " and ".join(cause.title.partition(":")[0] for cause in named)
+        return Reading(kind="mismatch", state="right", text=f"engine and learner differ by {said}: {why} explains it")
+    names = {cause.name for cause in named}
+    against = tuple((sign.name, "; ".join(sign.texts)) for sign in signs if sign.name not in names and not sign.nats)
+    return Ailment(
+        kind="mismatch",
+        what="The engine and the learner give the same tokens other probabilities.",
+        evidence=size_evidence(size),
+        causes=named,
+        against=against,
+    )
+
+
+def rank_signs(pairs: TokenPairs, facts: Facts, limits: MismatchLimits) -> list[Sign]:
+    """What was seen of each cause, those that account for most first."""
+    scene = Scene.begin(pairs, facts, limits)
+    signs = [look(scene) for look in SIGNS]
+    cut = truncation(scene)
+    signs.append(cut)
+    signs.append(routing(scene, is_cut=cut.nats > 0.0))
+    explained = sum(sign.nats for sign in signs)
+    total = measure(pairs).mean_abs
+    signs.append(remainder(scene, max(total - explained, 0.0)))
+    return sorted(signs, key=lambda sign: -sign.nats)
+
+
+def named_causes(signs: list[Sign], limits: MismatchLimits, proof: Cause | None) -> tuple[Cause, ...]:
+    """The causes that account for a part worth naming; a failed proof first."""
+    total = max(sum(sign.nats for sign in signs), 1e-12)
+    causes = [] if proof is None else [proof]
+    is_told = any(sign.nats / total >= limits.least_share for sign in signs if sign.name not in LEFT_OVER)
+    for sign in signs:
+        share = sign.nats / total
+        least = limits.least_left_over if is_told and sign.name in LEFT_OVER else limits.least_share
+        if share < least:
+            continue
+        cause = with_evidence(sign.name, *sign.texts, share=share)
+        same = next((index for index, other in enumerate(causes) if other.name == cause.name), None)
+        if same is None:
+            causes.append(cause)
+        else:
+            causes[same] = _joined(causes[same], cause)
+    return tuple(causes)
+
+
+LEFT_OVER = ("precision", "other_computation")
+"""Named by what no other cause explains."""
+
+
+def _joined(one: Cause, other: Cause) -> Cause:
+    share = None if one.share is None and other.share is None else (one.share or 0.0) + (other.share or 0.0)
+    evidence = (*one.evidence, *other.evidence)
+    return Cause(name=one.name, title=one.title, share=share, evidence=evidence, advice=one.advice)
+
+
+def is_expected(causes: tuple[Cause, ...], size: Size, facts: Facts, limits: MismatchLimits) -> bool:
+    """The run's settings explain it, and it is small enough to train on."""
+    names = {cause.name for cause in causes}
+    if not names <= set(EXPECTED):
+        return False
+    if "precision" in names and (facts.is_exact or size.mean_abs > limits.rounded):
+        return False
+    return "stale_rollouts" not in names or size.k3_kl <= limits.stale_kl
+
+
+def proof_of_staleness(facts: Facts, limits: MismatchLimits) -> Cause | None:
+    """Stale weights, where the proof of a weight update says so."""
+    texts = []
+    if facts.proof_failures:
+        said = f": {facts.proof_error}" if facts.proof_error else ""
+        texts.append(f"the proof of a weight update failed {facts.proof_failures} times{said}")
+    bound = limits.canary_exact if facts.is_exact else limits.canary_rounded
+    if facts.canary is not None and facts.canary > bound:
+        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; {bound:g} is right")
+    return with_evidence("stale_weights", *texts, metric="weights/canary_max_diff") if texts else None
+
+
+def size_evidence(size: Size) -> tuple[Evidence, ...]:
+    """How large the difference is."""
+    rows = (
+        (f"{size.mean_abs:.3g} nats on average over {size.tokens} tokens, {size.largest:.3g} at most", size.mean_abs),
+        (f"KL by k1 {size.k1_kl:.3g}, by k3 {size.k3_kl:.3g} nats", size.k3_kl),
+        (f"the learner's perplexity of a response is {size.ppl_ratio:.4g} times the engine's", size.ppl_ratio),
+    )
+    return tuple(Evidence(metric="rollouts.jsonl", text=text, value=value) for text, value in rows)

@@ -1,0 +1,321 @@
+"""The sign of each cause of a mismatch: does it show in the tokens, and how much of the difference is it.
+
+What changes with time is told apart first, by contrast: stale weights against the first steps, stale rollouts against
+those of the newest weights. What a token's place does comes next, against later tokens. The rest is told apart by its
+shape, among tokens that none of these touch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_metrics.doctor.facts import Facts
+from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.signs import Contrast, contrast, correlation, find_outliers, fit_temperature, sides
+from rl_metrics.doctor.token_pairs import LEAST_DOUBT, Bools, Floats, Ints, TokenPairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """What was seen of one cause.
+
+    Attributes:
+        name: Of the cause.
+        nats: Mean absolute difference over all tokens that it accounts for; 0 where it is not there.
+        texts: What speaks for it where it is there, else against it.
+    """
+
+    name: str
+    nats: float = 0.0
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Scene:
+    """Tokens, and what is left of their differences once causes are told apart.
+
+    Attributes:
+        pairs: All tokens.
+        facts: Of the run.
+        limits: What counts.
+        rest: [N] differences that no cause explains so far.
+        pure: [N] tokens that causes of time and place leave alone.
+        has_line: Another temperature was found.
+        doubt: [N] of the tokens.
+    """
+
+    pairs: TokenPairs
+    facts: Facts
+    limits: MismatchLimits
+    rest: Floats
+    pure: Bools
+    has_line: bool
+    doubt: Floats
+
+    @classmethod
+    def begin(cls, pairs: TokenPairs, facts: Facts, limits: MismatchLimits) -> "Scene":
+        """Nothing is told apart yet."""
+        pure = np.ones(len(pairs), dtype=bool)
+        return cls(pairs, facts, limits, rest=pairs.diff, pure=pure, has_line=False, doubt=pairs.doubt)
+
+    @property
+    def is_open(self) -> Bools:
+        """[N] tokens that are not all but certain: the others' differences are mostly rounding."""
+        return self.doubt > LEAST_DOUBT
+
+    @property
+    def far(self) -> Bools:
+        """[N] tokens that a wrong prompt hardly touches any more."""
+        return self.pairs.position >= 3 * first_tokens(self.pairs)
+
+    def contrast(self, first: Bools, second: Bools, *, upwards: bool = False) -> Contrast:
+        """Of the rest, or of its upward part alone, among open tokens."""
+        rest = np.maximum(self.rest, 0.0) if upwards else self.rest
+        is_open = self.is_open
+        return contrast(rest, self.doubt, first & is_open, second & is_open)
+
+    def shows(self, found: Contrast, times: float) -> bool:
+        """The second group differs more than the first, by more than chance and float32 explain."""
+        return found.times >= times and found.z >= self.limits.certain and found.after > self.limits.exact
+
+    def growth(self, first: Bools, later: Bools) -> tuple[Contrast, float] | None:
+        """Whether later tokens differ more, and by how much, as a mean over all tokens; None where they do not.
+
+        A cut sampling, whose size changes as the policy becomes more certain, has no upward part; a wrong prompt
+        touches the first tokens alone: what another cause hides is looked for where that cause is not.
+        """
+        everywhere = np.ones(len(self.rest), dtype=bool)
+        for place in (everywhere, self.far):
+            is_cut = bool(sides(self.rest[first & place], certain=self.limits.certain).up < self.limits.one_sided)
+            upwards = is_cut and self.size(first & place) > self.limits.exact
+            found = self.contrast(first & place, later & place, upwards=upwards)
+            if self.shows(found, self.limits.growth):
+                share = float((later & place).sum()) / max(int(place.sum()), 1)
+                grown = self.size(later & place) * (1.0 - found.before / found.after)
+                if upwards:
+                    grown = max(self.size(later & place) - self.size(first & place), 0.0)
+                return found, grown * share
+        return None
+
+    def size(self, chosen: Bools) -> float:
+        """Mean absolute rest of some tokens."""
+        return float(np.abs(self.rest[chosen]).mean()) if chosen.any() else 0.0
+
+
+def first_tokens(pairs: TokenPairs) -> int:
+    """How many tokens of a response are its first: four, or a quarter of short ones."""
+    _, counts = np.unique(pairs.trajectory, return_counts=True)
+    return int(np.clip(np.median(counts) // 4, 1, 4)) if len(counts) else 1
+
+
+def temperature(scene: Scene) -> Sign:
+    """Another temperature: it is there from the first step on, and draws a line through the differences."""
+    limits, newest = scene.limits, _newest_weights(scene)
+    explained = 0.0
+    for pool in (newest, newest & scene.far):
+        first = _earliest(scene, pool)
+        fit = fit_temperature(scene.pairs, first)
+        size = scene.size(first)
+        if size <= limits.exact:
+            return Sign(name="temperature", texts=(f"the first tokens differ by {size:.2g} nats only",))
+        is_cut = sides(scene.rest[first], certain=limits.certain).up < limits.one_sided
+        explained = max(explained, fit.explained)
+        if fit.explained >= (limits.fit_if_cut if is_cut else limits.fit):
+            break
+    else:
+        against = f"one temperature explains {_share(explained)} of the squared difference of the first tokens"
+        return Sign(name="temperature", texts=(against,))
+    before = scene.size(scene.pure)
+    scene.rest = scene.rest - fit.fitted
+    scene.has_line = True
+    texts = [
+        f"one ratio of temperatures, engine's over learner's about {fit.ratio:.3g}, explains {_share(fit.explained)} "
+        "of the squared difference of the first tokens"
+    ]
+    if scene.facts.temperature not in (None, 1.0):
+        texts.append(f"rollout.temperature is {scene.facts.temperature:g}: one side does not apply it")
+    return Sign(name="temperature", nats=max(before - scene.size(scene.pure), 0.0), texts=tuple(texts))
+
+
+def stale_rollouts(scene: Scene) -> Sign:
+    """Tokens of older versions differ more: the name is stale_weights where no newer version ever came."""
+    staleness = scene.pairs.staleness
+    known = staleness >= 0
+    fresh = _newest_weights(scene)
+    old = known & ~fresh
+    if not known.any() or not old.any():
+        what = f"every token is {int(staleness[known].max())} versions old" if known.any() else "no versions are known"
+        if known.any() and not staleness[known].any():
+            what = "every token is of the learner's weights, as the engine says"
+        return Sign(name="stale_rollouts", texts=(what,))
+    levels = _by_level(scene, staleness, known)
+    grown = scene.growth(fresh, old)
+    if grown is None:
+        return Sign(name="stale_rollouts", texts=(f"old tokens differ no more than new ones ({levels})",))
+    scene.pure = scene.pure & ~old
+    stuck = _stuck_version(scene.pairs)
+    if stuck is not None:
+        text = f"no token is of newer weights than version {stuck}, while the learner went on"
+        return Sign(name="stale_weights", nats=grown[1], texts=(text, f"the difference grows with staleness: {levels}"))
+    return Sign(name="stale_rollouts", nats=grown[1], texts=(f"the difference grows with staleness: {levels}",))
+
+
+def stale_weights(scene: Scene) -> Sign:
+    """The difference grows from step to step among tokens that say they are of the same age."""
+    pool = _newest_weights(scene)
+    first = _earliest(scene, pool)
+    later = pool & ~first & (scene.pairs.step > _last(scene.pairs.step[first]))
+    if not later.any():
+        return Sign(name="stale_weights", texts=("there is one step to look at only",))
+    steps = _by_third(scene, pool)
+    grown = scene.growth(first, later)
+    if grown is None:
+        return Sign(name="stale_weights", texts=(f"the difference does not grow with the steps ({steps})",))
+    found, nats = grown
+    scene.pure = scene.pure & ~later
+    begun = f"{found.before:.2g} nats in the first steps, {found.after:.2g} later at equal doubt"
+    return Sign(name="stale_weights", nats=nats, texts=(f"the difference grows with the steps: {begun} ({steps})",))
+
+
+def template(scene: Scene) -> Sign:
+    """The first tokens of responses differ more than later ones."""
+    pairs, pure = scene.pairs, scene.pure
+    edge = first_tokens(pairs)
+    first, later = pure & (pairs.position < edge), pure & (pairs.position >= edge)
+    found = scene.contrast(later, first)
+    places = _by_place(scene, pure, edge)
+    if not scene.shows(found, scene.limits.position):
+        return Sign(name="template", texts=(f"the first tokens differ no more than later ones ({places})",))
+    far = pure & scene.far
+    if (far & scene.is_open).sum() < scene.limits.min_tokens:
+        far = later
+    near = pure & ~far
+    usual = scene.contrast(far, near)
+    excess = float(np.abs(scene.rest[near]).sum()) / int(pure.sum()) * max(1.0 - usual.before / usual.after, 0.0)
+    scene.pure = far
+    text = f"the difference is at the first tokens and decays: {places}; {found.times:.3g} times, at equal doubt"
+    return Sign(name="template", nats=excess, texts=(text,))
+
+
+def truncation(scene: Scene) -> Sign:
+    """The engine's logprobs are higher for nearly every token, by the mass that it left out."""
+    limits, cuts = scene.limits, scene.facts.cuts
+    rest = scene.rest[scene.pure]
+    raw = sides(scene.pairs.diff[scene.pure], certain=limits.certain)
+    up = sides(rest, certain=limits.certain).up
+    seen = rest[np.abs(rest) > limits.exact / 10.0]
+    num_up = float((seen > 0.0).mean()) if len(seen) else 0.5
+    size = scene.size(scene.pure)
+    most_up = limits.one_sided_if_set if cuts else limits.one_sided
+    least_lost = limits.lost_mass / 4.0 if scene.has_line else limits.lost_mass
+    is_one_sided = max(up, num_up) <= most_up and len(seen) >= limits.min_tokens
+    if size <= limits.exact or not is_one_sided or raw.lost < least_lost:
+        text = f"{_share(num_up)} of the tokens differ upwards, and the mean ratio is {raw.kept:.4f}"
+        return Sign(name="truncation", texts=(text,))
+    texts = [
+        f"the engine's logprobs are the higher ones: {_share(1.0 - num_up)} of the tokens differ that way, "
+        f"with {_share(1.0 - up)} of the difference",
+        f"the learner gives {_share(raw.kept)} of its mass to what the engine may draw; without a cut it is all",
+    ]
+    said = ", ".join(cuts) if cuts else "the settings that are recorded cut nothing: look at the engine's own defaults"
+    return Sign(name="truncation", nats=(1.0 - 2.0 * up) * size, texts=(*texts, said))
+
+
+def routing(scene: Scene, *, is_cut: bool = False) -> Sign:
+    """A few tokens carry most of the difference, wherever they stand; of a cut sampling, of its upward part."""
+    limits, pure = scene.limits, scene.pure & scene.is_open
+    rest = np.maximum(scene.rest[pure], 0.0) if is_cut else scene.rest[pure]
+    found = find_outliers(rest, scene.doubt[pure], beyond=limits.outlier, floor=limits.exact / 10.0)
+    share = f"{found.count} tokens of {int(pure.sum())} ({_share(found.tokens)}) carry {_share(found.carried)} of it"
+    is_few = found.count >= 3 and found.tokens <= limits.most_outliers
+    carried = found.carried * float(np.abs(rest).sum()) / max(int(scene.pure.sum()), 1)
+    if not is_few or found.carried < limits.outlier_share or carried <= limits.exact / 2.0:
+        text = f"it is spread over the tokens: {share}, more than {limits.outlier:g} times the median"
+        return Sign(name="routing", texts=(text,))
+    texts = [f"{share}, {found.times:.3g} times the median on average"]
+    if not scene.facts.is_mixture:
+        texts.append("that the policy is a mixture of experts is not recorded; if it is none, look at kernels instead")
+    return Sign(name="routing", nats=carried * (2.0 if is_cut else 1.0), texts=tuple(texts))
+
+
+SIGNS: tuple[Callable[[Scene], Sign], ...] = (temperature, stale_rollouts, stale_weights, template)
+"""In the order in which they are told apart."""
+
+
+def remainder(scene: Scene, nats: float) -> Sign:
+    """What no other cause accounts for."""
+    pure = scene.pure
+    size = scene.size(pure)
+    is_large = size > scene.limits.rounded or (scene.facts.is_exact and size > 10.0 * scene.limits.exact)
+    staleness = scene.pairs.staleness
+    if is_large and len(staleness) and staleness.min() >= 1:
+        text = (
+            f"every token is of weights at least {int(staleness.min())} versions old; there is nothing to compare with"
+        )
+        return Sign(name="stale_rollouts", nats=nats, texts=(text,))
+    up = sides(scene.rest[pure], certain=scene.limits.certain).up
+    doubtful = correlation(np.abs(scene.rest[pure]), scene.doubt[pure])
+    shape = f"{_share(up)} of the difference is upwards; its correlation with doubt (1 - p) is {doubtful:.2f}"
+    if is_large:
+        text = f"{size:.2g} nats are more than rounding explains ({scene.facts.dtypes}), and no other cause shows"
+        return Sign(name="other_computation", nats=nats, texts=(text, shape))
+    return Sign(name="precision", nats=nats, texts=(f"{size:.2g} nats with the {scene.facts.dtypes}", shape))
+
+
+def _newest_weights(scene: Scene) -> Bools:
+    """Tokens of the lowest staleness, and of the next where those are too few; all where versions are unknown."""
+    staleness = scene.pairs.staleness
+    known = np.sort(staleness[staleness >= 0])
+    if not len(known):
+        return np.ones(len(staleness), dtype=bool)
+    level = known[min(scene.limits.min_tokens, len(known)) - 1]
+    newest: Bools = (staleness >= 0) & (staleness <= level)
+    return newest
+
+
+def _earliest(scene: Scene, pool: Bools) -> Bools:
+    """Tokens of the earliest steps, as many as a mean needs."""
+    steps = np.sort(scene.pairs.step[pool & scene.is_open])
+    if not len(steps):
+        return pool
+    last = steps[min(scene.limits.min_tokens, len(steps)) - 1]
+    earliest: Bools = pool & (scene.pairs.step <= last)
+    return earliest
+
+
+def _last(steps: Ints) -> int:
+    return int(steps.max()) if len(steps) else 0
+
+
+def _stuck_version(pairs: TokenPairs) -> int | None:
+    """The version that all later tokens have, where the learner made at least three in that time."""
+    steps = np.unique(pairs.step)
+    late = (pairs.step >= steps[len(steps) // 2]) & (pairs.version >= 0)
+    versions, made = np.unique(pairs.version[late]), np.unique(pairs.policy_version[late])
+    return int(versions[0]) if len(versions) == 1 and len(made) >= 3 else None
+
+
+def _by_level(scene: Scene, staleness: Ints, known: Bools) -> str:
+    levels = [int(level) for level in np.unique(staleness[known])[:4]]
+    return "; ".join(f"{scene.size(known & (staleness == level)):.2g} nats at {level} versions" for level in levels)
+
+
+def _by_third(scene: Scene, pool: Bools) -> str:
+    steps = np.unique(scene.pairs.step[pool])
+    parts = [part for part in np.array_split(steps, 3) if len(part)]
+    sizes = [
+        (part, scene.size(pool & (scene.pairs.step >= part[0]) & (scene.pairs.step <= part[-1]))) for part in parts
+    ]
+    return "; ".join(f"{size:.2g} nats in steps {part[0]} to {part[-1]}" for part, size in sizes)
+
+
+def _by_place(scene: Scene, pure: Bools, edge: int) -> str:
+    position = scene.pairs.position
+    groups = [(str(place + 1), pure & (position == place)) for place in range(edge)]
+    groups.append((f"{edge + 1} and later", pure & (position >= edge)))
+    return "; ".join(f"{scene.size(group):.2g} nats at token {name}" for name, group in groups)
+
+
+def _share(share: float) -> str:
+    return f"{100.0 * share:.3g} %"
