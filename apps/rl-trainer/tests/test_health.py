@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import structlog
 from rich.console import Console
 
 from rl_metrics.events import EventLog, read_events
@@ -12,8 +13,10 @@ from rl_metrics.health import Verdict
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
-from rl_trainer.health import FILE, HealthWatch
+from rl_trainer.health import FILE, HealthWatch, watch_health
+from rl_trainer.run_folder import RunFolder
 from rl_trainer.settings import HealthSettings
+from rl_trainer.sources import build_settings
 from rl_trainer.stopping import StopSignal
 
 HEALTHY = {"actor/ppo_kl": 0.01, "actor/entropy": 0.3}
@@ -184,3 +187,25 @@ def test_a_fault_of_its_own_stops_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     run.train(1, 30, SICK)
     assert run.trackers.active == ("jsonl",)
     assert run.stop.pause_reason is None
+
+
+def test_metrics_that_cannot_be_read_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "denied", str(path))
+
+    folder = RunFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setattr("rl_trainer.health.read_history", fail)
+    trackers = Fanout({})
+    settings = build_settings({"policy": {"path": "p"}, "prompts": {"train": "t", "validation": "v"}})
+    with structlog.testing.capture_logs() as logs:
+        watch_health(
+            settings,
+            folder,
+            trackers,
+            console=ConsoleTracker(console=Console(file=io.StringIO())),
+            events=EventLog(tmp_path / "events.jsonl"),
+            stop=StopSignal(),
+        )
+    assert [entry["event"] for entry in logs] == ["health_failed"]
+    assert trackers.active == ()

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
 from rl_core.durable_files import write_durably
 from rl_metrics.events import EventLog, read_events
 from rl_metrics.generations import GenerationSample
@@ -22,6 +24,8 @@ from rl_trainer.stopping import StopSignal
 FILE = "health.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+
+log = structlog.get_logger(__name__)
 
 
 def watch_health(
@@ -43,11 +47,16 @@ def watch_health(
         events: Likewise.
         stop: Asked to pause.
     """
-    if settings.health.enabled:
-        last_step = settings.trainer.steps
+    if not settings.health.enabled:
+        return
+    last_step = settings.trainer.steps
+    try:
         watch = HealthWatch(
             settings.health, folder.path, last_step=last_step, console=console, events=events, stop=stop
         )
+    except OSError as error:  # a run that is not judged is better than none
+        log.warning("health_failed", error=str(error))
+    else:
         trackers.add("health", watch)
 
 

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 0, or 2 when nothing matches, or nothing can be drawn; `check` says more.
+        The exit status: 0, or 2 when nothing matches, or nothing can be drawn; `check` also has 1, for findings.
     """
     arguments = _parser().parse_args(argv)
     status: int = arguments.run(arguments)
