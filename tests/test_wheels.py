@@ -47,3 +47,11 @@ def test_rl_core_needs_no_torch():
 def test_entry_points_load(name: str):
     for entry in importlib.metadata.distribution(name).entry_points:
         assert callable(entry.load()), f"{entry.group}: {entry.name}"
+
+
+def test_rl_metrics_carries_its_page():
+    spec = importlib.util.find_spec("rl_metrics.report")
+    assert spec is not None
+    assert spec.origin is not None
+    names = {path.name for path in Path(spec.origin).with_name("assets").iterdir()}
+    assert {"page.html", "main.js", "base.css", "uPlot.iife.min.js", "uPlot.LICENSE"} <= names
