@@ -34,7 +34,7 @@ def names(found):
         ("stale_weights", ROUNDED, {"is_frozen": True, "is_bfloat16": True}),
         ("stale_weights", EXACT, {"lag": 1, "learning_rate": 0.1}),
         ("stale_weights", EXACT, {"stuck_version": 0, "learning_rate": 0.1}),
-        ("stale_rollouts", EXACT, {"old": 4, "learning_rate": 1.2}),
+        ("stale_rollouts", EXACT, {"old": 8, "learning_rate": 1.2}),
         ("template", EXACT, {"template": 1.0}),
         ("template", ROUNDED, {"template": 2.0, "is_bfloat16": True}),
         ("truncation", EXACT, {"top_p": 0.9}),

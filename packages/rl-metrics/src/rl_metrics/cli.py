@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-from rl_metrics.commands import check, compare, importing, plot, report, rules, serve
+from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
 
-VERBS = (listing, plot, compare, importing, report, serve, check, rules)
+VERBS = (listing, plot, compare, importing, report, serve, check, doctor, rules)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def _last_time(run: RunRecord) -> float:
 
 def _usual_step_s(run: RunRecord) -> float:
     times = [value for value in run.history.times[-50:].tolist() if math.isfinite(value)]
-    gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    gaps = sorted(later - earlier for earlier, later in pairwise(times))
     return max(gaps[len(gaps) // 2], 0.0) if gaps else 0.0
 
 

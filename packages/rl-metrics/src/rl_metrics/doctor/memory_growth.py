@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -166,8 +167,8 @@ def _slope(trends: Mapping[str, Trend], name: str) -> float:
 
 def _evidence(name: str, trend: Trend) -> Evidence:
     text = (
-        f"{name} grows by {trend.slope:.3g} GiB a step: {trend.grown:.3g} GiB in steps {trend.first} to {trend.last}, from "
-        f"{trend.start:.3g} to {trend.end:.3g}"
+        f"{name} grows by {trend.slope:.3g} GiB a step: {trend.grown:.3g} GiB in steps {trend.first} to {trend.last}, "
+        f"from {trend.start:.3g} to {trend.end:.3g}"
     )
     return Evidence(metric=name, text=text, value=trend.slope)
 
@@ -235,14 +236,14 @@ def _growing_types(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evi
     grown = {
         name: row
         for name, row in counts.items()
-        if num_looks >= 3 and len(row) >= 3 and all(one < other for one, other in zip(row, row[1:], strict=False))
+        if num_looks >= 3 and len(row) >= 3 and all(one < other for one, other in pairwise(row))
     }
     largest = sorted(grown, key=lambda name: (grown[name][0] - grown[name][-1], name))[:MOST_NAMED]
     return tuple(
         Evidence(
             metric="memory_objects",
-            text=f"{name[:80]}: {grown[name][0]:,} objects, then {grown[name][-1]:,}, more at each of {len(grown[name])} "
-            "looks",
+            text=f"{name[:80]}: {grown[name][0]:,} objects, then {grown[name][-1]:,}, more at each of "
+            f"{len(grown[name])} looks",
             value=float(grown[name][-1] - grown[name][0]),
         )
         for name in largest

@@ -73,8 +73,8 @@ def _causes(history: History, limits: MismatchLimits, facts: Facts) -> list[Caus
         lost = float(np.median(k1[-20:])) - float(np.median(k3[-20:]))
         if lost > limits.exact and lost >= limits.lost_mass * float(np.median(k1[-20:])):
             text = (
-                f"k1 is above k3 by {lost:.3g}: the mean ratio is {1.0 - lost:.4f}, which is the learner's mass on what "
-                "the engine may draw"
+                f"k1 is above k3 by {lost:.3g}: the mean ratio is {1.0 - lost:.4f}, which is the learner's mass on "
+                "what the engine may draw"
             )
             causes.insert(0, with_evidence("truncation", text, *facts.cuts, metric=KL))
     return causes

@@ -1,0 +1,197 @@
+import json
+import os
+
+import pytest
+
+from rl_metrics.cli import main
+from rl_metrics.doctor import diagnose
+from rl_metrics.doctor.diagnosis import Ailment
+from rl_metrics.doctor.facts import Facts, facts_of
+from rl_metrics.doctor.hang import hang_ailment, judge_hang, shortened_stack
+from rl_metrics.doctor.metric_signs import judge_metrics
+from rl_metrics.rollout_log import RolloutLog
+from rl_metrics.run_record import open_run
+from rl_metrics.testing.mismatched_tokens import MismatchedRun
+
+STACK = 'thread main:\n  File "/a/loop.py", line 3 in run\n    go()\n  File "/a/socket.py", line 12 in recv\n'
+HANG = {
+    "format": "rl-hang-1",
+    "at": "2026-01-01T00:00:00",
+    "no_progress_s": 700.0,
+    "last_progress": "step 12",
+    "verdict": "learner has waited 700 s for 2 of 8 groups; engine 1 does not answer (for 650 s).",
+    "causes": ["engine 1 does not answer (for 650 s, it is in recv (socket.py:12))"],
+    "queue": {"rows": 6.0},
+    "roles": [
+        {"name": "learner", "state": "serving", "since_s": 900.0, "is_answering": True,
+         "waits": [{"what": "2 of 8 groups", "on": "groups", "since_s": 700.0}], "counts": {"steps": 12}},
+        {"name": "engine 1", "state": "serving", "since_s": 650.0, "is_answering": False, "stack": STACK,
+         "leases": ["p-7", "p-9"], "waits": [{"what": "a token", "on": "the device", "since_s": 640.0}]},
+    ],
+}  # fmt: skip
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def started(folder, *events, last=100.0):
+    write_lines(folder / "metrics.jsonl", [{"step": step, "time": last - 10 + step} for step in range(1, 11)])
+    write_lines(folder / "events.jsonl", [{"time": 1.0, "event": "run_started"}, *events])
+    return open_run(folder)
+
+
+def write_rollouts(folder, **options):
+    rows = list(MismatchedRun(**options).rows())
+    log = RolloutLog(folder / "rollouts.jsonl", clock=lambda: 5.0)
+    for step in sorted({row.step for row in rows}):
+        log.write([row for row in rows if row.step == step])
+    log.close()
+
+
+def test_a_hang_is_told_as_its_report_has_it():
+    found = hang_ailment(HANG)
+    assert (found.kind, found.what) == ("hang", "The run hangs: nothing happened for 700 s.")
+    assert found.evidence[0].text == HANG["verdict"]
+    (cause,) = found.causes
+    assert (cause.name, cause.title) == ("silent_role", HANG["causes"][0])
+    assert cause.evidence[0].text == "engine 1 waits for a token on the device, for 640 s"
+    assert found.details[0] == "engine 1: serving, does not answer, for 650 s"
+    assert "  holds 2 groups: p-7, p-9" in found.details
+    assert "  recv (socket.py:12)" in found.details
+
+
+def test_a_stack_is_shortened_to_its_innermost_frames():
+    assert shortened_stack(STACK) == ["recv (socket.py:12)", "run (loop.py:3)"]
+    assert shortened_stack("most recent call first\n" + STACK) == ["run (loop.py:3)", "recv (socket.py:12)"]
+    assert shortened_stack(None) == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "name"),
+    [
+        ("deadlock: a waits for b, b waits for a", "deadlock"),
+        ("the queue is full (9 rows), and nobody leases from it", "full_queue"),
+        ("learner[0] waits in a collective, all_reduce (c10d.py:9), which not all ranks have reached", "collective"),
+        ("no group is in flight and none is issued: nothing can become ready", "starved"),
+    ],
+)
+def test_causes_of_a_hang_have_names(cause, name):
+    assert hang_ailment({"causes": [cause]}).causes[0].name == name
+
+
+@pytest.mark.parametrize("hostile", [None, 7, "x", [], [None], {"a": []}, 10**400, True, float("nan")])
+@pytest.mark.parametrize("key", ["no_progress_s", "last_progress", "verdict", "causes", "queue", "roles"])
+def test_a_hostile_report_is_read_for_what_it_has(key, hostile):
+    assert hang_ailment({**HANG, key: hostile}).causes
+    for part in ("name", "state", "since_s", "waits", "stack", "leases", "counts", "is_answering"):
+        assert hang_ailment({**HANG, "roles": [{**HANG["roles"][1], part: hostile}]}).causes
+
+
+def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
+    (tmp_path / "hang.json").write_text(json.dumps(HANG))
+    os.utime(tmp_path / "hang.json", (50.0, 50.0))
+    run = started(tmp_path, {"time": 99.0, "event": "run_finished"})
+    assert judge_hang(run, now=200.0).text == "the run ended by itself"
+    os.utime(tmp_path / "hang.json", (300.0, 300.0))
+    assert judge_hang(started(tmp_path), now=400.0).what == "The run hangs: nothing happened for 700 s."
+
+
+@pytest.mark.parametrize(
+    ("lock", "now", "expected"),
+    [
+        ("123", 130.0, "right"),
+        ("123", 5_000.0, "silent_process"),
+        ("77", 130.0, "killed"),
+        ("x" * 50, 130.0, "killed"),
+        (None, 130.0, "killed"),
+    ],
+)
+def test_a_run_without_an_end(tmp_path, lock, now, expected):
+    if lock is not None:
+        (tmp_path / ".lock").write_text(lock)
+    found = judge_hang(started(tmp_path), now=now, is_alive=lambda pid: pid == 123)
+    if isinstance(found, Ailment):
+        assert found.causes[0].name == expected
+        assert "its last step is 10" in found.evidence[0].text
+    else:
+        assert found.state == expected
+
+
+def test_a_run_that_failed_says_why(tmp_path):
+    failed = {"time": 99.0, "event": "run_failed", "error": "WeightProofError: tensor a differs", "step": 10}
+    run = started(tmp_path, failed)
+    found = judge_hang(run, now=200.0)
+    assert (found.kind, found.causes[0].name) == ("stopped", "WeightProofError")
+    assert facts_of(run).proof_failures == 1
+    assert [cause.name for cause in diagnose(run).ailments[1].causes] == ["stale_weights"]
+
+
+def test_settings_of_another_shape_say_nothing(tmp_path):
+    run = started(tmp_path)
+    (tmp_path / "settings.toml").write_text(
+        'engine = 3\nrollout = {top_p = "x", top_k = nan}\nlearner = {dtype = [1]}\n'
+    )
+    assert facts_of(open_run(tmp_path)) == facts_of(run)
+    (tmp_path / "settings.toml").write_text(
+        "[rollout]\ntop_p = 0.9\n[engine]\ndtype = 'bfloat16'\n[parallel]\nexpert = 2\n"
+    )
+    facts = facts_of(open_run(tmp_path))
+    assert (facts.cuts, facts.engine_dtype, facts.is_mixture) == (("rollout.top_p = 0.9",), "bfloat16", True)
+
+
+def metrics(tmp_path, rows):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "time": step, **row} for step, row in enumerate(rows, 1)])
+    return open_run(tmp_path).history
+
+
+def test_without_tokens_metrics_tell_what_they_can(tmp_path):
+    cut = [{"rollout_corr/kl": 0.1, "rollout_corr/k3_kl": 0.006, "training/rollout_probs_diff_mean": 0.03}] * 10
+    found = judge_metrics(metrics(tmp_path, cut), Facts())
+    assert [cause.name for cause in found.causes] == ["truncation"]
+    assert "set metrics.log_rollouts" in found.evidence[-1].text
+    grows = [{"training/rollout_probs_diff_mean": 0.002 * step} for step in range(20)]
+    assert judge_metrics(metrics(tmp_path, grows), Facts()).causes[0].name == "stale_weights"
+    old = [{**row, "training/staleness/mean": 3.0} for row in grows]
+    assert judge_metrics(metrics(tmp_path, old), Facts()).causes[0].name == "stale_rollouts"
+    right = [{"training/rollout_probs_diff_mean": 0.002, "rollout_corr/k3_kl": 0.001}] * 10
+    assert judge_metrics(metrics(tmp_path, right), Facts()).state == "right"
+    assert judge_metrics(metrics(tmp_path, [{"actor/entropy": 1.0}]), Facts()).state == "unknown"
+
+
+def test_the_command_names_the_first_cause_on_top(tmp_path, capsys):
+    started(tmp_path, {"time": 99.0, "event": "run_finished"})
+    write_rollouts(tmp_path, steps=12, tokens=6, top_p=0.9)
+    assert main(["doctor", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("first cause: sampling truncation")
+    assert any(line.startswith("memory: unknown") for line in lines)
+    assert main(["doctor", str(tmp_path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ailments"][0]["causes"][0]["name"] == "truncation"
+
+
+def test_the_command_finds_nothing_in_a_healthy_run(tmp_path, capsys):
+    started(tmp_path, {"time": 99.0, "event": "run_finished"})
+    write_rollouts(tmp_path, steps=12, tokens=6)
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "must be the folder of a run" in capsys.readouterr().err
+
+
+def test_torn_and_hostile_files_are_read_for_what_they_have(tmp_path, capsys):
+    started(tmp_path, {"time": 99.0, "event": "run_finished"})
+    write_rollouts(tmp_path, steps=12, tokens=6)
+    with (tmp_path / "rollouts.jsonl").open("ab") as file:
+        file.write(
+            b'{"step":13,"index":0,"prompt_uid":"p","prompt":"<script>","resp\n[1]\n\xff\n{"step":"x"}\n{"step":14,"ind'
+        )
+    (tmp_path / "hang.json").write_text('{"verdict": "\\u001b[31mred", "roles": [{"name": "<script>\\u001b[2J"}]}')
+    (tmp_path / "settings.toml").write_text("[rollout")
+    assert main(["doctor", str(tmp_path)]) in (0, 1)
+    assert "\x1b" not in capsys.readouterr().out

@@ -1,0 +1,107 @@
+import numpy as np
+import pytest
+
+from rl_metrics.doctor.diagnosis import Ailment, Reading
+from rl_metrics.doctor.memory_growth import GrowthLimits, judge_memory, trend_of
+from rl_metrics.history import History
+
+STEPS = np.arange(1, 101, dtype=np.int64)
+LEVEL = np.full(100, 4.0)
+LEAK = 4.0 + 0.01 * STEPS
+
+
+def history(**columns):
+    values = {name.replace("__", "/"): np.asarray(column, dtype=np.float64) for name, column in columns.items()}
+    return History(steps=STEPS, times=STEPS.astype(np.float64), values=values)
+
+
+def noise(seed, size=0.01):
+    return np.random.default_rng(seed).normal(0.0, size, len(STEPS))
+
+
+def test_a_trend_is_the_median_slope():
+    trend = trend_of(STEPS, LEAK, limits=GrowthLimits(warm_up=0.0))
+    assert trend.slope == pytest.approx(0.01)
+    assert trend.grown == pytest.approx(0.99)
+    assert (trend.first, trend.last, trend.end) == (1, 100, 5.0)
+    # 4950 rising pairs of 100 * 99 * 205 / 18 = 112750: (4950 - 1) / 335.8
+    assert trend.z == pytest.approx(14.739, abs=1e-3)
+
+
+def test_the_owner_that_grows_comes_first_and_explains_the_process():
+    found = judge_memory(
+        history(
+            memory__trainer_gb=LEAK,
+            memory__engine_gb=LEVEL + noise(0),
+            memory__rewards_gb=1.0 + 0.001 * STEPS,
+            perf__process_memory_gb=LEAK + 0.001 * STEPS,
+            perf__cpu_memory_used_gb=20.0 + 0.011 * STEPS,
+            perf__cpu_memory_total_gb=np.full(100, 32.1),
+        ),
+        (),
+    )
+    assert isinstance(found, Ailment)
+    assert [cause.name for cause in found.causes] == ["trainer", "rewards"]
+    assert found.causes[0].share == pytest.approx(10 / 11)
+    assert found.evidence[-1].value == pytest.approx(11.0 / 0.011)  # 32.1 - 21.1 GiB are left
+
+
+def test_the_queue_inside_a_process_is_named_before_it():
+    found = judge_memory(history(memory__controller_gb=LEAK, memory__queue_gb=0.008 * STEPS), ())
+    assert [cause.name for cause in found.causes] == ["queue", "controller"]
+    found = judge_memory(history(memory__controller_gb=LEAK, queue__size_bytes=0.008 * STEPS * 2**30), ())
+    assert found.causes[0].name == "queue"
+
+
+def test_types_that_grow_at_every_look_are_named():
+    looks = ((1000, 5, 70), (2000, 5, 90), (3500, 6, 80))
+    events = [
+        {"event": "memory_objects", "step": step, "role": "trainer", "types": {"dict": one, "list": two, "set": three}}
+        for step, (one, two, three) in enumerate(looks)
+    ]
+    found = judge_memory(history(memory__trainer_gb=LEAK), events)
+    texts = [evidence.text for evidence in found.causes[0].evidence if evidence.metric == "memory_objects"]
+    assert texts == ["dict: 1,000 objects, then 3,500, more at each of 3 looks"]
+
+
+def test_a_process_that_no_owner_explains():
+    found = judge_memory(history(memory__engine_gb=LEVEL, perf__process_memory_gb=LEAK), ())
+    assert [cause.name for cause in found.causes] == ["process"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "column",
+    [
+        LEVEL,
+        4.0 + 2.0 * (1.0 - np.exp(-STEPS / 5.0)),  # a cache that fills up
+        4.0 + 0.5 * np.sin(STEPS / 3.0),
+        LEVEL - 0.01 * STEPS,
+        4.0 + 0.0001 * STEPS,
+        np.where(STEPS < 30, 2.0, 4.0),
+    ],
+    ids=["level", "fills", "breathes", "falls", "hardly", "jumps"],
+)
+def test_steady_memory_is_right(column, seed):
+    found = judge_memory(history(memory__trainer_gb=column + noise(seed)), ())
+    assert isinstance(found, Reading), found
+    assert found.state == "right"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_leak_measured_every_fifth_step_is_found(seed):
+    column = np.where(STEPS % 5 == 1, LEAK + noise(seed, 0.1), np.nan)
+    assert judge_memory(history(memory__trainer_gb=column), ()).causes[0].name == "trainer"
+
+
+def test_nothing_measured_is_unknown():
+    assert judge_memory(history(), ()).state == "unknown"
+    few = np.where(STEPS < 4, 1.0, np.nan)
+    assert judge_memory(history(memory__trainer_gb=few), ()).state == "unknown"
+
+
+@pytest.mark.parametrize("types", [None, [], "x", {"dict": "many"}, {"dict": 10**400}, {"dict": -1}, {"dict": True}])
+def test_hostile_counts_are_left_out(types):
+    events = [{"event": "memory_objects", "role": "trainer", "types": types}] * 4
+    found = judge_memory(history(memory__trainer_gb=LEAK), events)
+    assert [evidence.metric for evidence in found.causes[0].evidence] == ["memory/trainer_gb"]
