@@ -58,6 +58,7 @@ def test_each_cause_comes_first(expected, facts, options, seed, size):
     ("expected", "facts", "options"),
     [
         ({"stale_weights", "truncation"}, Facts(top_p=0.9), {"is_frozen": True, "learning_rate": 0.1, "top_p": 0.9}),
+        ({"stale_weights", "truncation"}, Facts(top_p=0.9), {"is_frozen": True, "top_p": 0.9}),
         ({"temperature", "truncation"}, Facts(top_p=0.9), {"temperature": 0.8, "top_p": 0.9}),
         ({"template", "truncation"}, EXACT, {"template": 2.0, "top_p": 0.9}),
         ({"template", "stale_weights"}, EXACT, {"template": 2.0, "is_frozen": True, "learning_rate": 0.1}),

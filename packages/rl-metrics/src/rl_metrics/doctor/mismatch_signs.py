@@ -89,7 +89,9 @@ class Scene:
         for place in (everywhere, self.far):
             is_cut = bool(sides(self.rest[first & place], certain=self.limits.certain).up < self.limits.one_sided)
             upwards = is_cut and self.size(first & place) > self.limits.exact
-            found = self.contrast(first & place, later & place, upwards=upwards)
+            found = self.contrast(first & place, later & place)
+            if upwards:
+                found = self.contrast(*self._ends((first | later) & place), upwards=True)
             if self.shows(found, self.limits.growth):
                 share = float((later & place).sum()) / max(int(place.sum()), 1)
                 grown = self.size(later & place) * (1.0 - found.before / found.after)
@@ -97,6 +99,11 @@ class Scene:
                     grown = max(self.size(later & place) - self.size(first & place), 0.0)
                 return found, grown * share
         return None
+
+    def _ends(self, chosen: Bools) -> tuple[Bools, Bools]:
+        """The first and the last third of the steps: the upward part of a cut sampling is in few tokens."""
+        early, late = np.quantile(self.pairs.step[chosen], (1 / 3, 2 / 3)) if chosen.any() else (0, 0)
+        return chosen & (self.pairs.step <= early), chosen & (self.pairs.step > late)
 
     def size(self, chosen: Bools) -> float:
         """Mean absolute rest of some tokens."""
@@ -227,6 +234,8 @@ def routing(scene: Scene, *, is_cut: bool = False) -> Sign:
     limits, pure = scene.limits, scene.pure & scene.is_open
     rest = np.maximum(scene.rest[pure], 0.0) if is_cut else scene.rest[pure]
     found = find_outliers(rest, scene.doubt[pure], beyond=limits.outlier, floor=limits.exact / 10.0)
+    if is_cut and not scene.facts.is_mixture:
+        return Sign(name="routing", texts=("no mixture of experts is recorded, and a cut sampling explains outliers",))
     share = f"{found.count} tokens of {int(pure.sum())} ({_share(found.tokens)}) carry {_share(found.carried)} of it"
     is_few = found.count >= 3 and found.tokens <= limits.most_outliers
     carried = found.carried * float(np.abs(rest).sum()) / max(int(scene.pure.sum()), 1)
