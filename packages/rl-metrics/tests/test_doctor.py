@@ -94,7 +94,12 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
     run = started(tmp_path, {"time": 99.0, "event": "run_finished"})
     assert judge_hang(run, now=200.0).text == "the run ended by itself"
     os.utime(tmp_path / "hang.json", (300.0, 300.0))
-    assert judge_hang(started(tmp_path), now=400.0).what == "The run hangs: nothing happened for 700 s."
+    failed = {"time": 310.0, "event": "run_failed", "error": "HangError: nothing happened"}
+    for events in ((), (failed,)):
+        found = judge_hang(started(tmp_path, *events), now=400.0)
+        assert found.what == "The run hangs: nothing happened for 700 s."
+    resumed = started(tmp_path, failed, {"time": 320.0, "event": "run_resumed"})
+    assert judge_hang(resumed, now=400.0).causes[0].name == "killed"
 
 
 @pytest.mark.parametrize(

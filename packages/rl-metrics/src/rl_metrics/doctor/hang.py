@@ -143,9 +143,13 @@ def shortened_stack(stack: object) -> list[str]:
 
 
 def _went_on(run: RunRecord) -> bool:
-    """The run did something after the report was written."""
+    """A step was done, or an attempt began, after the report was written; that the run failed then is no progress."""
     written = _modified(run.folder / "hang.json")
-    return run.is_finished or (written is not None and _last_time(run) > written + 1.0)
+    if run.is_finished or written is None:
+        return run.is_finished
+    begun = [_number(event.get("time")) for event in run.events if event["event"] in BEGUN]
+    steps = [_number(value) for value in run.history.times[-1:].tolist()]
+    return max([*begun, *steps], default=0.0) > written + 1.0
 
 
 def _judge_end(run: RunRecord, now: float, is_alive: Callable[[int], bool]) -> Ailment | Reading:

@@ -39,7 +39,7 @@ def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | No
         why = " and ".join(cause.title.partition(":")[0] for cause in named)
         return Reading(kind="mismatch", state="right", text=f"engine and learner differ by {said}: {why} explains it")
     names = {cause.name for cause in named}
-    against = tuple((sign.name, "; ".join(sign.texts)) for sign in signs if sign.name not in names and not sign.nats)
+    against = tuple((sign.name, "; ".join(sign.texts)) for sign in signs if _speaks_against(sign, names))
     return Ailment(
         kind="mismatch",
         what="The engine and the learner give the same tokens other probabilities.",
@@ -79,6 +79,10 @@ def named_causes(signs: list[Sign], limits: MismatchLimits, proof: Cause | None)
         else:
             causes[same] = _joined(causes[same], cause)
     return tuple(causes)
+
+
+def _speaks_against(sign: Sign, named: set[str]) -> bool:
+    return sign.name not in named and sign.name not in LEFT_OVER and not sign.nats
 
 
 LEFT_OVER = ("precision", "other_computation")
