@@ -36,10 +36,9 @@ UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus,zarr]",),
     "rl-rollout": ("rl-core[torch]", "rl-rollout[transformers,math,datasets,tools,mcp,http,json-schema,skip]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron,cache]"),
-    "rl-metrics": ("rl-core", "rl-metrics[plot,tensorboard,wandb]"),
+    "rl-metrics": ("rl-core", "rl-metrics[plot,tensorboard,wandb,mlflow,parquet]"),
 }
 WORKSPACE_TESTS = (
-    "packages/rl-metrics/tests/test_mlflow.py",
     "packages/rl-rollout/tests/test_engines_process.py",
     "packages/rl-rollout/tests/test_engines_vllm.py",
     "packages/rl-rollout/tests/test_engines_vllm_live_weights.py",

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_equality import assert_equal_runs, learnt, metrics_without_clock, summary
+from run_equality import ASIDE, assert_equal_runs, learnt, metrics_without_clock, summary
 from tiny_run import (
     NUM_PROBLEMS,
     REWARDS_BEFORE_STEP_1,
@@ -51,7 +51,7 @@ def resume(run: TinyRun, capsys: pytest.CaptureFixture[str], **settings: int) ->
 def event_names(run: TinyRun) -> list[str]:
     """What happened to the run; each step also says which session was the slowest."""
     events = read_events(run.run_folder / "events.jsonl")
-    return [event["event"] for event in events if event["event"] not in ("slowest_session", "memory_objects")]
+    return [event["event"] for event in events if event["event"] not in ASIDE]
 
 
 def test_the_run_trains_and_logs_every_step(uninterrupted: TinyRun) -> None:

@@ -9,6 +9,9 @@ from rl_metrics.trackers.jsonl import read_metrics
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "agent_loop/", "memory/", "distribution/generate_s")
 """Metrics that are measured with a clock, or chosen by one (the slowest)."""
 
+ASIDE = frozenset({"slowest_session", "health_finding", "health_finding_over"})
+"""Events that say how a run does, not what became of it; a tiny run is never healthy."""
+
 
 def learnt(run: TinyRun, *, step: int = 4) -> dict[str, bytes]:
     """Every file of the last checkpoint but those with wall times."""

@@ -21,8 +21,6 @@ from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 from rl_metrics.trackers.mlflow import MlflowTracker, metric_name, mlflow_name
 from rl_metrics.trackers.tables import COLUMNS
 
-pytest.importorskip("mlflow", reason="the lock's cachetools is newer than MLflow allows; `nox -s tests` has both")
-
 RUN = """
 import sys
 from pathlib import Path

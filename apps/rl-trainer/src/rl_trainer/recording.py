@@ -15,9 +15,6 @@ from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import slowest_trajectory, spread, summarize_batch, summarize_speed
 from rl_trainer.settings import Settings
 
-OBJECTS_EVERY = 10
-"""Measurements of memory between two counts of Python objects, which take longer."""
-
 
 def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: float) -> dict[str, float]:
     """Rewards, lengths, staleness, mismatch and speed of what a step trained on.
@@ -51,13 +48,10 @@ def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None
     Args:
         settings: Of the run.
         owner: Role of this process.
-        say: Writes an event; None counts no objects.
+        say: Writes an event; None names no lines of code.
     """
     chosen = settings.metrics
-    objects_every = OBJECTS_EVERY * chosen.memory_every
-    return MemoryWatch(
-        owner, say=say, every=chosen.memory_every, objects_every=objects_every, is_traced=chosen.trace_memory
-    )
+    return MemoryWatch(owner, say=say, every=chosen.memory_every, is_traced=chosen.trace_memory)
 
 
 def record_distributions(settings: Settings, batch: Batch, recorder: Recorder) -> None:

@@ -1,29 +1,18 @@
 """Memory of host and processes, as Linux tells it, and who owns it."""
 
-import gc
 import os
 import sys
-import threading
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from rl_core.cluster.guard import descendants
 
 KIB_PER_GIB = 1024**2
 PROC = Path("/proc")
 
-MOST_TYPES = 40
-"""Types of Python objects that are counted, the most frequent ones."""
-
 MOST_LINES = 20
 """Lines of code that are named, those whose objects take most memory."""
-
-
-NATIVE_PACKAGES = ("torch", "megatron", "transformers", "vllm")
-"""Packages whose native code gives way to other threads while objects are half made."""
 
 
 def memory_metrics(proc: Path = PROC) -> dict[str, float]:
@@ -58,77 +47,41 @@ def memory_of(owner: str, *, pid: int | None = None, proc: Path = PROC) -> dict[
     return metrics
 
 
-def count_objects(limit: int = MOST_TYPES) -> dict[str, int]:
-    """How many objects of each type the garbage collector tracks in this process: the most frequent types."""
-    counts = Counter(map(type, gc.get_objects()))
-    named: Counter[str] = Counter()
-    for one, count in counts.items():
-        module = one.__module__
-        named[one.__qualname__ if module == "builtins" else f"{module}.{one.__qualname__}"] += count
-    return dict(named.most_common(limit))
-
-
-def can_count_objects() -> bool:
-    """False while another thread is inside of torch or what runs on it.
-
-    A list of all objects refers also to those that native code is making, which then finds them shared, and crashes.
-    """
-    here = threading.get_ident()
-    return not any(_computes(frame) for thread, frame in sys._current_frames().items() if thread != here)
-
-
-def _computes(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in NATIVE_PACKAGES:
-            return True
-        frame = frame.f_back
-    return False
-
-
 class MemoryWatch:
-    """Says every so many steps how much memory a role's process has, and what is in it."""
+    """Says every so many steps how much memory a role's process has, and what made it.
+
+    It does not count objects by type: the garbage collector's list of them refers also to those that native code of
+    another thread is making, which then finds them shared, and crashes.
+    """
 
     def __init__(
-        self,
-        owner: str,
-        *,
-        say: Callable[..., None] | None = None,
-        every: int = 5,
-        objects_every: int = 50,
-        is_traced: bool = False,
+        self, owner: str, *, say: Callable[..., None] | None = None, every: int = 5, is_traced: bool = False
     ) -> None:
         """Begin to watch.
 
         Args:
             owner: Role of this process, such as "trainer".
-            say: Writes an event, with its name and fields; None counts no objects.
-            every: Steps between two measurements of the processes; 0 makes none.
-            objects_every: Steps between two counts of Python objects; 0 makes none. Where another thread computes,
-                the count waits for a step at which none does.
-            is_traced: Also note which lines of code made what is there, with tracemalloc: exact, but everything that
-                makes many objects takes up to several times as long.
+            say: Writes an event, with its name and fields; None names no lines.
+            every: Steps between two measurements; 0 makes none.
+            is_traced: Also name the lines of code that made what is there, with tracemalloc: exact, but everything
+                that makes many objects takes up to several times as long.
         """
         self._owner = owner
         self._say = say
         self._every = every
-        self._objects_every = objects_every
         self._is_traced = is_traced
         self._num_steps = 0
-        self._next_count = 0
         if is_traced and not tracemalloc.is_tracing():
             tracemalloc.start()
 
     def step(self, step: int) -> dict[str, float]:
-        """`memory/*` of a step where it is due, the first one among them; events `memory_objects`, `memory_lines`."""
+        """`memory/*` of a step where it is due, the first one among them; where it traces, an event `memory_lines`."""
         number, self._num_steps = self._num_steps, self._num_steps + 1
-        if self._say is not None and self._objects_every and number >= self._next_count and can_count_objects():
-            self._next_count = number + self._objects_every
-            self._say("memory_objects", step=step, role=self._owner, types=count_objects())
-            if self._is_traced:
-                self._say("memory_lines", step=step, role=self._owner, lines=_traced_lines())
         if not self._every or number % self._every:
             return {}
-        return memory_of(self._owner)
+        if self._say is not None and self._is_traced:
+            self._say("memory_lines", step=step, role=self._owner, lines=_traced_lines())
+        return {**memory_of(self._owner), f"memory/{self._owner}_python_blocks": float(sys.getallocatedblocks())}
 
 
 def _traced_lines() -> list[dict[str, str | int]]:

@@ -15,4 +15,11 @@ MEMORY = (
         "started, where the owner ends in _children; or of what is known inside, such as the queue's rows.",
         reduction="max",
     ),
+    one(
+        "memory/{owner}_python_blocks",
+        "blocks",
+        "Blocks of memory that Python has given to objects in a role's process; where it grows with the memory, Python "
+        "objects are kept, else native code keeps it.",
+        reduction="max",
+    ),
 )

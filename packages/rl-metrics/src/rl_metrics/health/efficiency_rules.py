@@ -34,7 +34,7 @@ EFFICIENCY = (
         causes=(
             Cause(
                 text="a leak in the owner that grows: objects of every step are kept",
-                advice="look at the events memory_objects for the type that grows, and run rl-metrics doctor",
+                advice="run rl-metrics doctor, and set metrics.trace_memory: events memory_lines name lines of code",
             ),
             Cause(text="a queue or cache without a bound", advice="look at queue/* and at the caches' limits"),
             Cause(text="responses become longer", advice="look at response_length/mean"),

@@ -87,7 +87,7 @@ def _total_s(session: Mapping[str, Any]) -> float:
 
 SESSION_FIELDS = ("prompt_uid", "session_index", "output_index", "prompt_tokens", "response_tokens", "preemptions")
 
-QUIET_EVENTS = ("slowest_session", "checkpoint_saved", "skip_hit", "skip_miss", "skip_stored", "memory_objects")
+QUIET_EVENTS = ("slowest_session", "checkpoint_saved", "skip_hit", "skip_miss", "skip_stored", "memory_lines")
 """Of each step, or shown elsewhere."""
 
 
