@@ -41,7 +41,8 @@ def assert_failed_at_step_3(run: TinyRun, error: str) -> None:
     kinds = [event["event"] for event in events if event["event"] not in ASIDE]
     assert sorted(kinds[1:-1]) == ["checkpoint_saved", "weight_proof_failed"]  # the one is written beside the other
     assert (kinds[0], kinds[-1]) == ("run_started", "run_failed")
-    assert events[-2]["tensor"] == NAME
+    [failed] = [event for event in events if event["event"] == "weight_proof_failed"]
+    assert failed["tensor"] == NAME
     assert events[-1]["step"] == 2
     assert error in events[-1]["error"]
     assert [row.step for row in read_metrics(run.run_folder / "metrics.jsonl")] == [0, 1, 2]

@@ -87,6 +87,7 @@ checkpoint_every = 2
 [metrics]
 console = "lines"
 strict = true
+report = false
 """
 
 

@@ -20,7 +20,7 @@ def noise(seed, size=0.01):
 
 
 def test_a_trend_is_the_median_slope():
-    trend = trend_of(STEPS, LEAK, limits=GrowthLimits(warm_up=0.0))
+    trend = trend_of(STEPS, LEAK, limits=GrowthLimits(warm_up=0.0, warm_up_steps=0))
     assert trend.slope == pytest.approx(0.01)
     assert trend.grown == pytest.approx(0.99)
     assert (trend.first, trend.last, trend.end) == (1, 100, 5.0)
@@ -33,7 +33,7 @@ def test_the_owner_that_grows_comes_first_and_explains_the_process():
         history(
             memory__trainer_gb=LEAK,
             memory__engine_gb=LEVEL + noise(0),
-            memory__rewards_gb=1.0 + 0.001 * STEPS,
+            memory__rewards_gb=0.5 + 0.001 * STEPS,
             perf__process_memory_gb=LEAK + 0.001 * STEPS,
             perf__cpu_memory_used_gb=20.0 + 0.011 * STEPS,
             perf__cpu_memory_total_gb=np.full(100, 32.1),

@@ -93,6 +93,13 @@ def test_torn_and_foreign_lines_are_left_out(path):
     assert read(path) == [(1, "a"), (2, "b")]
 
 
+def test_a_number_beyond_every_float_is_not_known(path):
+    path.write_text(json.dumps({**ROW.to_json(), "versions": [10**400, 1], "index": 0}) + "\n")
+    [found] = read_rollouts(path)
+    assert math.isnan(found.columns["versions"][0])
+    assert found.columns["versions"][1] == 1
+
+
 def test_a_file_that_is_not_there_gives_nothing(path):
     assert read(path) == []
 

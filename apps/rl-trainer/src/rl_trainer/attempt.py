@@ -131,6 +131,10 @@ class Attempt:
         """An error ended it."""
         self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=state.step)
 
+    def _report(self) -> dict[str, Path]:
+        """Where the page about the run will be."""
+        return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
+
     def finished(self, state: RunProgress) -> Outcome:
         """The last step was done."""
         self.ending = "finished"
@@ -139,7 +143,7 @@ class Attempt:
         self._events.write("run_finished", **summary)
         shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
         self._console.summary(
-            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file}
+            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
         )
         return Outcome(exit_status=0, summary=summary)
 

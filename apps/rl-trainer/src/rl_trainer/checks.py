@@ -109,6 +109,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
         "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),
         "metrics.memory_every": (settings.metrics.memory_every, 0),
+        "metrics.report_every": (settings.metrics.report_every, 0),
     }
     for name, (value, least) in at_least.items():
         if not value >= least:

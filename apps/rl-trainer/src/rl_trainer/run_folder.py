@@ -69,6 +69,8 @@ CHANGEABLE_ON_RESUME = (
     "metrics.log_rollouts",
     "metrics.log_rollout_tokens",
     "metrics.memory_every",
+    "metrics.report",
+    "metrics.report_every",
     "metrics.trace_memory",
     "metrics.trackers",
     "health.enabled",

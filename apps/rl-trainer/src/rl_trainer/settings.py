@@ -310,6 +310,8 @@ class MetricSettings:
             the worst and the slowest; 0 writes none.
         log_rollout_tokens: Most tokens of a step's; at least one trajectory is written.
         memory_every: Steps between two measurements of each role's memory; 0 makes none.
+        report: Write report.html at the end of an attempt.
+        report_every: Also each so many steps, by a process beside the run; 0 writes it at the end alone.
         trace_memory: Also note which lines of code made what is in the trainer's memory; exact, and slow.
         peak_tflops: What a device that learns can do at most, in 10**12 operations a second of its dtype (312 of an
             A100 in bfloat16), for `perf/mfu/*`; none leaves these out.
@@ -327,6 +329,8 @@ class MetricSettings:
     log_rollouts: int = 8
     log_rollout_tokens: int = 8192
     memory_every: int = 5
+    report: bool = True
+    report_every: int = 50
     trace_memory: bool = False
     peak_tflops: float | None = None
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()

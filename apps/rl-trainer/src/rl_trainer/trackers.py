@@ -8,6 +8,7 @@ from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_metrics.trackers.protocol import Ending, Tracker
+from rl_trainer.report_writer import ReportWriter
 from rl_trainer.run_folder import plain_settings
 from rl_trainer.settings import Settings
 
@@ -35,6 +36,8 @@ def make_trackers(
     }
     for name in settings.metrics.trackers:
         trackers[name] = BackgroundTracker(makers[name](), name=name)
+    if settings.metrics.report:
+        trackers["report"] = ReportWriter(folder, every=settings.metrics.report_every)
     return Fanout(trackers)
 
 

@@ -255,4 +255,7 @@ def _written(value: float) -> float | None:
 
 
 def _read(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:  # an integer beyond every float
+        return math.nan

@@ -32,6 +32,7 @@ class GrowthLimits:
 
     Attributes:
         warm_up: Share of the steps that are left out: caches, pools and compiled code fill up then.
+        warm_up_steps: At least so many are left out.
         min_points: With fewer measurements after it nothing is said: of eight a trend by chance is still one in 1,000.
         certain: Standard deviations of the Mann-Kendall statistic beyond which chance is left out.
         least_gb: Growth over the steps that were looked at, GiB, below which nothing is said.
@@ -40,10 +41,11 @@ class GrowthLimits:
     """
 
     warm_up: float = 0.2
+    warm_up_steps: int = 30
     min_points: int = 8
     certain: float = 3.0
     least_gb: float = 0.02
-    least_share: float = 0.05
+    least_share: float = 0.1
     least_late: float = 0.3
 
 
@@ -83,7 +85,7 @@ def trend_of(steps: Ints, values: Floats, *, limits: GrowthLimits) -> Trend | No
     finite = np.isfinite(values)
     x, y = steps[finite].astype(np.float64), values[finite]
     if len(x):
-        is_late = x >= x[0] + limits.warm_up * (x[-1] - x[0])
+        is_late = x >= x[0] + max(limits.warm_up * (x[-1] - x[0]), limits.warm_up_steps)
         x, y = x[is_late], y[is_late]
     if len(x) < limits.min_points:
         return None
