@@ -261,7 +261,7 @@ def workspace(session: nox.Session) -> str:
 def chromium(session: nox.Session) -> None:
     """Have Debian's Chromium, in which the tests open reports; a session that cannot install it says how, and goes on.
 
-    The tests of reports in a browser then fail with the same advice.
+    The tests of reports in a browser are then skipped, with the same advice.
     """
     if any(shutil.which(name) for name in CHROMIUM):
         return

@@ -7,13 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from chromium import Page
+from chromium import Page, find_chromium
 
 from rl_metrics.json_lines import JsonLinesWriter
 from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.invented_runs import InventedRun
+
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="no Chromium, and `nox -s tests` could not install it: apt-get install chromium"
+)
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
