@@ -8,6 +8,7 @@ from rl_metrics.history import History
 STEPS = np.arange(1, 101, dtype=np.int64)
 LEVEL = np.full(100, 4.0)
 LEAK = 4.0 + 0.01 * STEPS
+HOSTILE = ("many", 10**400, -1, True, None)
 
 
 def history(**columns):
@@ -53,15 +54,33 @@ def test_the_queue_inside_a_process_is_named_before_it():
     assert found.causes[0].name == "queue"
 
 
-def test_types_that_grow_at_every_look_are_named():
-    looks = ((1000, 5, 70), (2000, 5, 90), (3500, 6, 80))
+def test_lines_that_grow_at_every_look_are_named():
+    looks = ((1, 5, 70), (2, 5, 90), (3.5, 6, 80))
     events = [
-        {"event": "memory_objects", "step": step, "role": "trainer", "types": {"dict": one, "list": two, "set": three}}
-        for step, (one, two, three) in enumerate(looks)
+        {
+            "event": "memory_lines",
+            "step": step,
+            "role": "trainer",
+            "lines": [
+                {"line": f"{name}.py:3", "size_bytes": int(size * 2**20), "count": 1}
+                for name, size in zip("abc", sizes, strict=True)
+            ],
+        }
+        for step, sizes in enumerate(looks)
     ]
     found = judge_memory(history(memory__trainer_gb=LEAK), events)
-    texts = [evidence.text for evidence in found.causes[0].evidence if evidence.metric == "memory_objects"]
-    assert texts == ["dict: 1,000 objects, then 3,500, more at each of 3 looks"]
+    texts = [evidence.text for evidence in found.causes[0].evidence if evidence.metric == "memory_lines"]
+    assert texts == ["a.py:3: 1.0 MiB, then 3.5, more at each of 3 looks"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [(1e6 + 500 * STEPS, "grow by 500 a step: objects of Python are kept"), (np.full(100, 1e6), "stay at 1,000,000")],
+)
+def test_whose_memory_it_is_that_grows(blocks, said):
+    found = judge_memory(history(memory__trainer_gb=LEAK, memory__trainer_python_blocks=blocks), ())
+    assert [cause.name for cause in found.causes] == ["trainer"]
+    assert said in found.causes[0].evidence[1].text
 
 
 def test_a_process_that_no_owner_explains():
@@ -100,8 +119,11 @@ def test_nothing_measured_is_unknown():
     assert judge_memory(history(memory__trainer_gb=few), ()).state == "unknown"
 
 
-@pytest.mark.parametrize("types", [None, [], "x", {"dict": "many"}, {"dict": 10**400}, {"dict": -1}, {"dict": True}])
-def test_hostile_counts_are_left_out(types):
-    events = [{"event": "memory_objects", "role": "trainer", "types": types}] * 4
+@pytest.mark.parametrize(
+    "lines",
+    [None, {}, "x", [3], [{}], [{"line": 3, "size_bytes": 1}], *([{"line": "a", "size_bytes": n}] for n in HOSTILE)],
+)
+def test_hostile_lines_are_left_out(lines):
+    events = [{"event": "memory_lines", "role": "trainer", "lines": lines}] * 4
     found = judge_memory(history(memory__trainer_gb=LEAK), events)
     assert [evidence.metric for evidence in found.causes[0].evidence] == ["memory/trainer_gb"]

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,9 +21,11 @@ WHOLE = ("perf/process_memory_gb", "perf/cpu_memory_used_gb")
 TOTAL = "perf/cpu_memory_total_gb"
 QUEUE = "queue/size_bytes"
 BYTES_PER_GIB = float(1 << 30)
+BYTES_PER_MIB = 2**20
 MOST_POINTS = 300
 """Points that slopes are taken between: 45,000 pairs."""
 MOST_NAMED = 5
+MAX_LINE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,12 @@ def judge_memory(
         return Reading(kind="memory", state="right", text=text)
     owners = sorted((name for name in growing if _is_owner(name)), key=lambda name: (-_slope(growing, name), name))
     whole = next((name for name in WHOLE if name in growing), None)
-    causes = _owner_causes(owners, growing, whole, events)
+    causes = _owner_causes(
+        owners,
+        growing,
+        whole,
+        lambda owner: (*_of_python(owner, history, limits), *_growing_lines(owner, events)),
+    )
     if not causes:
         causes = (_unknown_owner(str(whole), growing[str(whole)], events),)
     evidence = [_evidence(name, growing[name]) for name in WHOLE if name in growing]
@@ -176,7 +183,7 @@ def _evidence(name: str, trend: Trend) -> Evidence:
 
 
 def _owner_causes(
-    owners: Sequence[str], trends: Mapping[str, Trend], whole: str | None, events: Sequence[Mapping[str, Any]]
+    owners: Sequence[str], trends: Mapping[str, Trend], whole: str | None, inside: Callable[[str], tuple[Evidence, ...]]
 ) -> tuple[Cause, ...]:
     """Owners by growth; what lies inside of a process is named before it where it explains most of it."""
     total = trends[whole].slope if whole is not None else max((trends[name].slope for name in owners), default=0.0)
@@ -190,7 +197,7 @@ def _owner_causes(
         owner = matched.group(1) if matched else metric
         advice = _advice(owner)
         share = min(trends[metric].slope / total, 1.0) if total > 0.0 else None
-        evidence = (_evidence(metric, trends[metric]), *_growing_types(owner, events))
+        evidence = (_evidence(metric, trends[metric]), *inside(owner))
         cause = Cause(name=owner, title=f"memory of {owner}", share=share, evidence=evidence, advice=advice)
         causes.append(cause)
     return tuple(causes)
@@ -206,49 +213,64 @@ def _advice(owner: str) -> tuple[str, ...]:
     return (
         f"look for what {owner} keeps of every step: lists that are appended to, caches without a bound, tensors with "
         "their graph",
-        "compare two snapshots of tracemalloc some steps apart",
+        "set metrics.trace_memory for some steps: the lines of code whose objects grow are then named here",
     )
 
 
 def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]) -> Cause:
-    roles = sorted({str(event.get("role")) for event in events if event.get("event") == "memory_objects"})
-    types = tuple(evidence for role in roles for evidence in _growing_types(role, events))
+    roles = sorted({str(event.get("role")) for event in events if event.get("event") == "memory_lines"})
+    lines = tuple(evidence for role in roles for evidence in _growing_lines(role, events))
     what = "the host's memory grows, and no process of the run" if whole == WHOLE[1] else "the trainer's process grows"
     return Cause(
         name="process" if whole == WHOLE[0] else "host",
         title=f"{what}; no owner inside is known",
         share=1.0,
-        evidence=(_evidence(whole, trend), *types),
+        evidence=(_evidence(whole, trend), *lines),
         advice=_advice("the process"),
     )
 
 
-def _growing_types(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evidence, ...]:
-    """Python types whose count rises at every look, those that grew most first."""
-    counts: dict[str, list[int]] = {}
+def _of_python(owner: str, history: History, limits: GrowthLimits) -> tuple[Evidence, ...]:
+    """Whether what grows is Python's or native code's, where the process's blocks were counted."""
+    name = f"memory/{owner}_python_blocks"
+    column = history.get(name)
+    trend = None if column is None else trend_of(history.steps, column, limits=limits)
+    if trend is None:
+        return ()
+    if trend.z >= limits.certain and trend.grown > 0.0:
+        text = f"Python's blocks grow by {trend.slope:,.0f} a step: objects of Python are kept"
+    else:
+        text = f"Python's blocks stay at {trend.end:,.0f}: native code, or large arrays, hold what grows"
+    return (Evidence(metric=name, text=text, value=trend.slope),)
+
+
+def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evidence, ...]:
+    """Lines of code whose objects take more memory at every look, those that grew most first."""
+    sizes: dict[str, list[int]] = {}
     num_looks = 0
     for event in events:
-        types = event.get("types")
-        if event.get("event") != "memory_objects" or event.get("role") != owner or not isinstance(types, dict):
+        lines = event.get("lines")
+        if event.get("event") != "memory_lines" or event.get("role") != owner or not isinstance(lines, list):
             continue
         num_looks += 1
-        for name, count in types.items():
-            if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 1 << 60:
-                counts.setdefault(str(name), []).append(count)
+        for one in lines:
+            line, size = (one.get("line"), one.get("size_bytes")) if isinstance(one, dict) else (None, None)
+            if isinstance(line, str) and isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 60:
+                sizes.setdefault(line, []).append(size)
     grown = {
-        name: row
-        for name, row in counts.items()
+        line: row
+        for line, row in sizes.items()
         if num_looks >= 3 and len(row) >= 3 and all(one < other for one, other in pairwise(row))
     }
-    largest = sorted(grown, key=lambda name: (grown[name][0] - grown[name][-1], name))[:MOST_NAMED]
+    largest = sorted(grown, key=lambda line: (grown[line][0] - grown[line][-1], line))[:MOST_NAMED]
     return tuple(
         Evidence(
-            metric="memory_objects",
-            text=f"{name[:80]}: {grown[name][0]:,} objects, then {grown[name][-1]:,}, more at each of "
-            f"{len(grown[name])} looks",
-            value=float(grown[name][-1] - grown[name][0]),
+            metric="memory_lines",
+            text=f"{line[-MAX_LINE:]}: {grown[line][0] / BYTES_PER_MIB:,.1f} MiB, then "
+            f"{grown[line][-1] / BYTES_PER_MIB:,.1f}, more at each of {len(grown[line])} looks",
+            value=float(grown[line][-1] - grown[line][0]),
         )
-        for name in largest
+        for line in largest
     )
 
 
