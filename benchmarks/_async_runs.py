@@ -197,6 +197,7 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             on_state=_nothing,
             say=events.write,
             log_metrics=trackers.log,
+            log_generations=trackers.log_generations,
             save_checkpoint=save,
         )
         await train(parts, TrainerState(prompt_source=source.state()))
