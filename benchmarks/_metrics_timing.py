@@ -1,0 +1,99 @@
+"""Runs the main job in this process, and times everything that only says something of it.
+
+    python _metrics_timing.py SETTINGS_FILE REPORT_FILE [setting ...]
+
+Calls are timed where they enter metrics and trackers, each once: a call within another counts as the outer one's. What
+trackers do on threads of their own counts with the processor's time of these threads, as it takes the main job's turns.
+"""
+
+import functools
+import json
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rl_distill.megatron.rank_shares as rank_shares
+import rl_sync_trainer.evaluation as sync_evaluation
+import rl_sync_trainer.loop as sync_loop
+import rl_sync_trainer.stages as sync_stages
+import rl_trainer.evaluation as evaluation
+import rl_trainer.flow as flow
+from rl_metrics.events import EventLog
+from rl_metrics.reduction import Recorder
+from rl_metrics.trackers.background import BackgroundTracker
+from rl_metrics.trackers.fanout import Fanout
+from rl_sync_trainer.main import main
+
+ENTRIES: tuple[tuple[Any, str], ...] = (
+    (sync_loop, "record_step"),
+    (sync_loop, "write_rollouts"),
+    (sync_stages, "record_rollouts"),
+    (flow, "rollout_extras"),
+    (rank_shares, "unpack_trained"),
+    (evaluation, "summarize_validation"),
+    (sync_evaluation, "generation_samples"),
+    (sync_evaluation, "draw_samples"),
+    *((Recorder, name) for name in ("record", "record_all", "record_sums", "record_values", "reduce", "histograms")),
+    *((Fanout, name) for name in ("log", "log_late", "log_histograms", "log_generations")),
+    (EventLog, "write"),
+)
+"""Where the main job enters what says something of it."""
+
+
+class Clock:
+    """Seconds by what was called, on the main thread, and of the trackers' own threads."""
+
+    def __init__(self) -> None:
+        """Nothing was called yet."""
+        self.called_s: dict[str, float] = defaultdict(float)
+        self.threads_s = 0.0
+        self._inside = threading.local()
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, timed unless it is within another."""
+
+        @functools.wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "depth", 0):
+                return call(*args, **kwargs)
+            self._inside.depth = 1
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.called_s[name] += time.perf_counter() - began
+                self._inside.depth = 0
+
+        return wrapper
+
+    def of_thread(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The work of a thread, whose processor time counts."""
+
+        @functools.wraps(work)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self._inside.depth = 1
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.threads_s += time.thread_time()
+
+        return wrapper
+
+
+def run(settings_file: str, report_file: Path, words: list[str]) -> int:
+    """Train, and write what was timed; gives the exit status."""
+    clock = Clock()
+    for owner, name in ENTRIES:
+        setattr(owner, name, clock.timed(f"{getattr(owner, '__name__', owner)}.{name}", getattr(owner, name)))
+    BackgroundTracker._work = clock.of_thread(BackgroundTracker._work)  # type: ignore[method-assign]
+    status = main(["train", settings_file, *words])
+    report_file.write_text(json.dumps({"called_s": clock.called_s, "threads_s": clock.threads_s}))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
