@@ -8,13 +8,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rl_core.testing import wait_until
+
 
 def wandb_attempts(folder: Path) -> list[Path]:
-    """The folders of a run's attempts, once wandb's own process has written all: `finish` does not wait for that."""
+    """The folders of a run's attempts, once wandb's own process has written all: `finish` does not wait for that.
+
+    Raises:
+        TimeoutError: An attempt was not finished; on a busy machine it takes seconds.
+    """
     import wandb
 
+    attempts = sorted((folder / "wandb").glob("offline-run-*"))
+    wait_until(lambda: all(map(_is_finished, attempts)), "wandb to write how each attempt ended", deadline_s=60)
     wandb.teardown()
-    return sorted((folder / "wandb").glob("offline-run-*"))
+    return attempts
+
+
+def _is_finished(attempt: Path) -> bool:
+    """True when the last record, of the run's exit, can be read."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        return any(record.HasField("exit") for record in wandb_records(attempt))
+    except (DecodeError, ValueError):  # there is no file yet, or the half of a record
+        return False
 
 
 def wandb_records(attempt: Path) -> Iterator[Any]:
