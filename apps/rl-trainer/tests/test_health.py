@@ -14,8 +14,8 @@ from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_trainer.health import FILE, HealthWatch, watch_health
+from rl_trainer.metric_settings import HealthSettings
 from rl_trainer.run_folder import RunFolder
-from rl_trainer.settings import HealthSettings
 from rl_trainer.sources import build_settings
 from rl_trainer.stopping import StopSignal
 
