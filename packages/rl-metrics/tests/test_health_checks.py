@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rl_metrics.health.checks import KINDS, mann_kendall_z, running_median, theil_sen
+from rl_metrics.health.checks import KINDS, running_median
 
 
 def measured(kind, *columns, window, **limits):
@@ -138,18 +138,6 @@ def test_gap():
     values, is_wrong = measured("gap", [0.8, 0.9], [0.7, 0.6], window=1, max=0.2)
     assert values == pytest.approx([0.125, 1 / 3])
     assert is_wrong == [False, True]
-
-
-def test_theil_sen_does_not_follow_an_outlier():
-    assert theil_sen(np.array([0.0, 1.0, 2.0, 3.0, 100.0])) == 1.0
-    assert theil_sen(np.array([5.0])) == 0.0
-
-
-def test_mann_kendall_of_five_rising_values():
-    # 10 pairs rise: (10 - 1) / sqrt(5 * 4 * 15 / 18)
-    assert mann_kendall_z(np.arange(5.0)) == pytest.approx(9 / math.sqrt(300 / 18))
-    assert mann_kendall_z(np.ones(5)) == 0.0
-    assert mann_kendall_z(-np.arange(5.0)) == pytest.approx(-9 / math.sqrt(300 / 18))
 
 
 LIMITS = {"min": 0.1, "max": 0.5, "by": 0.01, "times": 2.0, "count": 0.0, "least": 0.0, "below": 1.0}

@@ -70,6 +70,16 @@ def verdict_of(steps=STEPS, **changed):
     return judge(history(values))
 
 
+NO_REWARD = {
+    "critic/score/mean": np.zeros(STEPS),
+    "critic/score/max": np.zeros(STEPS),
+    "rollout/positive_reward_ratio": np.zeros(STEPS),
+    "rollout/groups_without_spread_ratio": np.ones(STEPS),
+    "critic/advantages/max": np.zeros(STEPS),
+    "critic/advantages/min": np.zeros(STEPS),
+}
+
+
 def from_step(step, before, after, steps=STEPS):
     return np.where(np.arange(1, steps + 1) < step, before, after)
 
@@ -132,12 +142,7 @@ def test_learning_rate_too_high():
 
 def test_reward_always_zero():
     verdict = verdict_of(
-        critic__score__mean=np.zeros(STEPS),
-        critic__score__max=np.zeros(STEPS),
-        rollout__positive_reward_ratio=np.zeros(STEPS),
-        rollout__groups_without_spread_ratio=np.ones(STEPS),
-        critic__advantages__max=np.zeros(STEPS),
-        critic__advantages__min=np.zeros(STEPS),
+        **NO_REWARD,
         actor__grad_norm=np.zeros(STEPS),
         actor__pg_loss=np.zeros(STEPS),
         actor__entropy=np.full(STEPS, 0.25),
@@ -232,12 +237,7 @@ def test_entropy_collapse():
 
 def test_truncated_responses():
     verdict = verdict_of(
-        critic__score__mean=np.zeros(STEPS),
-        critic__score__max=np.zeros(STEPS),
-        rollout__positive_reward_ratio=np.zeros(STEPS),
-        rollout__groups_without_spread_ratio=np.ones(STEPS),
-        critic__advantages__max=np.zeros(STEPS),
-        critic__advantages__min=np.zeros(STEPS),
+        **NO_REWARD,
         response_length__clip_ratio=np.ones(STEPS),
     )
     first = verdict.findings[0]

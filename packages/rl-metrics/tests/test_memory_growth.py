@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from rl_metrics.doctor.diagnosis import Ailment, Reading
-from rl_metrics.doctor.memory_growth import GrowthLimits, judge_memory, trend_of
+from rl_metrics.doctor.limits import GrowthLimits
+from rl_metrics.doctor.memory_growth import judge_memory, trend_of
 from rl_metrics.history import History
 
 STEPS = np.arange(1, 101, dtype=np.int64)

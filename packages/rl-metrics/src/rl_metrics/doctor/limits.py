@@ -56,3 +56,26 @@ class MismatchLimits:
     most_outliers: float = 0.15
     least_share: float = 0.1
     least_left_over: float = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthLimits:
+    """What counts as growth of memory.
+
+    Attributes:
+        warm_up: Share of the steps that are left out: caches, pools and compiled code fill up then.
+        warm_up_steps: At least so many are left out.
+        min_points: With fewer measurements after it nothing is said: of eight a trend by chance is still one in 1,000.
+        certain: Standard deviations of the Mann-Kendall statistic beyond which chance is left out.
+        least_gb: Growth over the steps that were looked at, GiB, below which nothing is said.
+        least_share: The same as a share of the owner's memory at their start: heaps breathe by some per cent.
+        least_late: The second half's slope is at least this share of the whole's: a cache that fills up slows down.
+    """
+
+    warm_up: float = 0.2
+    warm_up_steps: int = 30
+    min_points: int = 8
+    certain: float = 3.0
+    least_gb: float = 0.02
+    least_share: float = 0.1
+    least_late: float = 0.3

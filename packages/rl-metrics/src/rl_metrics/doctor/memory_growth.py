@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
+from rl_metrics.doctor.limits import GrowthLimits
 from rl_metrics.doctor.token_pairs import Floats, Ints
 from rl_metrics.health.finding import Evidence
 from rl_metrics.history import History
+from rl_metrics.trends import mann_kendall_z, theil_sen
 
 OWNER = re.compile(r"memory/(.+)_gb")
 WHOLE = ("perf/process_memory_gb", "perf/cpu_memory_used_gb")
@@ -26,29 +28,6 @@ MOST_POINTS = 300
 """Points that slopes are taken between: 45,000 pairs."""
 MOST_NAMED = 5
 MAX_LINE = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowthLimits:
-    """What counts as growth.
-
-    Attributes:
-        warm_up: Share of the steps that are left out: caches, pools and compiled code fill up then.
-        warm_up_steps: At least so many are left out.
-        min_points: With fewer measurements after it nothing is said: of eight a trend by chance is still one in 1,000.
-        certain: Standard deviations of the Mann-Kendall statistic beyond which chance is left out.
-        least_gb: Growth over the steps that were looked at, GiB, below which nothing is said.
-        least_share: The same as a share of the owner's memory at their start: heaps breathe by some per cent.
-        least_late: The second half's slope is at least this share of the whole's: a cache that fills up slows down.
-    """
-
-    warm_up: float = 0.2
-    warm_up_steps: int = 30
-    min_points: int = 8
-    certain: float = 3.0
-    least_gb: float = 0.02
-    least_share: float = 0.1
-    least_late: float = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +74,11 @@ def trend_of(steps: Ints, values: Floats, *, limits: GrowthLimits) -> Trend | No
         chosen = np.linspace(0, len(x) - 1, MOST_POINTS).astype(np.int64)
         x, y = x[chosen], y[chosen]
     half = len(x) // 2
-    slope = _theil_sen(x, y)
+    slope = theil_sen(x, y)
     return Trend(
         slope=slope,
-        z=_mann_kendall(y),
-        late=_theil_sen(x[half:], y[half:]),
+        z=mann_kendall_z(y),
+        late=theil_sen(x[half:], y[half:]),
         start=float(np.median(y[: max(len(y) // 5, 1)])),
         grown=slope * float(x[-1] - x[0]),
         first=int(x[0]),
@@ -114,20 +93,6 @@ def is_growing(trend: Trend | None, limits: GrowthLimits) -> bool:
         return False
     is_large = trend.grown >= limits.least_gb and trend.grown >= limits.least_share * max(trend.start, 0.0)
     return is_large and trend.late >= limits.least_late * trend.slope
-
-
-def _theil_sen(x: Floats, y: Floats) -> float:
-    first, second = np.triu_indices(len(x), k=1)
-    return float(np.median((y[second] - y[first]) / (x[second] - x[first]))) if len(first) else 0.0
-
-
-def _mann_kendall(y: Floats) -> float:
-    n = len(y)
-    first, second = np.triu_indices(n, k=1)
-    score = float(np.sign(y[second] - y[first]).sum())
-    _, ties = np.unique(y, return_counts=True)
-    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18.0
-    return (score - math.copysign(1.0, score)) / math.sqrt(variance) if score and variance > 0 else 0.0
 
 
 def judge_memory(

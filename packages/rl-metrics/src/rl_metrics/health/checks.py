@@ -13,6 +13,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from rl_metrics.trends import mann_kendall_z, theil_sen
+
 Floats = NDArray[np.float64]
 Limits = Mapping[str, float]
 
@@ -110,12 +112,12 @@ def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measur
 
 def rises(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """The newest window has a rising trend that chance does not explain."""
-    return _trend(columns[0], limits, window, sign=1.0)
+    return _trend(columns[0], limits, window, is_steady=False)
 
 
 def grows(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """A steady growth over the newest window, in both of its halves, by more than the share `max` of its start."""
-    return _trend(columns[0], limits, window, sign=1.0, is_steady=True)
+    return _trend(columns[0], limits, window, is_steady=True)
 
 
 def jumps(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -196,34 +198,16 @@ def quotient(columns: tuple[Floats, ...]) -> Floats:
     return _ratio(columns[0], columns[1]) if len(columns) > 1 else columns[0]
 
 
-def theil_sen(column: Floats) -> float:
-    """Median slope of all pairs, per value."""
-    first, second = np.triu_indices(len(column), k=1)
-    return float(np.median((column[second] - column[first]) / (second - first))) if len(first) else 0.0
-
-
-def mann_kendall_z(column: Floats) -> float:
-    """How far a column's pairs rise (above 0) or fall (below), in standard deviations of a column without a trend."""
-    n = len(column)
-    if n < 3:
-        return 0.0
-    first, second = np.triu_indices(n, k=1)
-    rising = float(np.sign(column[second] - column[first]).sum())
-    _, ties = np.unique(column, return_counts=True)
-    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1.0) * (2 * ties + 5)).sum())) / 18
-    return (rising - math.copysign(1.0, rising)) / math.sqrt(variance) if rising and variance > 0 else 0.0
-
-
-def _trend(column: Floats, limits: Limits, window: int, *, sign: float, is_steady: bool = False) -> Measured:
+def _trend(column: Floats, limits: Limits, window: int, *, is_steady: bool) -> Measured:
     newest = column[-window:]
     thinned = newest[:: max(1, math.ceil(len(newest) / MAX_TREND_POINTS))]
-    growth = sign * theil_sen(thinned) * (len(thinned) - 1)
+    growth = _slope(thinned) * (len(thinned) - 1)
     start = float(np.median(newest[: max(1, len(newest) // 5)]))
     share = float(_ratio(np.array([growth]), np.array([abs(start)]))[0])
-    is_wrong = sign * mann_kendall_z(thinned) > SIGNIFICANT_Z and share > limits["max"] and growth > limits.get("by", 0)
+    is_wrong = mann_kendall_z(thinned) > SIGNIFICANT_Z and share > limits["max"] and growth > limits.get("by", 0)
     if is_wrong and is_steady:
         half = len(thinned) // 2
-        slopes = sorted(sign * theil_sen(part) for part in (thinned[:half], thinned[half:]))
+        slopes = sorted(_slope(part) for part in (thinned[:half], thinned[half:]))
         is_wrong = slopes[0] > STEADY_SHARE * slopes[1]
     since = np.zeros(len(column), dtype=np.bool_)
     since[len(column) - len(newest) :] = is_wrong
@@ -232,6 +216,11 @@ def _trend(column: Floats, limits: Limits, window: int, *, sign: float, is_stead
 
 STEADY_SHARE = 0.4
 """The slower half of a steady growth has at least this share of the faster one's slope."""
+
+
+def _slope(column: Floats) -> float:
+    """Per value."""
+    return theil_sen(np.arange(len(column), dtype=np.float64), column)
 
 
 def _running(reduce: Callable[..., Floats], column: Floats, window: int) -> Floats:

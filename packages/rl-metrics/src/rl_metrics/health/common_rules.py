@@ -1,11 +1,6 @@
-"""What rules of several sides share: sources, metrics by their names, probes of how the reward does, causes."""
+"""What rules of several sides share: metrics by their names, probes of how the reward does, causes."""
 
 from rl_metrics.health.rules import Cause, Probe
-
-GUIDE = "evaluation guide"
-THUMB = "rule of thumb"
-PROOF = "tolerance of the weight proof in bfloat16"
-BY_DESIGN = "by definition"
 
 SCORE = ("critic/score/mean", "critic/rewards/mean")
 BEST_SCORE = ("critic/score/max", "critic/rewards/max")
@@ -45,10 +40,19 @@ OFF_POLICY = Probe(
 """Rollouts are of older weights than those that they train."""
 
 TOO_FAST = Cause(text="learning rate too high", advice="divide the learning rate by three")
+TOO_MANY_UPDATES = Cause(
+    text="too many updates on the same rollouts", advice="lower trainer.minibatches and trainer.epochs"
+)
+TOO_OLD = Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy")
 REWARD_ZERO = Cause(
     text="every reward is 0",
     advice="call the reward function on a response that you know to be right",
     rule="reward_zero",
+)
+EQUAL_REWARDS = Cause(
+    text="all rewards of each group are equal",
+    advice="see the finding without_spread",
+    rule="without_spread",
 )
 BROKEN = Cause(
     text="the policy was broken by its updates",
@@ -64,6 +68,11 @@ PROVED_STALE = Cause(
     text="the engines do not have the learner's weights",
     advice="look at the weight proof, and restart the engines",
     rule="weights_proof",
+)
+STUCK = Cause(
+    text="stale weights: the learner moves, and what the engine writes does not",
+    advice="look at the weight proof, and restart the engines",
+    sign=STANDS_STILL,
 )
 MISMATCH = Cause(
     text="engine and learner compute other probabilities",

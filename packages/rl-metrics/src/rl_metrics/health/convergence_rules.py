@@ -1,15 +1,20 @@
 """Rules of convergence: does the policy move, and not too far at a time."""
 
+from rl_metrics.entries import GUIDE, THUMB
 from rl_metrics.health.common_rules import (
-    GUIDE,
+    BROKEN,
+    DETERMINISTIC,
+    EQUAL_REWARDS,
     IMPROVES,
     MISMATCH,
     PROVED_STALE,
     REFERENCE_KL,
+    REWARD_ZERO,
     SOLVED,
     STANDS_STILL,
-    THUMB,
     TOO_FAST,
+    TOO_MANY_UPDATES,
+    TOO_OLD,
 )
 from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
 
@@ -33,7 +38,7 @@ CONVERGENCE = (
         ),
         causes=(
             MISMATCH,
-            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            TOO_OLD,
             Cause(text="advantages are not centred", advice="look at critic/advantages/mean, and normalize them"),
             TOO_FAST,
         ),
@@ -62,7 +67,7 @@ CONVERGENCE = (
             PROVED_STALE,
             MISMATCH,
             TOO_FAST,
-            Cause(text="too many updates on the same rollouts", advice="lower trainer.minibatches and trainer.epochs"),
+            TOO_MANY_UPDATES,
         ),
     ),
     Rule(
@@ -84,14 +89,8 @@ CONVERGENCE = (
         needs=(STANDS_STILL,),
         unless=(SOLVED,),
         causes=(
-            Cause(
-                text="every reward is 0, so nothing is learnt", advice="see the finding reward_zero", rule="reward_zero"
-            ),
-            Cause(
-                text="no group has a spread of rewards, so nothing is learnt",
-                advice="see the finding without_spread",
-                rule="without_spread",
-            ),
+            REWARD_ZERO,
+            EQUAL_REWARDS,
             Cause(
                 text="the KL penalty is too strong",
                 advice="divide algorithm.kl_coefficient by ten",
@@ -126,11 +125,7 @@ CONVERGENCE = (
         causes=(
             PROVED_STALE,
             MISMATCH,
-            Cause(
-                text="the policy was broken by its updates",
-                advice="divide the learning rate by three",
-                rule="reward_fell",
-            ),
+            BROKEN,
             TOO_FAST,
             Cause(text="the KL penalty is too weak", advice="raise algorithm.kl_coefficient"),
         ),
@@ -191,11 +186,7 @@ CONVERGENCE = (
         window=20,
         unless=(SOLVED,),
         causes=(
-            Cause(
-                text="the policy is becoming deterministic",
-                advice="raise the entropy bonus or the temperature",
-                rule="entropy_collapse",
-            ),
+            DETERMINISTIC,
             TOO_FAST,
         ),
     ),
@@ -225,7 +216,7 @@ CONVERGENCE = (
             MISMATCH,
             TOO_FAST,
             Cause(text="entropy bonus too high", advice="lower algorithm.entropy_coefficient"),
-            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            TOO_OLD,
         ),
     ),
     Rule(
@@ -258,7 +249,7 @@ CONVERGENCE = (
             MISMATCH,
             Cause(text="the policy moves too far within a step", advice="see the finding kl_high", rule="kl_high"),
             TOO_FAST,
-            Cause(text="too many updates on the same rollouts", advice="lower trainer.minibatches and trainer.epochs"),
+            TOO_MANY_UPDATES,
         ),
     ),
 )

@@ -1,6 +1,6 @@
 """Rules of efficiency: where the time and the memory go."""
 
-from rl_metrics.health.common_rules import GUIDE, THUMB
+from rl_metrics.entries import GUIDE, THUMB
 from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
 
 SLOW_REWARD = Cause(text="the reward takes most of the time", advice="see the finding reward_slow", rule="reward_slow")

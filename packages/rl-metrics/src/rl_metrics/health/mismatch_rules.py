@@ -1,7 +1,10 @@
 """Rules of stability about who generates and who learns: are engine and learner one policy."""
 
-from rl_metrics.health.common_rules import OFF_POLICY, PROOF, PROVED_STALE, STANDS_STILL, THUMB, TOO_FAST
+from rl_metrics.entries import THUMB
+from rl_metrics.health.common_rules import OFF_POLICY, PROVED_STALE, STUCK, TOO_FAST
 from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+
+PROOF = "tolerance of the weight proof in bfloat16"
 
 AGREEMENT = (
     Rule(
@@ -88,11 +91,7 @@ AGREEMENT = (
                     says="{metric} is at {value}, and was at {before} in the first steps",
                 ),
             ),
-            Cause(
-                text="stale weights: the learner moves, and what the engine writes does not",
-                advice="look at the weight proof, and restart the engines",
-                sign=STANDS_STILL,
-            ),
+            STUCK,
             Cause(
                 text="another template or tokenizer at the learner than at the engine",
                 advice="run rl-metrics doctor on the run; compare the token ids of one prompt",
@@ -141,11 +140,7 @@ AGREEMENT = (
         needs=(OFF_POLICY,),
         causes=(
             PROVED_STALE,
-            Cause(
-                text="stale weights: the learner moves, and what the engine writes does not",
-                advice="look at the weight proof, and restart the engines",
-                sign=STANDS_STILL,
-            ),
+            STUCK,
             Cause(
                 text="rollouts are too old for steps of this size",
                 advice="lower schedule.max_staleness or schedule.sync_every, or correct with correction.weights",

@@ -1,11 +1,11 @@
 """Rules of stability: is what trains sound, and are engine and learner one policy."""
 
+from rl_metrics.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BROKEN,
-    BY_DESIGN,
     CUT_SHORT,
     DETERMINISTIC,
-    GUIDE,
+    EQUAL_REWARDS,
     IMPROVES,
     MISMATCH,
     PROVED_STALE,
@@ -13,8 +13,9 @@ from rl_metrics.health.common_rules import (
     REWARD_ZERO,
     SOLVED,
     STANDS_STILL,
-    THUMB,
     TOO_FAST,
+    TOO_OLD,
+    WITHOUT_SPREAD,
 )
 from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
 
@@ -36,7 +37,7 @@ STABILITY = (
         causes=(
             PROVED_STALE,
             MISMATCH,
-            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            TOO_OLD,
             Cause(
                 text="the KL penalty pulls harder than the reward",
                 advice="divide algorithm.kl_coefficient by ten",
@@ -70,7 +71,7 @@ STABILITY = (
         causes=(
             PROVED_STALE,
             MISMATCH,
-            Cause(text="rollouts are too old", advice="lower the staleness", rule="off_policy"),
+            TOO_OLD,
             TOO_FAST,
             Cause(text="a batch with extreme ratios or lengths", advice="clip gradients (learner.clip_grad = 1)"),
         ),
@@ -125,11 +126,7 @@ STABILITY = (
         causes=(
             REWARD_ZERO,
             BROKEN,
-            Cause(
-                text="all rewards of each group are equal",
-                advice="see the finding without_spread",
-                rule="without_spread",
-            ),
+            EQUAL_REWARDS,
             Cause(
                 text="the advantage's options leave nothing",
                 advice="look at algorithm.advantage and rollout.group_size",
@@ -144,7 +141,7 @@ STABILITY = (
         probes=(
             Probe(
                 kind="level",
-                reads=(("rollout/groups_without_spread_ratio",),),
+                reads=(WITHOUT_SPREAD,),
                 limits={"max": "max"},
                 says="{metric}: {value:share} of the groups (at most {max:share} is healthy)",
             ),

@@ -1,18 +1,19 @@
 """Rules of the task: does the policy learn what it is rewarded for."""
 
+from rl_metrics.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BEST_SCORE,
-    BY_DESIGN,
+    BROKEN,
     CUT_SHORT,
     DETERMINISTIC,
-    GUIDE,
     IMPROVED,
     MISMATCH,
     NO_SPREAD,
     PROVED_STALE,
+    REWARD_ZERO,
     SCORE,
     SOLVED,
-    THUMB,
+    TOO_FAST,
 )
 from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
 
@@ -143,11 +144,7 @@ TASK = (
                 advice="lower algorithm.kl_coefficient",
                 rule="policy_held",
             ),
-            Cause(
-                text="the policy has become deterministic, and explores no more",
-                advice="raise the entropy bonus or the temperature",
-                rule="entropy_collapse",
-            ),
+            DETERMINISTIC,
             CUT_SHORT,
             Cause(text="learning rate too high", advice="divide the learning rate by three", rule="reward_fell"),
             Cause(text="learning rate too low", advice="multiply the learning rate by three"),
@@ -170,17 +167,9 @@ TASK = (
         thresholds=(Threshold(name="min", default=0.05, meaning="share of rewards above 0", source=THUMB),),
         unless=(Probe(kind="level", reads=(("critic/score/min", "critic/rewards/min"),), limits={"min": 0.0}),),
         causes=(
-            Cause(
-                text="every reward is 0",
-                advice="call the reward function on a response that you know to be right",
-                rule="reward_zero",
-            ),
+            REWARD_ZERO,
             CUT_SHORT,
-            Cause(
-                text="the policy was broken by its updates",
-                advice="divide the learning rate by three",
-                rule="reward_fell",
-            ),
+            BROKEN,
             TOO_HARD,
         ),
     ),
@@ -243,7 +232,7 @@ TASK = (
             Cause(
                 text="overfitting", advice="stop at the best validation, or train on more prompts", rule="overfitting"
             ),
-            Cause(text="learning rate too high", advice="divide the learning rate by three"),
+            TOO_FAST,
         ),
     ),
     Rule(
