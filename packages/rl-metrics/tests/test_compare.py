@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_metrics.cli import main
-from rl_metrics.compare import NO_CHAPTER, chapter_of, compare
+from rl_metrics.compare import compare
 from rl_metrics.history import History
 from rl_metrics.intervals import t_quantile
 
@@ -152,8 +152,6 @@ def test_clear_ones_come_first_in_each_chapter():
         "made/up",
     ]
     assert [one.is_clear for one in comparison.differences] == [True, True, False, False, False, True]
-    assert chapter_of("made/up") == NO_CHAPTER
-    assert chapter_of("reward/acc/mean") == "Rewards and advantages"
 
 
 def test_chosen_metrics_and_those_of_one_side():

@@ -4,7 +4,7 @@ import numpy as np
 
 from rl_metrics.history import History
 from rl_metrics.report import curves
-from rl_metrics.report.curves import chapter_of, pack_curves, thin
+from rl_metrics.report.curves import pack_curves, thin
 
 
 def history(**values):
@@ -41,13 +41,6 @@ def test_a_metric_without_a_value_is_left_out():
     described, columns = pack_curves(history(a=[math.nan], b=[math.inf], c=[1.0]))
     assert [metric["name"] for metric in described] == ["c"]
     assert sorted(columns) == ["x0", "y0"]
-
-
-def test_chapters_of_families_and_plain_names():
-    assert chapter_of("val-core/gsm8k/acc/mean@4") == "Validation"
-    assert chapter_of("timing_s/gen") == "Time"
-    assert chapter_of("reward/format/mean") == "Rewards and advantages"
-    assert chapter_of("nobody/knows") == "Other"
 
 
 def test_thinning_loses_no_peak():

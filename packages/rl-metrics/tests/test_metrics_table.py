@@ -7,7 +7,7 @@ import pytest
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.testing import make_prompts
 from rl_metrics.cli import main
-from rl_metrics.table import DEFINITIONS, FAMILIES
+from rl_metrics.table import DEFINITIONS, FAMILIES, chapter_of
 
 DOCS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -295,3 +295,12 @@ def test_a_missing_verb_exits_with_2(capsys):
         main([])
     assert stop.value.code == 2
     assert "usage: rl-metrics" in capsys.readouterr().err
+
+
+def test_chapters_of_families_and_plain_names():
+    assert chapter_of("val-core/gsm8k/acc/mean@4") == "Validation"
+    assert chapter_of("timing_s/gen") == "Time"
+    assert chapter_of("reward/format/mean") == "Rewards and advantages"
+    assert chapter_of("nobody/knows") == "Other"
+    for chapter, metrics in FAMILIES.items():
+        assert {chapter_of(metric.name) for metric in metrics if not metric.is_family} <= {chapter}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
+from rl_metrics.commands.parts import Verbs
 
 VERBS = (listing, plot, compare, importing, report, serve, check, doctor, rules)
 
@@ -16,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 0, or 2 when nothing matches, or nothing can be drawn; `check` also has 1, for findings.
+        The exit status: 0, or 2 when what was asked for cannot be; `check` and `doctor` give 1 for what they find.
     """
     arguments = _parser().parse_args(argv)
     status: int = arguments.run(arguments)
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-metrics", description="What a run says.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = Verbs(parser)
     for verb in VERBS:
         verb.add_to(verbs)
     return parser

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from rl_core.errors import DataError
-from rl_metrics.definitions import MetricTable
 from rl_metrics.history import FloatColumn, History, IntColumn
 from rl_metrics.intervals import (
     MIN_STEPS,
@@ -19,13 +18,12 @@ from rl_metrics.intervals import (
     difference_over_steps,
     mean_over_steps,
 )
-from rl_metrics.table import DEFINITIONS, FAMILIES
+from rl_metrics.table import CHAPTERS, DEFINITIONS, chapter_of
 
 Method = Literal["same steps", "own steps", "validation", "runs", "none"]
 """What an interval is taken from: the differences at the same steps; the steps of each run, which have few in common;
 the intervals that validations have of their own; the means of several runs."""
 
-NO_CHAPTER = "Undefined"
 ENDS = ("/ci_low", "/ci_high")
 
 
@@ -127,7 +125,7 @@ def compare(
     names_a, names_b = (_names(side, patterns) for side in windows)
     with np.errstate(over="ignore", invalid="ignore"):  # of values near the largest float: they have no interval
         found = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
-    order = {chapter: number for number, chapter in enumerate((*FAMILIES, NO_CHAPTER))}
+    order = {chapter: number for number, chapter in enumerate(CHAPTERS)}
     found.sort(key=lambda one: (order[one.chapter], not one.is_clear, -_sureness(one), one.metric))
     return Comparison(
         differences=tuple(found),
@@ -253,15 +251,5 @@ def _sureness(one: Difference) -> float:
     return abs(one.difference) / half if half > 0 else math.inf if one.difference else 0.0
 
 
-def chapter_of(name: str) -> str:
-    """The chapter of the table that defines a metric, or NO_CHAPTER."""
-    if name not in DEFINITIONS:
-        return NO_CHAPTER
-    return next(chapter for chapter, metrics in _CHAPTERS.items() if name in metrics)
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-_CHAPTERS = {chapter: MetricTable(metrics) for chapter, metrics in FAMILIES.items()}

@@ -315,3 +315,18 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
 
 DEFINITIONS = MetricTable(metric for family in FAMILIES.values() for metric in family)
 """Every metric of the project."""
+
+NO_CHAPTER = "Other"
+"""Of metrics that the table does not define."""
+
+CHAPTERS = (*FAMILIES, NO_CHAPTER)
+
+_TABLES = {chapter: MetricTable(metrics) for chapter, metrics in FAMILIES.items()}
+_PLAIN = {metric.name: chapter for chapter, metrics in FAMILIES.items() for metric in metrics}
+
+
+def chapter_of(name: str) -> str:
+    """The chapter of a metric as it is recorded; `NO_CHAPTER` where it is not defined."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    return next((chapter for chapter, table in _TABLES.items() if name in table), NO_CHAPTER)

@@ -25,7 +25,7 @@ SHOWN_NAMES = 20
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("compare", help="how two runs differ, with 95 %% intervals; or several seeds of two")
+    parser = verbs.add_parser("compare", help="how two runs differ, with intervals; or several seeds of two")
     for side in ("A", "B"):
         parser.add_argument(side.lower(), metavar=f"{side}[,{side}2,...]", help="folder of a run, or of several seeds")
     parser.add_argument("--metric", action="append", default=[], metavar="GLOB", help='such as "actor/*"; repeatable')

@@ -17,7 +17,11 @@ FOUND = 1
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("doctor", help="why a run hangs, grows, or has engine and learner apart")
+    parser = verbs.add_parser(
+        "doctor",
+        help="why a run hangs, grows in memory, or has engine and learner apart: exit status 0 when nothing is found, "
+        "1 when something is, 2 when it cannot be read",
+    )
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=_run)

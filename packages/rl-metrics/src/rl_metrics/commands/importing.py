@@ -18,7 +18,7 @@ MAX_LINE = 4_000
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser("import", help="files of another trainer as the folder of a run")
-    trainers = parser.add_subparsers(dest="trainer", required=True, metavar="TRAINER")
+    trainers = Verbs(parser, called="TRAINER")
     verl = trainers.add_parser("verl", help="JSON lines of verl's file logger, its console output, its generations")
     verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="of the run's attempts, in their order")
     verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="its trainer.rollout_data_dir")

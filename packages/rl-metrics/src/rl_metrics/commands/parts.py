@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Protocol
 
 from rich.console import Console
 
@@ -12,12 +11,21 @@ Run = Callable[[argparse.Namespace], int]
 """Does what a verb was asked for; gives the exit status."""
 
 
-class Verbs(Protocol):
-    """Where a verb adds its parser: what `ArgumentParser.add_subparsers` gives."""
+class Verbs:
+    """Where verbs add their parsers."""
+
+    def __init__(self, parser: argparse.ArgumentParser, *, called: str = "VERB") -> None:
+        """Let a parser take one of several verbs.
+
+        Args:
+            parser: Of what stands before the verb.
+            called: What its help calls them.
+        """
+        self._parsers = parser.add_subparsers(dest=called.lower(), required=True, metavar=called)
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's name
-        """A parser for a verb."""
-        ...
+        """A parser for a verb; what it is for is in the list of verbs, and in its own help."""
+        return self._parsers.add_parser(name, help=help, description=help)
 
 
 def refuse(reason: str) -> int:

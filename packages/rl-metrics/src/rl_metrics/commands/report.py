@@ -15,8 +15,16 @@ FILE = "report.html"
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser("report", help="runs as one HTML file: verdict, curves, every trajectory token by token")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; several are compared")
+    add_runs(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"otherwise {FILE} in the first run's folder")
+    parser.set_defaults(run=_run)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every verb that shows runs as a page."""
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl; several are compared"
+    )
     parser.add_argument(
         "--max-trajectories",
         type=int,
@@ -24,7 +32,6 @@ def add_to(verbs: Verbs) -> None:
         metavar="N",
         help="of a run; a sample of more is kept, worst cases in it (default: %(default)s)",
     )
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -6,20 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.definitions import Metric, MetricTable
+from rl_metrics.definitions import Metric
 from rl_metrics.history import History
 from rl_metrics.report.packing import Kind
-from rl_metrics.table import DEFINITIONS, FAMILIES
+from rl_metrics.table import CHAPTERS, DEFINITIONS, chapter_of
 
 MAX_POINTS = 4000
 """Of a curve. A longer one shows the lowest and the highest value of each of half as many stretches of steps."""
-
-OTHER = "Other"
-"""Chapter of metrics that the table does not define."""
-
-CHAPTERS = (*FAMILIES, OTHER)
-_TABLES = {chapter: MetricTable(metrics) for chapter, metrics in FAMILIES.items()}
-_PLAIN = {metric.name: chapter for chapter, metrics in FAMILIES.items() for metric in metrics}
 
 Columns = dict[str, tuple[Kind, NDArray[Any]]]
 
@@ -49,13 +42,6 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
         columns[f"x{number}"] = ("i32", steps)
         columns[f"y{number}"] = ("f32", values)
     return described, columns
-
-
-def chapter_of(name: str) -> str:
-    """The chapter of the table that defines a metric, or `OTHER`."""
-    if name in _PLAIN:
-        return _PLAIN[name]
-    return next((chapter for chapter, table in _TABLES.items() if name in table), OTHER)
 
 
 def thin(steps: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool]:
