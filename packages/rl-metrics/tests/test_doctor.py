@@ -8,7 +8,7 @@ from rl_metrics.doctor import diagnose
 from rl_metrics.doctor.diagnosis import Ailment
 from rl_metrics.doctor.facts import Facts, facts_of
 from rl_metrics.doctor.hang import hang_ailment, judge_hang, shortened_stack
-from rl_metrics.doctor.metric_signs import judge_metrics
+from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
 from rl_metrics.rollout_log import RolloutLog
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.mismatched_tokens import MismatchedRun

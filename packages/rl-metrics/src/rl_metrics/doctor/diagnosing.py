@@ -5,8 +5,8 @@ from rl_metrics.doctor.facts import facts_of
 from rl_metrics.doctor.hang import judge_hang
 from rl_metrics.doctor.limits import MismatchLimits
 from rl_metrics.doctor.memory_growth import judge_memory
-from rl_metrics.doctor.metric_signs import judge_metrics
-from rl_metrics.doctor.mismatch import judge_tokens
+from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
+from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
 from rl_metrics.doctor.token_pairs import read_pairs
 from rl_metrics.run_record import RunRecord
 

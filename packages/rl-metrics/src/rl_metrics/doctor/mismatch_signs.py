@@ -12,8 +12,8 @@ import numpy as np
 
 from rl_metrics.doctor.facts import Facts
 from rl_metrics.doctor.limits import MismatchLimits
-from rl_metrics.doctor.signs import Contrast, contrast, correlation, find_outliers, fit_temperature, sides
 from rl_metrics.doctor.token_pairs import LEAST_DOUBT, Bools, Floats, Ints, TokenPairs
+from rl_metrics.doctor.token_statistics import Contrast, contrast, correlation, find_outliers, fit_temperature, sides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
 """The tokens of a run with both logprobs: the engine's, and the learner's just before its update."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,10 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 UNKNOWN_VERSION = -1
+LEAST_DOUBT = 0.02
+"""Below it a token is all but certain, and its difference mostly rounding."""
+MOST_LOGPROB = 1e-3
+"""Rounding apart, a logprob is at most 0; what is above is none."""
 MAX_TOKENS = 400_000
 """With more, every second trajectory is left out, as often as needed: what is looked at stays spread over the run."""
 
@@ -63,15 +66,6 @@ class TokenPairs:
         doubt: Floats = np.maximum(1.0 - p, LEAST_DOUBT)
         return doubt
 
-    def select(self, chosen: Bools) -> Self:
-        """Some of the tokens."""
-        columns: dict[str, Any] = {one.name: getattr(self, one.name)[chosen] for one in fields(self)}
-        return type(self)(**columns)
-
-
-LEAST_DOUBT = 0.02
-"""Below it a token is all but certain, and its difference mostly rounding."""
-
 
 def read_pairs(rows: Iterable[RolloutRow], *, max_tokens: int = MAX_TOKENS) -> TokenPairs:
     """The tokens of trajectories; those that lack either column give none."""
@@ -111,10 +105,6 @@ def _part(index: int, row: RolloutRow) -> Floats | None:
     columns = np.stack([rollout, policy, entropy, version, *same, np.arange(float(size))])
     part: Floats = columns[:, is_known]
     return part
-
-
-MOST_LOGPROB = 1e-3
-"""Rounding apart, a logprob is at most 0; what is above is none."""
 
 
 def _joined(parts: Sequence[Floats]) -> TokenPairs:

@@ -1,16 +1,18 @@
-"""Is there a mismatch of engine and learner, and what causes it: from tokens, else from metrics."""
+"""Is there a mismatch of engine and learner, and what causes it: from both sides' logprobs of the same tokens."""
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
 from rl_metrics.doctor.limits import MismatchLimits
 from rl_metrics.doctor.mismatch_causes import with_evidence
 from rl_metrics.doctor.mismatch_signs import SIGNS, Scene, Sign, remainder, routing, truncation
-from rl_metrics.doctor.signs import Size, measure
 from rl_metrics.doctor.token_pairs import TokenPairs
+from rl_metrics.doctor.token_statistics import Size, measure
 from rl_metrics.health.finding import Evidence
 
 EXPECTED = ("precision", "stale_rollouts")
 """Causes that a run may have by its settings, up to a size."""
+LEFT_OVER = ("precision", "other_computation")
+"""Named by what no other cause explains."""
 
 
 def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | None = None) -> Ailment | Reading:
@@ -83,10 +85,6 @@ def named_causes(signs: list[Sign], limits: MismatchLimits, proof: Cause | None)
 
 def _speaks_against(sign: Sign, named: set[str]) -> bool:
     return sign.name not in named and sign.name not in LEFT_OVER and not sign.nats
-
-
-LEFT_OVER = ("precision", "other_computation")
-"""Named by what no other cause explains."""
 
 
 def _joined(one: Cause, other: Cause) -> Cause:

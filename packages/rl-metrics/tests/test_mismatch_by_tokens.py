@@ -4,7 +4,7 @@ import pytest
 
 from rl_metrics.doctor.diagnosis import Ailment, Reading
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.mismatch import judge_tokens
+from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
 from rl_metrics.doctor.token_pairs import read_pairs
 from rl_metrics.rollout_log import RolloutRow
 from rl_metrics.testing.mismatched_tokens import MismatchedRun

@@ -5,10 +5,10 @@ import numpy as np
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
 from rl_metrics.doctor.limits import MismatchLimits
-from rl_metrics.doctor.mismatch import proof_of_staleness
+from rl_metrics.doctor.mismatch_by_tokens import proof_of_staleness
 from rl_metrics.doctor.mismatch_causes import with_evidence
-from rl_metrics.doctor.signs import rank_sum_z
 from rl_metrics.doctor.token_pairs import Floats
+from rl_metrics.doctor.token_statistics import rank_sum_z
 from rl_metrics.health.finding import Evidence
 from rl_metrics.history import History
 
