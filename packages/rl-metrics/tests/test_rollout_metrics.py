@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,15 +38,17 @@ def trajectory(uid, session, *, num_prompt, num_response, reward, version=0, fin
     )
 
 
+def examples():
+    return [
+        trajectory("a", 0, num_prompt=2, num_response=3, reward=1.0, version=4),
+        trajectory("a", 1, num_prompt=2, num_response=1, reward=0.0, version=5),
+        trajectory("b", 0, num_prompt=4, num_response=5, reward=0.5, version=3, finish="length"),
+        trajectory("b", 1, num_prompt=4, num_response=0, reward=0.5),
+    ]
+
+
 def example():
-    return Batch.from_trajectories(
-        [
-            trajectory("a", 0, num_prompt=2, num_response=3, reward=1.0, version=4),
-            trajectory("a", 1, num_prompt=2, num_response=1, reward=0.0, version=5),
-            trajectory("b", 0, num_prompt=4, num_response=5, reward=0.5, version=3, finish="length"),
-            trajectory("b", 1, num_prompt=4, num_response=0, reward=0.5),
-        ]
-    )
+    return Batch.from_trajectories(examples())
 
 
 def test_hand_computed_batch():
@@ -84,7 +87,7 @@ def test_every_name_is_defined():
     batch = example()
     names = (
         summarize_batch(batch, policy_version=5, max_prompt_tokens=4)
-        | summarize_timings(batch, [Timings()] * 4)
+        | summarize_timings(examples())
         | summarize_components([{"format": 1.0}])
         | summarize_speed(num_tokens=1, num_trajectories=1, step_s=1.0)
     )
@@ -133,7 +136,7 @@ def test_advantages_count_trained_tokens_only():
 
 def test_a_batch_without_rows():
     assert summarize_batch(Batch.from_trajectories([])) == {"rollout/num_groups": 0.0, "rollout/num_trajectories": 0.0}
-    assert summarize_timings(Batch.from_trajectories([]), []) == {}
+    assert summarize_timings([]) == {}
 
 
 def test_an_unscored_trajectory_is_no_zero():
@@ -182,7 +185,8 @@ def test_the_slowest_counts_the_reward_too():
         Timings(generate_s=2.0),
         Timings(generate_s=2.0),
     ]
-    metrics = summarize_timings(example(), timings)
+    pairs = zip(examples(), timings, strict=True)
+    metrics = summarize_timings([replace(one, timings=cost) for one, cost in pairs])
     assert metrics["agent_loop/generate_sequences/mean"] == 2.5
     assert metrics["agent_loop/compute_score/max"] == 4.0
     assert metrics["agent_loop/tool_calls/min"] == 0.0
@@ -195,11 +199,6 @@ def test_the_slowest_counts_the_reward_too():
         "agent_loop/slowest/prompt_length": 2.0,
         "agent_loop/slowest/response_length": 1.0,
     }
-
-
-def test_timings_must_be_as_many_as_rows():
-    with pytest.raises(ShapeError, match="each of the 4 rows of the batch; found 1"):
-        summarize_timings(example(), [Timings()])
 
 
 def test_components_count_where_they_are():

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rl_core import Batch
 from rl_core.records import Trajectory
 from rl_metrics.async_metrics import summarize_processing_times
 from rl_metrics.rollout_metrics import summarize_components, summarize_timings
@@ -86,9 +85,8 @@ class RolloutWindow:
         if self.replayed:
             metrics["rollout/replayed"] = self.replayed / max(self._num_groups, 1)
         if self._trajectories:
-            batch = Batch.from_trajectories(self._trajectories)
             timings = [trajectory.timings for trajectory in self._trajectories]
-            metrics |= summarize_timings(batch, timings)
+            metrics |= summarize_timings(self._trajectories)
             metrics |= summarize_components([trajectory.reward_components for trajectory in self._trajectories])
             metrics["timing_s/reward"] = sum(timing.reward_s for timing in timings) / len(timings)
             metrics |= summarize_processing_times(self._took_s)

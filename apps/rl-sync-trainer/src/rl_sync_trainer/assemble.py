@@ -18,6 +18,7 @@ from rl_trainer.flow import rollout_columns
 from rl_trainer.inputs import Inputs
 from rl_trainer.learners import needs_critic
 from rl_trainer.learning import LearningParts
+from rl_trainer.probing import Probes
 from rl_trainer.replay import Replay
 from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
@@ -52,6 +53,7 @@ class Parts(LearningParts):
         log_generations: Takes a table of validation responses, with its step and name.
         save_checkpoint: Writes a checkpoint.
         rollouts: Writes trajectories down; None writes none.
+        probes: Asks the policy about tokens; None asks about none.
         memory: Measures memory; None measures none.
     """
 
@@ -72,6 +74,7 @@ class Parts(LearningParts):
     save_checkpoint: Callable[[TrainerState], None]
     log_histograms: Callable[[int, Mapping[str, Histogram]], None] = lambda *_: None
     rollouts: RolloutWriter | None = None
+    probes: Probes | None = None
     memory: MemoryWatch | None = None
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:

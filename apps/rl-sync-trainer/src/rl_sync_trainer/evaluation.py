@@ -13,6 +13,7 @@ from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer.checkpoints import TrainerState
 from rl_trainer.evaluation import draw_samples, generation_samples, validation_metrics, with_accuracies
+from rl_trainer.probing import CANDIDATES
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
@@ -29,7 +30,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
         if prompts is None:
             continue
         found = await parts.stop.run(
-            evaluate_prompts(parts, prompts, key=EntryKey(kind=split, step=state.step)),
+            evaluate_prompts(parts, prompts, key=EntryKey(kind=split, step=state.step), version=state.policy_version),
             what=f"{split} of step {state.step}",
             deadline_s=parts.settings.rollout.deadline_s,
         )
@@ -44,8 +45,8 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     return replace(state, results=results), metrics
 
 
-async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey) -> dict[str, float]:
-    """Greedy responses to prompts, as validation metrics; the trackers are given some."""
+async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, version: int) -> dict[str, float]:
+    """Greedy responses to prompts, as validation metrics; the trackers are given some, and probes are asked."""
 
     async def run(chosen: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
         found = await parts.replay.rollouts(
@@ -62,4 +63,12 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey) -
     if parts.settings.metrics.log_val_generations:
         samples = generation_samples(groups, parts.inputs.tokenizer, source="trainer")
         parts.log_generations(key.step, f"{key.kind}/generations", draw_samples(parts.settings, samples))
+    if parts.probes is not None and key.kind == "validation":
+        await parts.probes.ask(
+            lambda sequences, top_k: parts.engine.score_top_k(sequences, top_k=top_k),
+            groups,
+            step=key.step,
+            version=version,
+            top_k=min(CANDIDATES, parts.engine.traits.max_top_k),
+        )
     return metrics

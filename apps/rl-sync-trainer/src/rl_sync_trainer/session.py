@@ -22,6 +22,7 @@ from rl_trainer.health import watch_health
 from rl_trainer.inputs import Inputs
 from rl_trainer.learners import Learners, start_learners
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
+from rl_trainer.probing import Probes
 from rl_trainer.recording import make_memory_watch
 from rl_trainer.replay import Replay
 from rl_trainer.rollout_rows import RolloutWriter
@@ -178,6 +179,7 @@ class Session:
             log_generations=self._trackers.log_generations,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
+            probes=Probes(self._folder.path / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
             memory=make_memory_watch(settings, "trainer", say=self._events.write),
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 
 from rl_core import Batch, Prompt
@@ -192,11 +193,10 @@ def record_rollouts(
     recorder.record("rollout/audit_failures", sum(group.num_audit_failures for group in groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     timings = [trajectory.timings for trajectory in trajectories]
-    for trajectory in trajectories:
-        if trajectory.prompt_uid not in replayed:
-            recorder.record("timing_s/reward", trajectory.timings.reward_s)
-    batch = Batch.from_trajectories(trajectories)
-    recorder.record_all(summarize_timings(batch, timings))
+    rewards_s = [one.timings.reward_s for one in trajectories if one.prompt_uid not in replayed]
+    if rewards_s:
+        recorder.record("timing_s/reward", math.fsum(rewards_s))
+    recorder.record_all(summarize_timings(trajectories))
     for name, values in timing_distributions(timings).items():
         recorder.record_values(name, values)
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))

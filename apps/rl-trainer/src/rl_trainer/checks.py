@@ -108,6 +108,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "metrics.log_val_generations": (settings.metrics.log_val_generations, 0),
         "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
         "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),
+        "metrics.probes": (settings.metrics.probes, 0),
         "metrics.memory_every": (settings.metrics.memory_every, 0),
         "metrics.report_every": (settings.metrics.report_every, 0),
     }

@@ -115,16 +115,18 @@ def generation_samples(
         source: The process that gave them.
     """
     samples = []
-    for group in groups:
-        row = group.trajectories[0] if group.trajectories else None
-        response = np.empty(0, dtype=np.int32) if row is None else row.input_ids[row.num_prompt_tokens :]
-        given, output = tokenizer.decode([group.prompt.input_ids, response])
+    rows = [group.trajectories[0] if group.trajectories else None for group in groups]
+    nothing = np.empty(0, dtype=np.int32)
+    responses = [nothing if row is None else row.input_ids[row.num_prompt_tokens :] for row in rows]
+    given = tokenizer.decode([group.prompt.input_ids for group in groups])  # at once: a call for each takes longer
+    outputs = tokenizer.decode(responses)
+    for group, row, prompt, output in zip(groups, rows, given, outputs, strict=True):
         truth = group.prompt.ground_truth
         versions = [] if row is None else row.policy_versions[row.policy_versions != NO_VERSION].tolist()
         samples.append(
             GenerationSample(
                 prompt_uid=group.prompt.uid,
-                input=given,
+                input=prompt,
                 output=output,
                 score=math.nan if row is None or row.reward is None else row.reward,
                 ground_truth=None if truth is None else str(truth),

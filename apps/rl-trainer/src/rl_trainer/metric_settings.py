@@ -15,6 +15,8 @@ class MetricSettings:
         log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: a draw, and always
             the worst and the slowest; 0 writes none.
         log_rollout_tokens: Most tokens of a step's; at least one trajectory is written.
+        probes: Tokens of validation responses, those of which the first policy is least sure, that the policy is asked
+            about at each validation: what it would rather have had there goes to probes.jsonl.
         memory_every: Steps between two measurements of each role's memory; 0 makes none.
         report: Write report.html at the end of an attempt.
         report_every: Also each so many steps, by a process beside the run; 0 writes it at the end alone.
@@ -34,6 +36,7 @@ class MetricSettings:
     log_val_generations: int = 20
     log_rollouts: int = 8
     log_rollout_tokens: int = 8192
+    probes: int = 8
     memory_every: int = 5
     report: bool = True
     report_every: int = 50

@@ -165,6 +165,6 @@ def _files(settings: Settings) -> Iterator[str]:
     every = settings.trainer.checkpoint_every
     when = f"every {every} steps and at the end" if every else "at the end"
     yield f"Writes to {folder}/"
-    yield "  settings.toml metrics.jsonl histograms.jsonl generations.jsonl rollouts.jsonl events.jsonl"
+    yield "  settings.toml metrics.jsonl histograms.jsonl generations.jsonl rollouts.jsonl probes.jsonl events.jsonl"
     yield "  health.json report.html summary.json"
     yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints} kept"

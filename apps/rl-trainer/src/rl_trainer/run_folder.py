@@ -68,6 +68,7 @@ CHANGEABLE_ON_RESUME = (
     "metrics.log_val_generations",
     "metrics.log_rollouts",
     "metrics.log_rollout_tokens",
+    "metrics.probes",
     "metrics.memory_every",
     "metrics.report",
     "metrics.report_every",

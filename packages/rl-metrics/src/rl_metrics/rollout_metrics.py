@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from rl_core.batch import Batch
 from rl_core.errors import ShapeError
-from rl_core.records import Timings
+from rl_core.records import Timings, Trajectory
 
 Array = NDArray[Any]
 
@@ -112,25 +112,16 @@ def summarize_components(components: Sequence[Mapping[str, float]]) -> dict[str,
     return metrics
 
 
-def summarize_timings(batch: Batch, timings: Sequence[Timings]) -> dict[str, float]:
+def summarize_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`agent_loop/*`: min, mean and max of what trajectories cost, and the slowest with its lengths.
 
-    Args:
-        batch: Needs input_ids and num_prompt_tokens.
-        timings: One for each row of the batch.
-
     Returns:
-        Metrics by name. The slowest is the one with the largest generate + tools + reward time.
-
-    Raises:
-        ShapeError: There are not as many timings as rows.
+        Metrics by name; nothing without a trajectory. The slowest is the one with the largest generate + tools + reward
+        time.
     """
-    if len(timings) != len(batch):
-        raise ShapeError(
-            f"timings must have one entry for each of the {len(batch)} rows of the batch; found {len(timings)}."
-        )
-    if not timings:
+    if not trajectories:
         return {}
+    timings = [trajectory.timings for trajectory in trajectories]
     costs = {
         "generate_sequences": np.asarray([t.generate_s for t in timings]),
         "tool_calls": np.asarray([t.tools_s for t in timings]),
@@ -141,10 +132,9 @@ def summarize_timings(batch: Batch, timings: Sequence[Timings]) -> dict[str, flo
     for name, values in costs.items():
         metrics |= spread(f"agent_loop/{name}", values)
     slowest = slowest_trajectory(timings)
-    prompt_length = float(batch.dense("num_prompt_tokens")[slowest])
     metrics |= {f"agent_loop/slowest/{name}": float(values[slowest]) for name, values in costs.items()}
-    metrics["agent_loop/slowest/prompt_length"] = prompt_length
-    metrics["agent_loop/slowest/response_length"] = float(batch.ragged("input_ids").lengths[slowest]) - prompt_length
+    metrics["agent_loop/slowest/prompt_length"] = float(trajectories[slowest].num_prompt_tokens)
+    metrics["agent_loop/slowest/response_length"] = float(trajectories[slowest].num_response_tokens)
     return metrics
 
 

@@ -1,0 +1,171 @@
+"""probes.jsonl: what the policy thinks at a few tokens of known responses, once a validation."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from rl_core.errors import RLError
+from rl_core.records import IntArray
+from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+from rl_rollout.engines.protocol import TokenScores
+from rl_rollout.prompts import PromptTokenizer
+from rl_rollout.rollout import GroupResult
+
+CANDIDATES = 5
+"""Likeliest tokens that are written down."""
+
+MAX_TOKENS = 2048
+"""Tokens of a prompt and response up to the one that is asked about; longer ones are not probed."""
+
+Score = Callable[[Sequence[IntArray], int], Awaitable[Sequence[TokenScores]]]
+"""An engine's `score_top_k`: sequences and top_k."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A token of a response, of which the policy is asked again and again.
+
+    Attributes:
+        name: Of the problem, and the token's place.
+        ids: [T] tokens of the prompt and of the response, up to the token that is asked about.
+        num_prompt_tokens: Of these, tokens of the prompt.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+    @property
+    def position(self) -> int:
+        """Of the token in the response, from 0."""
+        return len(self.ids) - self.num_prompt_tokens - 1
+
+
+class Probes:
+    """Chooses tokens at a run's first validation, those of which the policy is least sure, and asks at each one.
+
+    A resumed run goes on with the tokens that it finds in the file. An engine that cannot score, and a file that cannot
+    be written, stop no run: one warning, and no probes from then on.
+    """
+
+    def __init__(self, path: Path, tokenizer: PromptTokenizer, *, count: int) -> None:
+        """Name the file; it is made with the first probe.
+
+        Args:
+            path: Such as `run/probes.jsonl`.
+            tokenizer: Of the policy.
+            count: Tokens that are asked about; 0 asks about none.
+        """
+        self._path = path
+        self._tokenizer = tokenizer
+        self._count = count
+        self._probes = _read_probes(path)[:count]
+        self._is_off = count == 0
+
+    async def ask(
+        self, score: Score, groups: Sequence[GroupResult], *, step: int, version: int, top_k: int = CANDIDATES
+    ) -> None:
+        """Ask about the chosen tokens, and write the answers down.
+
+        Args:
+            score: Of an engine with the policy's weights of now.
+            groups: Responses of the validation, from which a run's first probes are chosen.
+            step: Optimizer steps done.
+            version: Of the weights.
+            top_k: Likeliest tokens to ask for, as many as the engine gives.
+        """
+        if self._is_off or top_k < 1:
+            return
+        try:
+            if not self._probes:
+                self._probes = await self._choose(score, groups)
+            if self._probes:
+                found = await score([np.asarray(one.ids, dtype=np.int32) for one in self._probes], top_k)
+                self._write(found, step=step, version=version)
+        except (RLError, OSError) as error:
+            self._is_off = True
+            log.warning("probes_failed", error=f"{type(error).__name__}: {error}")
+
+    async def _choose(self, score: Score, groups: Sequence[GroupResult]) -> list[Probe]:
+        """Of the first responses, the tokens of which the policy is least sure, at most two of each."""
+        rows = [group.trajectories[0] for group in groups if group.trajectories]
+        rows = [row for row in rows if len(row.input_ids) <= MAX_TOKENS and row.loss_mask.any()][: self._count]
+        if not rows:
+            return []
+        found = await score([row.input_ids for row in rows], 1)
+        ranked = []
+        for row, scores in zip(rows, found, strict=True):
+            sampled = np.flatnonzero(row.loss_mask)
+            sampled = sampled[sampled > 0]
+            likeliest = scores.logprobs[sampled, 1]
+            for rank, place in enumerate(sampled[np.argsort(likeliest, kind="stable")][:2].tolist()):
+                ranked.append((rank, float(scores.logprobs[place, 1]), row, place))
+        ranked.sort(key=lambda one: one[:2])  # of each response its least sure token first
+        return [
+            Probe(
+                name=f"{row.prompt_uid}/{place - row.num_prompt_tokens}",
+                ids=tuple(row.input_ids[: place + 1].tolist()),
+                num_prompt_tokens=row.num_prompt_tokens,
+            )
+            for _, _, row, place in ranked[: self._count]
+        ]
+
+    def _write(self, found: Sequence[TokenScores], *, step: int, version: int) -> None:
+        writer = JsonLinesWriter(self._path)
+        try:
+            for probe, scores in zip(self._probes, found, strict=True):
+                ids, logprobs = scores.token_ids[-1].tolist(), scores.logprobs[-1].tolist()
+                prompt, response = self._texts([probe.ids[: probe.num_prompt_tokens],
+                                                probe.ids[probe.num_prompt_tokens :]])  # fmt: skip
+                tokens = self._texts([[token] for token in ids])
+                writer.append(
+                    {
+                        "step": step,
+                        "policy_version": version,
+                        "probe": probe.name,
+                        "prompt": prompt,
+                        "response": response,
+                        "position": probe.position,
+                        "token": tokens[0],
+                        "logprob": logprobs[0],
+                        "candidates": list(zip(tokens[1:], logprobs[1:], strict=True)),
+                        "ids": probe.ids,
+                        "num_prompt_tokens": probe.num_prompt_tokens,
+                    }
+                )
+        finally:
+            writer.close()
+
+    def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
+        return self._tokenizer.decode(arrays, skip_special_tokens=False)
+
+
+def _read_probes(path: Path) -> list[Probe]:
+    """Those of the file, in their order; none where it is missing, and no line that holds none."""
+    probes: dict[str, Probe] = {}
+    try:
+        for row in read_json_lines(path):
+            probe = _probe_of(row)
+            if probe is not None:
+                probes.setdefault(probe.name, probe)
+    except OSError:
+        return []
+    return list(probes.values())
+
+
+def _probe_of(row: Mapping[str, Any]) -> Probe | None:
+    name, ids, num_prompt_tokens = row.get("probe"), row.get("ids"), row.get("num_prompt_tokens")
+    if not isinstance(name, str) or not isinstance(ids, list) or type(num_prompt_tokens) is not int:
+        return None
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        return None
+    if not 0 < num_prompt_tokens < len(ids) <= MAX_TOKENS:
+        return None
+    return Probe(name=name, ids=tuple(ids), num_prompt_tokens=num_prompt_tokens)
