@@ -1,15 +1,15 @@
 """What both trainers say of a step's batch."""
 
-from types import SimpleNamespace
-
 import numpy as np
 
 from rl_core import Batch, Trajectory
 from rl_metrics.reduction import Recorder
 from rl_trainer.recording import record_distributions
+from rl_trainer.updates import with_update
 
 
-def recorded(*, texts):
+def batch_of_one() -> Batch:
+    """A trajectory of two prompt tokens and two trained ones."""
     length = 4
     is_trained = np.arange(length) >= 2
     one = Trajectory(
@@ -22,16 +22,22 @@ def recorded(*, texts):
         finish_reason="stop",
         reward=0.5,
     )
-    batch = Batch.from_trajectories([one])
-    batch = batch.with_columns({"policy_logprobs": batch["rollout_logprobs"], "entropy": batch["rollout_logprobs"]})
+    return Batch.from_trajectories([one])
+
+
+def recorded(batch):
     recorder = Recorder(strict=True)
-    settings = SimpleNamespace(distillation=SimpleNamespace(texts=texts))
-    record_distributions(settings, batch, recorder)  # type: ignore[arg-type]
+    record_distributions(batch, recorder)
     return {name.removeprefix("distribution/"): one for name, one in recorder.histograms().items()}
 
 
+def said_of(batch):
+    return {"policy_logprobs": batch["rollout_logprobs"], "entropy": batch["rollout_logprobs"]}
+
+
 def test_a_steps_distributions():
-    found = recorded(texts=None)
+    batch = batch_of_one()
+    found = recorded(batch.with_columns(said_of(batch)))
     assert {name: one.count for name, one in found.items()} == {
         "prompt_length": 1,
         "response_length": 1,
@@ -45,4 +51,24 @@ def test_a_steps_distributions():
 
 
 def test_texts_have_no_logprobs_of_an_engine():
-    assert recorded(texts="answer").keys() == {"prompt_length", "response_length", "reward", "entropy"}
+    batch = batch_of_one()
+    texts = batch.only(batch.names - {"rollout_logprobs"})  # as they are prepared
+    found = recorded(texts.with_columns(said_of(batch)))
+    assert found.keys() == {"prompt_length", "response_length", "reward", "entropy"}
+
+
+def test_tokens_that_the_correction_rejected_were_not_scored():
+    batch = batch_of_one()
+    mask = batch.ragged("loss_mask")
+    rejected = batch.with_columns({"loss_mask": type(mask)(np.arange(4) == 3, mask.offsets)})
+    trained = with_update(rejected, said_of(batch), loss_mask=mask)
+    assert trained.ragged("loss_mask").values.tolist() == [False, False, True, True]
+    for name in ("policy_logprobs", "entropy"):
+        np.testing.assert_array_equal(trained.ragged(name).values, np.float32([0, 0, np.nan, -1]))
+    found = recorded(trained)
+    assert {name: found[name].count for name in ("logprob", "entropy", "log_ratio")} == {
+        "logprob": 2,
+        "entropy": 1,
+        "log_ratio": 1,
+    }
+    assert all(one.num_nonfinite == 0 for one in found.values())

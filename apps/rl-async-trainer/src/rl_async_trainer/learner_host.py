@@ -38,7 +38,7 @@ from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.recording import record_distributions, summarize_step
 from rl_trainer.rollout_rows import draft_rollouts
 from rl_trainer.speeds import with_speeds
-from rl_trainer.updates import update
+from rl_trainer.updates import update, with_update
 
 CONTROLLER = "controller"
 LEASE_WAIT_S = 2.0
@@ -271,7 +271,7 @@ class LearnerHost:
         with recorder.timer("adv"):
             prepared = prepare_batch(parts, batch, recorder, kl_coefficient=kl.coefficient)
         said = update(parts, prepared, recorder, step=step - 1, kl_coefficient=kl.coefficient)
-        trained = prepared.with_columns({"loss_mask": batch["loss_mask"], **said})
+        trained = with_update(prepared, said, loss_mask=batch.ragged("loss_mask"))
         return trained, adapted_kl(parts, kl, trained, recorder)
 
     def _with_late_columns(self, parts: LearningParts, batch: Batch, recorder: Recorder) -> Batch:
@@ -293,7 +293,7 @@ class LearnerHost:
 
     def _record(self, recorder: Recorder, batch: Batch, *, version: int, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
-        record_distributions(self._settings, batch, recorder)
+        record_distributions(batch, recorder)
         recorder.record_all(
             {
                 **summarize_step(self._settings, batch, version=version, step_s=busy_s),

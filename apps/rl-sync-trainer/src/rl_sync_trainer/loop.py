@@ -11,7 +11,7 @@ from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engi
 from rl_trainer.checkpoints import TrainerState
 from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.speeds import with_speeds
-from rl_trainer.updates import update
+from rl_trainer.updates import update, with_update
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
@@ -116,7 +116,7 @@ def train_on_groups(
         batch = prepare_batch(parts, lease.batch, recorder, kl_coefficient=kl_coefficient)
     said = update(parts, batch, recorder, step=state.step, kl_coefficient=kl_coefficient)
     parts.queue.ack(lease)
-    return batch.with_columns({"loss_mask": lease.batch["loss_mask"], **said})
+    return with_update(batch, said, loss_mask=lease.batch.ragged("loss_mask"))
 
 
 def is_due(step: int, every: int) -> bool:

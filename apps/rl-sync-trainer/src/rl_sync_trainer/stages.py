@@ -253,7 +253,7 @@ def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> No
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
     """Record what the batch says of rewards, lengths, staleness, mismatch and speed, and how much memory there is."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
-    record_distributions(parts.settings, batch, recorder)
+    record_distributions(batch, recorder)
     recorder.record_all(memory_metrics())
     if parts.memory is not None:
         recorder.record_all(parts.memory.step(step))

@@ -54,16 +54,13 @@ def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None
     return MemoryWatch(owner, say=say, every=chosen.memory_every, is_traced=chosen.trace_memory)
 
 
-def record_distributions(settings: Settings, batch: Batch, recorder: Recorder) -> None:
+def record_distributions(batch: Batch, recorder: Recorder) -> None:
     """Record what a step trained on as histograms.
 
     Args:
-        settings: Of the run.
         batch: As `summarize_step` takes it.
         recorder: Of the step.
     """
-    if settings.distillation.texts is not None:  # which no policy of this run sampled
-        batch = batch.only(batch.names - {"rollout_logprobs"})
     for name, values in batch_distributions(batch).items():
         recorder.record_values(name, values)
 

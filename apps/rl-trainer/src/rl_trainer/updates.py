@@ -1,7 +1,7 @@
 """What a step does with its batch: optimizer updates of the policy and the critic, over epochs and mini-batches."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -56,10 +56,33 @@ def update(
                     with_entropy=True,
                     with_tokens=settings.metrics.log_rollouts > 0,
                 )
-            seen.append((part, result))
+            if all(part is not known for known, _ in seen):  # each epoch has the same parts
+                seen.append((part, result))
             _record(parts, recorder, "actor", result, weighted)
 
-    return _in_row_order(batch, seen[: settings.trainer.minibatches])
+    return _in_row_order(batch, seen)
+
+
+def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:
+    """A batch that was trained, as metrics and records tell of it.
+
+    Args:
+        prepared: That the update took.
+        said: What `update` gave.
+        loss_mask: With the tokens that the correction rejected: they were sampled, and the update did not score them.
+
+    Returns:
+        The batch with that mask and what the update said, NaN where it did not score.
+    """
+    trained, mask = prepared.ragged("loss_mask").values, loss_mask.values
+    unscored = mask & ~trained
+    columns = {
+        name: Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
+        if unscored.any()
+        else column
+        for name, column in said.items()
+    }
+    return prepared.with_columns({"loss_mask": loss_mask, **columns})
 
 
 def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:

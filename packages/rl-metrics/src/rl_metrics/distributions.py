@@ -19,6 +19,9 @@ TOKEN_COLUMNS = {
 }
 """Token columns whose values at trained tokens are distributions."""
 
+UPDATE_COLUMNS = ("entropy", "policy_logprobs")
+"""Columns that an update gave: NaN at tokens that it did not score, which are left out."""
+
 LEARNER_COLUMNS = ("old_logprobs", "policy_logprobs")
 """Columns of the learner's logprobs before the update; the first that is there is taken."""
 
@@ -49,12 +52,14 @@ def batch_distributions(batch: Batch) -> dict[str, Array]:
     mask = batch.ragged("loss_mask").values
     for column, name in TOKEN_COLUMNS.items():
         if column in batch:
-            found[name] = batch.ragged(column).values[mask]
+            values = batch.ragged(column).values[mask]
+            found[name] = values[~np.isnan(values)] if column in UPDATE_COLUMNS else values
     learner = next((column for column in LEARNER_COLUMNS if column in batch), None)
     if learner is not None and "rollout_logprobs" in batch:
         rollout = batch.ragged("rollout_logprobs").values[mask].astype(np.float64)
         with np.errstate(invalid="ignore"):
-            found["log_ratio"] = batch.ragged(learner).values[mask] - rollout
+            ratios = batch.ragged(learner).values[mask] - rollout
+        found["log_ratio"] = ratios[~np.isnan(ratios)] if learner in UPDATE_COLUMNS else ratios
     return {f"distribution/{name}": values for name, values in found.items() if values.size}
 
 
