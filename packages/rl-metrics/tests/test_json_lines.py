@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import structlog
 from rl_core.errors import NotReadyError
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
-from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, number_or_none, read_json_lines
 from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_generations, read_histograms, read_metrics
 
 ENDLESS = """
@@ -254,3 +255,23 @@ def test_histograms_of_repeated_steps_torn_lines_and_nonsense(tmp_path):
     assert list(rows[-1].histograms) == ["b"]
     assert np.isnan(rows[-1].time)
     assert [row.step for row in replaced] == [1, 2, 3, 4, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("value", "as_nan", "as_none"),
+    [
+        (2, 2.0, 2.0),
+        (-0.5, -0.5, -0.5),
+        (True, 1.0, None),
+        (math.inf, None, None),
+        (math.nan, None, None),
+        (10**400, None, None),
+        ("3", None, None),
+        (None, None, None),
+        ([1], None, None),
+    ],
+)
+def test_numbers_that_were_read(value, as_nan, as_none):
+    number = number_or_nan(value)
+    assert (None if math.isnan(number) else number) == as_nan
+    assert number_or_none(value) == as_none

@@ -20,6 +20,11 @@ EVENT_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 RESERVED = frozenset({"event", "time"})
 
+BEGUN = ("run_started", "run_resumed")
+"""Events with which an attempt at a run begins."""
+ENDED = ("run_finished", "run_stopped", "run_failed")
+"""Events with which it ends; one that was killed has none."""
+
 
 class EventLog:
     """Appends events to a file, from any thread; a kill at any moment loses at most the line being written.

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.json_lines import parse_line, read_json_lines
-from rl_metrics.trackers.jsonl import LATE, is_step, number_or_nan
+from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines
+from rl_metrics.trackers.jsonl import LATE, is_step
 
 FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]

@@ -141,6 +141,21 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
             yield rest, False
 
 
+def number_or_nan(value: Any) -> float:
+    """The number that was read; NaN when it is none, or not finite."""
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def number_or_none(value: object) -> float | None:
+    """The number that was read; None when it is none (as True is), or not finite."""
+    number = math.nan if isinstance(value, bool) else number_or_nan(value)
+    return None if math.isnan(number) else number
+
+
 def _ends_torn(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"

@@ -15,14 +15,13 @@ import numpy as np
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.events import read_events
+from rl_metrics.events import BEGUN, ENDED, read_events
 from rl_metrics.history import History, read_history
-from rl_metrics.json_lines import read_json_lines
+from rl_metrics.json_lines import number_or_nan, read_json_lines
 from rl_metrics.rollout_log import RolloutRow, read_rollouts
 from rl_metrics.trackers.jsonl import (
     GenerationTable,
     StepHistograms,
-    number_or_nan,
     read_generations,
     read_histograms,
 )
@@ -154,10 +153,8 @@ class RunRecord:
         Where events tell nothing, a summary does.
         """
         for event in reversed(self.events):
-            if event["event"] == "run_finished":
-                return True
-            if event["event"] in ("run_started", "run_resumed", "run_stopped", "run_failed"):
-                return False
+            if event["event"] in (*BEGUN, *ENDED):
+                return bool(event["event"] == "run_finished")
         return bool(self.summary)
 
     @cached_property

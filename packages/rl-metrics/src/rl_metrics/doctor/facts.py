@@ -1,6 +1,5 @@
 """What the settings, metrics and events of a run say about engine and learner."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.history import History
+from rl_metrics.json_lines import number_or_none
 from rl_metrics.run_record import RunRecord
 
 PROOF_EVENT = "weight_proof_failed"
@@ -102,14 +102,7 @@ def _text(settings: Mapping[str, Any], table: str, name: str) -> str | None:
 
 
 def _number(settings: Mapping[str, Any], table: str, name: str) -> float | None:
-    value = _value(settings, table, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return number_or_none(_value(settings, table, name))
 
 
 def _largest(history: History, name: str) -> float | None:

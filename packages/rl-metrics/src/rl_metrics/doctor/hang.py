@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
+from rl_metrics.events import BEGUN, ENDED
 from rl_metrics.health.finding import Evidence
+from rl_metrics.json_lines import number_or_none
 from rl_metrics.run_record import RunRecord
 
 MOST_ROLES = 12
 MOST_FRAMES = 6
 MOST_TEXT = 400
-ENDED = ("run_finished", "run_stopped", "run_failed")
-BEGUN = ("run_started", "run_resumed")
 SILENT_S = 600.0
 """A process that lives and has written nothing for so long is silent."""
 SILENT_STEPS = 10.0
@@ -254,13 +254,7 @@ def _text(value: object, length: int = MOST_TEXT) -> str:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return 0.0
-    try:
-        number = float(value)
-    except OverflowError:
-        return 0.0
-    return number if math.isfinite(number) else 0.0
+    return number_or_none(value) or 0.0
 
 
 def _items(value: object) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_metrics.events import BEGUN
 from rl_metrics.health.finding import Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.looks import Look, Looker
@@ -13,7 +14,6 @@ from rl_metrics.health.ordering import in_order
 from rl_metrics.health.rules import Cause, Rule, with_thresholds
 from rl_metrics.history import History
 
-STARTS = ("run_started", "run_resumed")
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
 NEAR = 10
@@ -154,7 +154,7 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look]) -> str:
 def _of_this_attempt(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     newest: list[Mapping[str, Any]] = []
     for event in events:
-        if event.get("event") in STARTS:
+        if event.get("event") in BEGUN:
             newest = []
         else:
             newest.append(event)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_metrics.generations import GenerationSample
+from rl_metrics.json_lines import number_or_nan
 from rl_metrics.rollout_log import RolloutRow
 
 MAX_ROWS = 20_000
@@ -85,15 +86,5 @@ def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[Gen
 
 def numbers(row: Mapping[str, Any], *, without: frozenset[str]) -> dict[str, float]:
     """The finite numbers of a row, but those of these names; True is 1."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name not in without and isinstance(value, (int, float)) and _is_finite(value)
-    }
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    found = {name: number_or_nan(value) for name, value in row.items() if name not in without}
+    return {name: number for name, number in found.items() if not math.isnan(number)}

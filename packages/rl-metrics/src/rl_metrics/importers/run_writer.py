@@ -13,6 +13,7 @@ from rl_core.errors import DataError
 from rl_metrics.events import EventLog, read_events
 from rl_metrics.generations import GenerationSample
 from rl_metrics.importers.naming import OTHER
+from rl_metrics.json_lines import number_or_nan
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_record import FILES
 from rl_metrics.trackers.jsonl import JsonlTracker, is_step
@@ -160,7 +161,7 @@ class RunWriter:
             for name in self._names(theirs):
                 if name.startswith(OTHER) and len(self._other) < MAX_NAMES:
                     self._other[name.removeprefix(OTHER)] = None
-                row.setdefault(name, _finite(value))
+                row.setdefault(name, number_or_nan(value))
         return row
 
     def _flush(self) -> None:
@@ -201,10 +202,3 @@ def _require_free(folder: Path) -> None:
     first = next(iter(read_events(events)), {}) if events.is_file() else {}
     if first.get("event") != IMPORTED:
         raise DataError(f"{folder} must be a new folder, or one of a run that was imported before; it has other files.")
-
-
-def _finite(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan

@@ -13,8 +13,8 @@ from rl_core.errors import DataError
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
 from rl_metrics.importers.naming import SameAs, translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
-from rl_metrics.json_lines import parse_line, read_json_lines, read_lines
-from rl_metrics.trackers.jsonl import is_step, number_or_nan
+from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
+from rl_metrics.trackers.jsonl import is_step
 
 MISMATCH = (
     *("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio"),

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_core.errors import DataError
 from rl_metrics.health import Verdict, judge
+from rl_metrics.json_lines import number_or_none
 from rl_metrics.report.curves import Columns, thin
 from rl_metrics.run_record import ProbeRow, RunRecord
 
@@ -69,8 +70,10 @@ def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
     for event in run.events:
         if event.get("event") != "slowest_session":
             continue
-        parts = {name: value for name in ("generate_s", "tools_s", "reward_s") if (value := _number(event.get(name)))}
-        written = _number(event.get("time"))
+        parts = {
+            name: value for name in ("generate_s", "tools_s", "reward_s") if (value := number_or_none(event.get(name)))
+        }
+        written = number_or_none(event.get("time"))
         place = int(np.searchsorted(history.times, written)) if written is not None else len(history.steps)
         step = event.get("step", int(history.steps[place]) if place < len(history.steps) else None)
         known = {name: event.get(name) for name in SESSION_FIELDS if _is_plain(event.get(name))}
@@ -96,7 +99,7 @@ def notable_events(run: RunRecord) -> list[dict[str, Any]]:
     notable = [event for event in run.events if event.get("event") not in QUIET_EVENTS][-MAX_EVENTS:]
     return [
         {
-            "time": _number(event.get("time")),
+            "time": number_or_none(event.get("time")),
             "event": str(event.get("event")),
             "level": str(event.get("level", "")),
             "text": ", ".join(f"{name}: {_short(value)}" for name, value in event.items() if name not in SHOWN),
@@ -160,16 +163,8 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[s
     return found
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    with suppress(OverflowError):
-        return float(value) if math.isfinite(value) else None
-    return None
-
-
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, str)) or _number(value) is not None
+    return isinstance(value, (int, str)) or number_or_none(value) is not None
 
 
 def _short(value: Any) -> str:

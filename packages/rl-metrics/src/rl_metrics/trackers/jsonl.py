@@ -1,7 +1,6 @@
 """metrics.jsonl and histograms.jsonl: one line a step, generations.jsonl: one line a sample; never truncated."""
 
 import bisect
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import msgspec
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
-from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
+from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, read_json_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +82,7 @@ class JsonlTracker:
             clock: Seconds since the epoch.
         """
         self._writer = JsonLinesWriter(path)
-        self._generations_path = path.with_name("generations.jsonl")
-        self._generations: JsonLinesWriter | None = None
-        self._histograms_path = path.with_name("histograms.jsonl")
-        self._histograms: JsonLinesWriter | None = None
+        self._beside: dict[str, JsonLinesWriter] = {}
         self._clock = clock
         self._is_closed = False
 
@@ -106,14 +102,11 @@ class JsonlTracker:
         Raises:
             NotReadyError: After `close`.
         """
-        if self._is_closed:
-            raise NotReadyError(f"{self._generations_path} is closed; make a new JsonlTracker to append more.")
-        if self._generations is None:
-            self._generations = JsonLinesWriter(self._generations_path)
+        file = self._file_beside("generations.jsonl")
         written = round(self._clock(), 3)
         for index, sample in enumerate(samples):
             place = {"step": step, "time": written, "name": name, "index": index}
-            self._generations.append({**place, **sample.to_json()})
+            file.append({**place, **sample.to_json()})
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Append one line.
@@ -121,21 +114,24 @@ class JsonlTracker:
         Raises:
             NotReadyError: After `close`.
         """
-        if self._is_closed:
-            raise NotReadyError(f"{self._histograms_path} is closed; make a new JsonlTracker to append more.")
-        if self._histograms is None:
-            self._histograms = JsonLinesWriter(self._histograms_path)
         sketches = {name: histogram.to_json() for name, histogram in histograms.items()}
         row = {"step": step, "time": round(self._clock(), 3), "histograms": sketches}
-        self._histograms.append_line(msgspec.json.encode(row))
+        self._file_beside("histograms.jsonl").append_line(msgspec.json.encode(row))
 
     def close(self) -> None:
         """Close the files. Can be called twice."""
         self._is_closed = True
         self._writer.close()
-        for file in (self._generations, self._histograms):
-            if file is not None:
-                file.close()
+        for file in self._beside.values():
+            file.close()
+
+    def _file_beside(self, name: str) -> JsonLinesWriter:
+        path = self._writer.path.with_name(name)
+        if self._is_closed:
+            raise NotReadyError(f"{path} is closed; make a new JsonlTracker to append more.")
+        if name not in self._beside:
+            self._beside[name] = JsonLinesWriter(path)
+        return self._beside[name]
 
 
 def is_step(value: Any) -> TypeGuard[int]:
@@ -247,12 +243,3 @@ def _metric_row(line: dict[str, Any]) -> MetricRow | None:
         return None
     metrics = {name: number_or_nan(value) for name, value in line.items()}
     return MetricRow(step=step, time=number_or_nan(written), metrics=metrics)
-
-
-def number_or_nan(value: Any) -> float:
-    """The number that was read; NaN when it is none, or not finite."""
-    try:
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
