@@ -1,12 +1,11 @@
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 import wandb
+from counting_proxy import counting_proxy
 from tracker_files import wandb_attempts, wandb_history, wandb_records
 
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
@@ -144,34 +143,15 @@ def test_histograms_stand_at_their_step(tmp_path):
 
 
 def test_offline_nothing_reaches_the_network(tmp_path):
-    """Every client in Python and Go honours the proxy of the environment; here it only counts who comes."""
-    callers = []
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-
-        def count():
-            while True:
-                try:
-                    connection, _ = proxy.accept()
-                except OSError:
-                    return
-                callers.append(connection.recv(200))
-                connection.close()
-
-        thread = threading.Thread(target=count, daemon=True)
-        thread.start()
-        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        names = ("http_proxy", "https_proxy", "all_proxy")
-        proxies = {name: address for lower in names for name in (lower, lower.upper())}
-        environment = os.environ | proxies | {"WANDB_MODE": "offline", "WANDB_API_KEY": "0" * 40}
-        environment = {name: value for name, value in environment.items() if name.lower() != "no_proxy"}
-        words = [sys.executable, "-c", RUN, str(tmp_path)]
-        result = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
-        assert result.returncode == 0, result.stderr
-        with socket.create_connection(proxy.getsockname()) as connection:  # behind all others
-            connection.sendall(b"the test")
-            assert connection.recv(1) == b""
-        proxy.close()
-    assert callers == [b"the test"]
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment |= {"WANDB_MODE": "offline", "WANDB_API_KEY": "0" * 40}
+    words = [sys.executable, "-c", RUN, str(tmp_path)]
+    with counting_proxy() as (proxies, callers):
+        result = subprocess.run(
+            words, env=environment | proxies, capture_output=True, text=True, check=False, timeout=120
+        )
+    assert result.returncode == 0, result.stderr
+    assert callers == []
     assert {path.name for path in tmp_path.iterdir()} == {"wandb", "wandb_run_id"}
     assert len(wandb_history(wandb_attempts(tmp_path)[0])) == 2
 
