@@ -1,14 +1,16 @@
 import http.client
 import json
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import structlog
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.testing import wait_until
 from rl_metrics.report import server as serving
 from rl_metrics.report.packing import unpack
 from rl_metrics.report.server import ReportServer
@@ -95,19 +97,15 @@ def test_it_is_renewed_as_the_run_writes(server, folder):
     for number in range(4, 8):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": number, "time": 1.0, "critic/score/mean": 0.5}) + "\n")
-        deadline = time.monotonic() + DEADLINE_S
-        while step() != number:
-            assert time.monotonic() < deadline
+        wait_until(lambda wanted=number: step() == wanted, f"step {number}", deadline_s=DEADLINE_S)
 
 
 def test_a_run_that_vanishes_leaves_the_last_report(server, folder):
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
-    seen = server._seen
-    deadline = time.monotonic() + DEADLINE_S
-    while server._seen == seen:
-        assert time.monotonic() < deadline
+    with structlog.testing.capture_logs() as logs:
+        shutil.rmtree(folder)
+        wait_until(
+            lambda: any("no such folder" in entry["error"] for entry in logs), "a warning", deadline_s=DEADLINE_S
+        )
     assert ask(server, base(server) + "manifest")[0].status == 200
 
 
