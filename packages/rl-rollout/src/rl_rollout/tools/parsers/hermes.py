@@ -16,6 +16,11 @@ ARGUMENTS = ("arguments", "parameters")
 BESIDE = {"name", "id", "type", *ARGUMENTS}
 BRACE, END = re.compile(r"\s*(?=\{)"), re.compile(rf"\s*{CLOSING}")
 DECODER = json.JSONDecoder()
+WINDOW = 1024
+"""Characters in which the end of a call is looked for first."""
+
+LONGEST_WORD = 16
+"""Characters before a window's end in which a fault may be that end: it may cut a word, an escape, or -Infinity."""
 
 
 class HermesParser:
@@ -32,14 +37,32 @@ class HermesParser:
 def _find_end(text: str, _: str, start: int) -> BodyEnd:
     """Where the JSON ends, whatever its texts have in them; where it is none, at the next `</tool_call>`."""
     if brace := BRACE.match(text, start):
-        try:
-            _, body_end = DECODER.raw_decode(text, brace.end())
-        except (ValueError, RecursionError):
-            pass
-        else:
-            if end := END.match(text, body_end):
-                return BodyEnd(body_end, end.end(), is_closed=True)
+        body_end = _json_end(text, brace.end())
+        if body_end is not None and (end := END.match(text, body_end)):
+            return BodyEnd(body_end, end.end(), is_closed=True)
     return tagged_body_end(text, start)
+
+
+def _json_end(text: str, start: int) -> int | None:
+    """Where the JSON object that begins there ends; None where it is none.
+
+    It is read in windows that grow: what json says of a fault costs time for all that stands before it, and a hostile
+    text has a fault in each of its calls.
+    """
+    size = WINDOW
+    while True:
+        window = text[start : start + size]
+        try:
+            _, end = DECODER.raw_decode(window)
+        except json.JSONDecodeError as error:
+            may_be_cut = error.msg.startswith("Unterminated string") or error.pos >= len(window) - LONGEST_WORD
+            if start + size >= len(text) or not may_be_cut:
+                return None
+            size *= 4
+        except (ValueError, RecursionError):  # a number of too many digits, or lists of too many levels
+            return None
+        else:
+            return start + end
 
 
 def _read(block: Block) -> ToolCall:
