@@ -157,6 +157,8 @@ def test_the_time_limit_is_for_each_call_not_for_the_group():
     scored = score(pauses, *"abcdef", timeout_s=0.25)
     assert [one.failure for one in scored] == [None] * 6
     assert all(0.05 < one.reward_s < 0.25 for one in scored)
+    assert all(one.wait_s >= 5 * 0.06 for one in scored)  # behind each other
+    assert [one.wait_s for one in score(quick(lambda _given: 1.0), "a")] == [0.0]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -299,6 +299,18 @@ def test_long_texts_are_read_in_no_time(name, piece):
     assert time.process_time() - started_at < 2
 
 
+@pytest.mark.parametrize(
+    "value", ['"</tool_call>\\u00e9\\n"', "-Infinity", "-12.5e+10", "false", "[null, {}]", '"\\ud83d\\ude00"']
+)
+@pytest.mark.parametrize("window", [1024, 4096])
+def test_a_long_call_ends_where_its_json_does_wherever_a_window_cuts_it(value, window):
+    for length in range(window - 60, window + 5):
+        body = '{"name": "add", "arguments": {"text": "' + "x" * length + f'", "value": {value}}}}}'
+        [call] = parse("hermes", f"<tool_call>{body}</tool_call> and more </tool_call>").calls
+        assert call.fault is None
+        assert call.arguments == json.loads(body)["arguments"]
+
+
 def test_parsers_by_name_and_from_a_file(tmp_path):
     assert TOOL_PARSERS.names() == ["gpt_oss", "hermes", "qwen3_coder"]
     with pytest.raises(SettingsError, match=r"unknown tool parser 'hermess'. Did you mean 'hermes'\?"):

@@ -45,11 +45,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds that a session took, and how often its requests were preempted."""
+    """Seconds that a session took, and how often its requests were preempted.
+
+    `reward_wait_s` is the wait until a reward function that was busy had time for the session.
+    """
 
     generate_s: float = 0.0
     tools_s: float = 0.0
     reward_s: float = 0.0
+    reward_wait_s: float = 0.0
     preemptions: int = 0
 
 

@@ -89,7 +89,7 @@ def with_reward(trajectories: Sequence[Trajectory], scored: Scored) -> SessionRe
     for index, trajectory in enumerate(trajectories):
         changes = dict(reward)
         if index == last:
-            changes["timings"] = replace(trajectory.timings, reward_s=scored.reward_s)
+            changes["timings"] = replace(trajectory.timings, reward_s=scored.reward_s, reward_wait_s=scored.wait_s)
         if result is not None and result.extras:
             changes["extras"] = {**trajectory.extras, **result.extras}
         settled.append(replace(trajectory, **changes))

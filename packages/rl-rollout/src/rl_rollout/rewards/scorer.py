@@ -36,6 +36,7 @@ class Scored:
         failure: Why there is none.
         reward_s: Seconds that its calls took, all attempts and the pauses between them; waiting for a free
             slot, or for the turn under a rate limit, does not count.
+        wait_s: Seconds until its turn came: for a free slot, under a rate limit, or behind its group's other responses.
         num_attempts: Calls that were made.
         failure_names: What the failure goes by in `retry_on`: "raised", "timed_out" or "bad_value", and the
             names of the exception's classes.
@@ -44,6 +45,7 @@ class Scored:
     result: RewardResult | None = None
     failure: str | None = None
     reward_s: float = 0.0
+    wait_s: float = 0.0
     num_attempts: int = 1
     failure_names: tuple[str, ...] = ()
 
@@ -110,10 +112,12 @@ class RewardScorer:
         self._num_scoring += len(inputs)
         try:
             if self._is_async:
-                batches = await asyncio.gather(*(self._attempts([given]) for given in inputs))
+                batches = await asyncio.gather(*(self._timed([given]) for given in inputs))
                 scored = [one for batch in batches for one in batch]
-            else:
+            elif self._is_quick:
                 scored = await self._attempts(inputs)
+            else:
+                scored = await self._timed(inputs)
         finally:
             self._num_scoring -= len(inputs)
         if self._policy.on_failure == "zero":
@@ -142,6 +146,13 @@ class RewardScorer:
         close = getattr(self._function, "close", None)
         if callable(close):
             close()
+
+    async def _timed(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+        """Call on all inputs, and say of each how much of the time was none of its own."""
+        started_at = time.perf_counter()
+        scored = await self._attempts(inputs)
+        took_s = time.perf_counter() - started_at
+        return [replace(one, wait_s=max(took_s - one.reward_s, 0.0)) for one in scored]
 
     async def _attempts(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         """Call on all inputs, then again on those whose failure is worth it."""
