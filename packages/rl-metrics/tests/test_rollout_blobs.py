@@ -124,3 +124,44 @@ def test_hostile_numbers(tmp_path):
     assert index["step"].tolist() == [2**31 - 1]
     assert math.isnan(index["reward"][0])
     assert index["mismatch"].tolist() == [1.0]
+
+
+def test_the_list_tells_prompts_and_responses(tmp_path):
+    template = "You are a careful assistant.\n\nWhat is 1"
+    rows = [
+        row(problem="a", prompt=f"{template}2 + 3?", response=" 15\n\n(fifteen)"),
+        row(problem="b", prompt=f"{template}7 + 3?", response="x" * 100),
+        row(problem="a", prompt=f"{template}2 + 3?", response=""),
+    ]
+    header, _, _ = packed(rows, tmp_path)
+    assert header["prompts"] == ["…12 + 3?", "…17 + 3?"]
+    assert header["responses"] == ["15 (fifteen)", "x" * 80 + "…", ""]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shown"),
+    [
+        (["What is 1 + 1?", "What is 1 + 2?"], ["What is 1 + 1?", "What is 1 + 2?"]),  # short: no template
+        (["the same all along, all the way"], ["the same all along, all the way"]),
+        (["word " * 60, "word " * 60], ["word " * 15 + "word…"] * 2),
+        ([], []),
+    ],
+)
+def test_only_a_template_that_all_share_is_left_out(tmp_path, prompts, shown):
+    header, _, _ = packed([row(problem=str(n), prompt=prompt) for n, prompt in enumerate(prompts)], tmp_path)
+    assert [one.lstrip("…") or shown[0] for one in header["prompts"]] == shown
+
+
+def test_parts_of_rewards_are_columns(tmp_path):
+    rows = [row(components={"acc": 1.0}), row(), row(components={"format": 0.5, "acc": math.nan})]
+    header, index, _ = packed(rows, tmp_path)
+    assert header["parts"] == ["acc", "format"]
+    np.testing.assert_array_equal(index["part0"], [1.0, math.nan, math.nan])
+    np.testing.assert_array_equal(index["part1"], [math.nan, math.nan, 0.5])
+
+
+def test_very_many_parts_of_rewards(tmp_path):
+    header, index, ((texts, _, _),) = packed([row(components={f"part {n}": n for n in range(100)})], tmp_path)
+    assert header["parts"] == [f"part {n}" for n in range(16)]
+    assert len(texts[0][8]) == 100
+    assert "part16" not in index

@@ -31,7 +31,7 @@ def test_the_runs_own_verdict_wins(folder):
     check = {"rule": "kl", "side": "convergence", "title": "KL", "status": "warning", "reading": "0.04"}
     finding = {"rule": "kl", "side": "convergence", "severity": "warning", "what": "KL is high.", "since_step": 2,
                "evidence": [{"metric": "actor/ppo_kl", "text": "0.04", "value": 0.04}], "causes": ["x"],
-               "advice": ["y"]}  # fmt: skip
+               "advice": ["y"], "because": []}  # fmt: skip
     written = {"status": "warning", "step": 3, "checks": [check], "findings": [finding]}
     (folder / "health.json").write_text(json.dumps(written))
     described = describe_verdict(read_verdict(open_run(folder)))
@@ -54,7 +54,11 @@ def test_quantiles_by_hand(folder):
     rows = [{"step": 2, "time": 0.0, "histograms": {"distribution/reward": histogram.to_json(), "torn": {"count": 1}}}]
     write_lines(folder / "histograms.jsonl", rows)
     described, columns = pack_distributions(open_run(folder))
-    assert described == [{"name": "distribution/reward", "quantiles": [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0]}]
+    assert (described[0]["name"], described[0]["quantiles"]) == (
+        "distribution/reward",
+        [0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0],
+    )
+    assert "Reward of a trajectory" in described[0]["meaning"]
     assert columns["dx0"][1].tolist() == [2]
     found = [columns[f"d0q{number}"][1][0] for number in range(7)]
     assert found == pytest.approx([0, 5, 25, 50, 75, 95, 100], rel=0.03)
@@ -85,11 +89,13 @@ def test_events_that_come_with_every_step_are_left_out(folder):
         {"time": 1.0, "event": "run_started", "settings": "<b>x</b>"},
         {"time": 2.0, "event": "slowest_session"},
         {"time": None, "event": "slow_tracker", "level": "warning", "detail": {"a": ["\ud800"]}},
+        {"time": 3.0, "event": "health_finding", "rule": "kl", "causes": ["in the checklist"], "advice": []},
     ]
     write_lines(folder / "events.jsonl", events)
     assert notable_events(open_run(folder)) == [
         {"time": 1.0, "event": "run_started", "level": "", "text": "settings: <b>x</b>"},
         {"time": None, "event": "slow_tracker", "level": "warning", "text": 'detail: {"a": ["\ud800"]}'},
+        {"time": 3.0, "event": "health_finding", "level": "", "text": "rule: kl"},
     ]
 
 

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -21,8 +23,8 @@ def folder(tmp_path):
 
 
 def test_everything_comes_back(folder, tmp_path):
-    write_report([open_run(folder)], tmp_path / "out" / "report.html")
-    (run,) = read_report(tmp_path / "out" / "report.html")
+    write_report([open_run(folder)], tmp_path / "report.html")
+    (run,) = read_report(tmp_path / "report.html")
     record = open_run(folder)
     rows = list(record.rollouts())
     assert run.header["name"] == "run"
@@ -36,8 +38,30 @@ def test_everything_comes_back(folder, tmp_path):
     ]
     assert run.header["probes"][0]["candidates"] == ["5", "4", "6"]
     assert len(run.header["slowest"]) == 6
+    assert [text[1] for text in run.sample_texts] == [one.output for one in record.generations[0].samples]
+    assert run.samples["step"].tolist() == [5] * 10
     assert ["trainer.steps", "6"] in run.header["settings"]
     assert run.header["verdict"]["checks"]
+
+
+def test_slowest_sessions_lead_to_their_trajectories(folder, tmp_path):
+    rows = list(open_run(folder).rollouts())
+    place = {"session_index": rows[9].session, "output_index": rows[9].output, "generate_s": 100.0}
+    events = [
+        {"time": 1.0, "event": "slowest_session", "prompt_uid": rows[9].prompt_uid, **place},
+        {"time": 2.0, "event": "slowest_session", "prompt_uid": "not recorded", **place},
+    ]
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    write_report([open_run(folder)], tmp_path / "a.html")
+    (run,) = read_report(tmp_path / "a.html")
+    assert [one.get("row") for one in run.header["slowest"][:2]] == [9, None]
+
+
+def test_step_0_is_none_that_was_done(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val": 1}\n{"step": 1, "val": 2}\n')
+    write_report([open_run(tmp_path)], tmp_path / "a.html")
+    assert read_report(tmp_path / "a.html")[0].header["steps"] == 1
 
 
 def test_no_text_of_a_run_is_in_the_page_itself(folder, tmp_path):
@@ -133,6 +157,24 @@ def test_the_command_refuses(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
 
 
+def test_the_command_overwrites_no_file_of_a_run(folder, capsys):
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert main(["report", str(folder), "--output", str(folder / "metrics.jsonl")]) == 2
+    assert "must end in .html; found 'metrics.jsonl'" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_command_refuses_a_folder_as_output(folder, capsys):
+    assert main(["report", str(folder), "--output", str(folder)]) == 2
+    assert f"{folder} is a folder. Give a file in it, such as {folder}/report.html" in capsys.readouterr().err
+
+
+def test_the_command_makes_no_folder_of_a_typo(folder, tmp_path, capsys):
+    assert main(["report", str(folder), "--output", str(tmp_path / "rnu" / "a.html")]) == 2
+    assert f"{tmp_path}/rnu is none" in capsys.readouterr().err
+    assert not (tmp_path / "rnu").exists()
+
+
 def test_a_pipe_among_the_files_stops_nothing(folder, tmp_path):
     (folder / "rollouts.jsonl").unlink()
     (folder / "health.json").unlink(missing_ok=True)
@@ -148,3 +190,13 @@ def test_the_same_run_gives_the_same_report(folder, tmp_path, monkeypatch):
         write_report([open_run(folder)], tmp_path / f"{name}.html")
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert json.loads(scripts_of((tmp_path / "a.html").read_text())[-3][1])["written"] == 1.0
+
+
+def test_what_a_killed_writer_left_goes_and_what_another_writes_stays(folder, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, of_others = (tmp_path / f".report.html.{name}.part" for name in (ended.pid, os.getppid()))
+    for part in (left, of_others):
+        part.write_text("half a page")
+    write_report([open_run(folder)], tmp_path / "report.html")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [of_others.name, "report.html"]

@@ -101,21 +101,38 @@ def draw_generations(
     Raises:
         SettingsError: The seed is outside.
     """
-    if not 0 <= seed <= MAX_SEED:
-        raise SettingsError(f"the seed of a draw must be from 0 to 2**64 - 1; found {seed}.")
     numbered = zip(samples, [0] * len(samples) if batches is None else batches, strict=True)
     in_order = sorted(numbered, key=lambda pair: _sort_key(pair[0]))
+    places = draw_places([batch for _, batch in in_order], count=count, seed=seed)
+    return [in_order[place][0] for place in places]
+
+
+def draw_places(batches: Sequence[int], *, count: int, seed: int) -> list[int]:
+    """Draw places among what is in an order that does not change, such as problems by their names.
+
+    Args:
+        batches: The batch of each; every batch gives at least one, where so many are drawn.
+        count: How many; 0 and less give none, and as many as there are gives all.
+        seed: From 0 to 2**64 - 1.
+
+    Returns:
+        Rising places.
+
+    Raises:
+        SettingsError: The seed is outside.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise SettingsError(f"the seed of a draw must be from 0 to 2**64 - 1; found {seed}.")
     if count <= 0:
         return []
     # Sorting raw Philox words, unlike Generator.choice, is the same in every numpy version. The key is no
     # list: numpy would take one with a large seed through float64.
-    words = np.random.Philox(key=seed).random_raw(len(in_order))
-    drawn = [int(index) for index in np.argsort(words, kind="stable")]
+    words = np.random.Philox(key=seed).random_raw(len(batches))
+    drawn = [int(place) for place in np.argsort(words, kind="stable")]
     first: dict[int, int] = {}  # of each batch, the one that is drawn first
-    for index in drawn:
-        first.setdefault(in_order[index][1], index)
-    chosen = list(dict.fromkeys([*first.values(), *drawn]))[:count]
-    return [in_order[index][0] for index in sorted(chosen)]
+    for place in drawn:
+        first.setdefault(batches[place], place)
+    return sorted(list(dict.fromkeys([*first.values(), *drawn]))[:count])
 
 
 def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:

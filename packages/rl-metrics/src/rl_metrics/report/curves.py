@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.definitions import Metric
 from rl_metrics.history import History
 from rl_metrics.report.packing import Kind
 from rl_metrics.table import CHAPTERS, DEFINITIONS, chapter_of
@@ -29,13 +28,12 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
         if not len(steps):
             continue
         steps, values, is_thinned = thin(steps, values)
-        definition = DEFINITIONS.find(name)
         described.append(
             {
                 "name": name,
                 "chapter": chapter_of(name),
                 "is_thinned": is_thinned,
-                **_meaning(definition),
+                **meaning_of(name),
             }
         )
         number = len(described) - 1
@@ -68,7 +66,9 @@ def _known(history: History, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     return history.steps[is_known], values[is_known]
 
 
-def _meaning(definition: Metric | None) -> dict[str, Any]:
+def meaning_of(name: str) -> dict[str, Any]:
+    """Unit, meaning and healthy band of a metric, as the table has them; empty where it is not defined."""
+    definition = DEFINITIONS.find(name)
     if definition is None:
         return {"unit": "", "meaning": "", "band": None}
     band = definition.healthy

@@ -20,6 +20,18 @@ CHUNK_CHARACTERS = 1 << 21
 NAME_CHARACTERS = 200
 """Of names by which trajectories are filtered, such as why a session failed; the trajectory itself shows it whole."""
 
+MAX_PARTS = 16
+"""Parts of rewards by which trajectories are filtered, the first ones; the trajectory itself shows all."""
+
+SNIPPET_CHARACTERS = 80
+"""Of a prompt and a response in the list of trajectories."""
+
+TEMPLATE_CHARACTERS = 24
+"""A beginning at least so long that all prompts share tells nothing apart, and is left out of the list."""
+
+SEEN_CHARACTERS = 300
+"""Of a prompt, in which such a beginning is looked for."""
+
 UNKNOWN = -1
 """Staleness of a trajectory whose versions are not known."""
 
@@ -138,6 +150,9 @@ class RolloutPacker:
         self._count = 0
         self._names = {name: _Names() for name in ("source", "problem", "finish", "failure")}
         self._names["failure"].code("")  # none
+        self._parts: dict[str, array[float]] = {}
+        self._prompts: list[str] = []
+        self._responses: list[str] = []
         self._index: dict[str, array[float]] = {name: array("d") for name in INDEX_KINDS}
 
     def add(self, row: RolloutRow) -> None:
@@ -158,6 +173,10 @@ class RolloutPacker:
             ("failure", row.failure or ""),
         ):
             self._index[name].append(self._names[name].code(text))
+        if len(self._names["problem"].codes) > len(self._prompts):
+            self._prompts.append(row.prompt[:SEEN_CHARACTERS])
+        self._responses.append(_one_line(row.response))
+        self._add_parts(row)
         self._chunk.add(row)
         self._count += 1
         if self._chunk.is_full:
@@ -174,8 +193,22 @@ class RolloutPacker:
             "chunks": self._chunks,
             "recorded": self._count if num_recorded is None else num_recorded,
             "names": {name: list(names.codes) for name, names in self._names.items()},
+            "parts": list(self._parts),
+            "prompts": _told_apart(self._prompts),
+            "responses": self._responses,
         }
-        return self._sink.put(pack(header, {name: (kind, self._index[name]) for name, kind in INDEX_KINDS.items()}))
+        columns: dict[str, tuple[Kind, Any]] = {name: (kind, self._index[name]) for name, kind in INDEX_KINDS.items()}
+        for number, values in enumerate(self._parts.values()):
+            columns[f"part{number}"] = ("f32", values)
+        return self._sink.put(pack(header, columns))
+
+    def _add_parts(self, row: RolloutRow) -> None:
+        for name in row.components:
+            if len(self._parts) < MAX_PARTS and name[:NAME_CHARACTERS] not in self._parts:
+                self._parts[name[:NAME_CHARACTERS]] = array("d", (math.nan,) * self._count)
+        known = {name[:NAME_CHARACTERS]: value for name, value in row.components.items()}
+        for name, values in self._parts.items():
+            values.append(known.get(name, math.nan))
 
     def _flush(self) -> None:
         if self._chunk.texts:
@@ -192,6 +225,22 @@ class RolloutPacker:
                 }
             )
             self._chunk = _Chunk()
+
+
+def _told_apart(prompts: list[str]) -> list[str]:
+    """The beginnings of the prompts, without the template that all of them begin with."""
+    first, last = min(prompts, default=""), max(prompts, default="")
+    shared = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(last))
+    length = max(last.rfind(" ", 0, shared), last.rfind("\n", 0, shared)) + 1 if len(prompts) > 1 else 0
+    if length < TEMPLATE_CHARACTERS:
+        return [_one_line(prompt) for prompt in prompts]
+    return [f"…{_one_line(prompt[length:])}" for prompt in prompts]
+
+
+def _one_line(text: str) -> str:
+    """The beginning of a text, white space as single spaces."""
+    line = " ".join(text[: 2 * SNIPPET_CHARACTERS].split())
+    return line if len(line) <= SNIPPET_CHARACTERS else f"{line[:SNIPPET_CHARACTERS]}…"
 
 
 def _means(values: NDArray[np.float64], rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from rl_core.errors import DataError
-from rl_metrics.health import Verdict, judge
+from rl_metrics.health import Verdict
+from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.json_lines import number_or_none
-from rl_metrics.report.curves import Columns, thin
+from rl_metrics.report.curves import Columns, meaning_of, thin
 from rl_metrics.run_record import ProbeRow, RunRecord
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -32,7 +33,7 @@ def read_verdict(run: RunRecord) -> Verdict:
     """The verdict that the run wrote, as its own thresholds may differ; else what the rules say of its metrics."""
     with suppress(DataError):
         return Verdict.from_json(run.health)
-    return judge(run.history, events=run.events)
+    return judge_run(run)
 
 
 def describe_verdict(verdict: Verdict) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
         columns[f"dx{len(described)}"] = ("i32", steps[kept])
         for number in range(len(QUANTILES)):
             columns[f"d{len(described)}q{number}"] = ("f32", values[kept, number])
-        described.append({"name": name, "quantiles": list(QUANTILES)})
+        described.append({"name": name, "quantiles": list(QUANTILES), **meaning_of(name)})
     return described, columns
 
 
@@ -88,7 +89,10 @@ def _total_s(session: Mapping[str, Any]) -> float:
     return total
 
 
-SESSION_FIELDS = ("prompt_uid", "session_index", "output_index", "prompt_tokens", "response_tokens", "preemptions")
+SESSION_PLACE = ("prompt_uid", "session_index", "output_index")
+"""Fields that tell which session it is."""
+
+SESSION_FIELDS = (*SESSION_PLACE, "prompt_tokens", "response_tokens", "preemptions")
 
 QUIET_EVENTS = ("slowest_session", "checkpoint_saved", "skip_hit", "skip_miss", "skip_stored", "memory_lines")
 """Of each step, or shown elsewhere."""
@@ -108,7 +112,8 @@ def notable_events(run: RunRecord) -> list[dict[str, Any]]:
     ]
 
 
-SHOWN = ("time", "event", "level")
+SHOWN = ("time", "event", "level", "evidence", "causes", "advice")
+"""Fields in columns of their own, or said by the checklist."""
 
 
 def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns]:

@@ -1,19 +1,26 @@
 """Reports of runs: one file, written while a run goes on or when it has ended."""
 
+import glob
+import os
 import time
 from collections.abc import Iterable, Sequence
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
+from rl_core.cluster.guard import is_running
 from rl_core.durable_files import sync_file, sync_folder
 from rl_core.errors import SettingsError
+from rl_metrics.output_file import check_output
 from rl_metrics.report.blobs import BlobSink, PageBlobs
 from rl_metrics.report.curves import pack_curves
+from rl_metrics.report.generation_blobs import pack_generations
+from rl_metrics.report.hang_part import describe_hang
 from rl_metrics.report.packing import pack
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.rollout_blobs import RolloutPacker
 from rl_metrics.report.run_parts import (
+    SESSION_PLACE,
     describe_verdict,
     flat_settings,
     notable_events,
@@ -28,6 +35,7 @@ from rl_metrics.run_record import RunRecord
 
 MAX_TRAJECTORIES = 50_000
 """Of a run, in a report; more are sampled."""
+ENDINGS = (".html",)
 
 
 def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: int = MAX_TRAJECTORIES) -> None:
@@ -35,16 +43,17 @@ def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: i
 
     Args:
         runs: At least one; several are compared. What a record has read already is shown as it was read.
-        output: The file; its folder is made where missing.
+        output: A file ending in .html, in a folder that is there.
         max_trajectories: Most trajectories of a run; a sample is kept of more, worst cases in it.
 
     Raises:
-        SettingsError: There is no run, or max_trajectories is below 1.
+        SettingsError: There is no run, max_trajectories is below 1, or the output is no such file.
         OSError: The file cannot be written, or a run's cannot be read.
     """
     check_request(runs, max_trajectories)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.part")
+    check_output(output, what="the report", endings=ENDINGS)
+    part = output.with_name(f".{output.name}.{os.getpid()}.part")  # a trainer and its user may write at once
+    _remove_left_parts(output)
     try:
         with part.open("wb") as page:
             names = run_names([run.name for run in runs])
@@ -56,6 +65,14 @@ def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: i
     finally:
         part.unlink(missing_ok=True)
     sync_folder(output.parent)
+
+
+def _remove_left_parts(output: Path) -> None:
+    """Of processes that were killed while they wrote."""
+    for left in output.parent.glob(f".{glob.escape(output.name)}.*.part"):
+        pid = left.suffixes[-2].removeprefix(".") if len(left.suffixes) > 1 else ""
+        if pid.isdecimal() and not is_running(int(pid)):
+            left.unlink(missing_ok=True)
 
 
 def check_request(runs: Sequence[object], max_trajectories: int) -> None:
@@ -82,33 +99,40 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
     curves, columns = pack_curves(history)
     distributions, distribution_columns = pack_distributions(run)
     probes, probe_columns = pack_probes(run.probes)
+    slowest = slowest_sessions(run)
     header = {
         "name": name,
         "folder": str(run.folder),
         "step": int(history.steps[-1]) if len(history.steps) else 0,
-        "steps": len(history.steps),
+        "steps": int((history.steps > 0).sum()),  # at step 0 only validation ran
         "times": [float(history.times[0]), float(history.times[-1])] if len(history.times) else [None, None],
         "is_finished": run.is_finished,
         "verdict": describe_verdict(read_verdict(run)),
         "curves": curves,
         "distributions": distributions,
         "probes": probes,
-        "slowest": slowest_sessions(run),
         "events": notable_events(run),
         "settings": flat_settings(run.settings),
         "summary": flat_settings(run.summary),
-        "index": _pack_rollouts(run, sink, max_trajectories),
+        "hang": describe_hang(run),
+        "generations": pack_generations(run.generations, sink),
+        "index": _pack_rollouts(run, sink, max_trajectories, slowest),
+        "slowest": slowest,  # with the places of their trajectories by now
     }
     return sink.put(pack(header, columns | distribution_columns | probe_columns))
 
 
-def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int) -> str:
+def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int, slowest: Sequence[dict[str, Any]]) -> str:
+    """Pack the trajectories; gives each of the slowest sessions that is among them its `row`."""
     rows: Iterable[RolloutRow] = islice(run.rollouts(), max_trajectories)
     num_recorded = None
     if run.most_rollouts() > max_trajectories:
         kept, num_recorded = choose(run.rollouts(), limit=max_trajectories)
         rows = compress(run.rollouts(), kept)
     packer = RolloutPacker(sink)
-    for row in rows:
+    sessions = {tuple(session.get(name) for name in SESSION_PLACE): session for session in slowest}
+    for number, row in enumerate(rows):
         packer.add(row)
+        if (session := sessions.get((row.prompt_uid, row.session, row.output))) is not None:
+            session["row"] = number
     return packer.finish(num_recorded=num_recorded)

@@ -43,6 +43,9 @@ class ReadRun:
         index: Columns of its trajectories.
         texts: Of each trajectory, as packed.
         tokens: Header and columns of each chunk.
+        samples_header: Of the samples of its validations.
+        samples: Columns of the samples.
+        sample_texts: Of each sample, as packed.
     """
 
     header: dict[str, Any]
@@ -51,6 +54,9 @@ class ReadRun:
     index: dict[str, Any]
     texts: list[list[Any]]
     tokens: list[tuple[dict[str, Any], dict[str, Any]]]
+    samples_header: dict[str, Any]
+    samples: dict[str, Any]
+    sample_texts: list[list[Any]]
 
 
 def scripts_of(page: str) -> list[tuple[dict[str, str | None], str]]:
@@ -71,12 +77,19 @@ def _read_run(name: str, parts: dict[str | None, str]) -> ReadRun:
     header, columns = unpack(base64.b64decode(parts[name]))
     index_header, index = unpack(base64.b64decode(parts[header["index"]]))
     chunks = index_header["chunks"]
-    texts = [unpack(base64.b64decode(parts[chunk["texts"]]))[0]["rows"] for chunk in chunks]
+    samples_header, samples = unpack(base64.b64decode(parts[header["generations"]]))
     return ReadRun(
         header=header,
         columns=columns,
         index_header=index_header,
         index=index,
-        texts=[row for rows in texts for row in rows],
+        texts=_texts(chunks, parts),
         tokens=[unpack(base64.b64decode(parts[chunk["tokens"]])) for chunk in chunks],
+        samples_header=samples_header,
+        samples=samples,
+        sample_texts=_texts(samples_header["chunks"], parts),
     )
+
+
+def _texts(chunks: list[dict[str, Any]], parts: dict[str | None, str]) -> list[list[Any]]:
+    return [row for chunk in chunks for row in unpack(base64.b64decode(parts[chunk["texts"]]))[0]["rows"]]

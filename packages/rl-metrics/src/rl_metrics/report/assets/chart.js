@@ -4,6 +4,7 @@
 const CHART_HEIGHT = 190;
 const MAX_MARKED = 60;
 const cards = new Set();
+const zooms = new Map(); // by a card's title, the steps that it shows
 
 function cssColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -38,7 +39,7 @@ const resized = new ResizeObserver((entries) => {
 function chartCard(title, note, label, draw) {
   const place = make("div", { class: "chart", role: "img", "aria-label": visible(label) });
   const figure = make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note), place);
-  place.card = { place, draw, chart: null };
+  place.card = { title, place, draw, chart: null };
   cards.add(place.card);
   inView.observe(place);
   resized.observe(place);
@@ -49,14 +50,26 @@ function drawCard(card) {
   const width = card.place.clientWidth;
   if (card.chart || !width) return;
   card.chart = card.draw(card.place, width);
+  if (zooms.has(card.title)) card.chart.setScale("x", zooms.get(card.title));
   inView.unobserve(card.place);
+}
+
+/** What a reader has zoomed into stays when the chart is made anew. */
+function keepZoom({ title, chart }) {
+  const { min, max } = chart.scales.x;
+  const steps = chart.data[0];
+  if (min > steps[0] || max < steps[steps.length - 1]) zooms.set(title, { min, max });
+  else zooms.delete(title);
 }
 
 /** Charts that are no longer in the page let go of what they hold. */
 function dropCards() {
   for (const card of cards) {
     if (card.place.isConnected) continue;
-    card.chart?.destroy();
+    if (card.chart) {
+      keepZoom(card);
+      card.chart.destroy();
+    }
     inView.unobserve(card.place);
     resized.unobserve(card.place);
     cards.delete(card);
@@ -66,8 +79,10 @@ function dropCards() {
 function redrawCards() {
   for (const card of cards) {
     if (!card.chart) continue;
+    keepZoom(card);
     card.chart.destroy();
-    card.chart = card.draw(card.place, card.place.clientWidth);
+    card.chart = null;
+    drawCard(card);
   }
 }
 
@@ -82,7 +97,7 @@ function stepChart(place, width, data, series, more = {}) {
   const text = cssColor("--muted");
   const grid = { stroke: cssColor("--line"), width: 1 };
   const axis = { stroke: text, grid, ticks: grid, font: "11px system-ui" };
-  const { band, y = {}, bands, hooks = {} } = more;
+  const { band, y = {}, bands } = more;
   return new uPlot(
     {
       width,
@@ -93,14 +108,26 @@ function stepChart(place, width, data, series, more = {}) {
       scales: { x: { time: false }, y: { range: valueRange, ...y } },
       axes: [
         { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-        { ...axis, size: 58, values: (_, ticks) => ticks.map(number) },
+        { ...axis, size: tickRoom, values: (_, ticks) => ticks.map(number) },
       ],
       series: [{ label: "step" }, ...series.map((one) => seriesOf(one, data[0].length))],
-      hooks: { ...hooks, drawClear: band ? [(chart) => drawBand(chart, band)] : [] },
+      hooks: { ready: [tellNewest], setCursor: [tellNewest], drawClear: band ? [(chart) => drawBand(chart, band)] : [] },
     },
     data,
     place,
   );
+}
+
+/** While the cursor is elsewhere, the legend has the newest value of each curve. */
+function tellNewest(chart) {
+  if (Number.isInteger(chart.cursor.idx)) return;
+  const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
+  chart.setLegend({ idxs: chart.data.map((values) => values.findLastIndex(isKnown)) }, false);
+}
+
+/** Room for the longest label of an axis. */
+function tickRoom(_, labels) {
+  return Math.max(44, 20 + 7 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 }
 
 /** A little more than the values; a curve that never moves lies in the middle. */

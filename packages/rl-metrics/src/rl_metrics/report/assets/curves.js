@@ -62,7 +62,7 @@ const curvesView = {
   title: "Curves",
   render(place, runs) {
     const body = make("div", {});
-    const wanted = make("input", { type: "search", placeholder: "part of a metric's name" });
+    const wanted = make("input", { type: "search", name: "chart", id: "search", placeholder: "part of a metric's name" });
     wanted.value = viewState.get("chart");
     const draw = () => {
       const text = wanted.value.trim().toLowerCase();

@@ -2,14 +2,14 @@
 // Distributions over the steps: bands between quantiles, and the median.
 
 function distributionCard(run, place, runs) {
-  return run.header.distributions.map(({ name, quantiles }, number_) => {
+  return run.header.distributions.map(({ name, quantiles, unit, meaning }, number_) => {
     const columns = quantiles.map((_, index) => run.columns[`d${number_}q${index}`]);
     const steps = run.columns[`dx${number_}`];
     const middle = columns[quantiles.indexOf(0.5)];
     const title = runs.length > 1 ? `${name} · ${run.header.name}` : name;
-    const ends = quantiles.map((quantile, index) => `${percent(quantile)}: ${number(columns[index].at(-1))}`);
-    const note = make("p", { class: "note" }, `${plural(steps.length, "step")}. Newest: ${ends.join(", ")}.`);
-    const label = `${title}. Median at the newest step ${number(middle.at(-1))}.`;
+    const ends = [0, 0.5, 0.95, 1].map((quantile) => `${quantileName(quantile)} ${number(columns[quantiles.indexOf(quantile)].at(-1))}`);
+    const note = make("p", { class: "note" }, unit ? make("span", { class: "unit" }, unit) : null, `${meaning} Newest: ${ends.join(", ")}.`);
+    const label = `${title}. ${meaning} Median at the newest step ${number(middle.at(-1))}.`;
     return chartCard(title, note, label, (target, width) => {
       const color = runColor(place);
       const series = quantiles.map((quantile) => ({

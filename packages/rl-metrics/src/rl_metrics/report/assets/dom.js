@@ -9,7 +9,7 @@ function make(tag, properties = {}, ...children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined).map(asNode));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined).map(asNode));
   return node;
 }
 

@@ -12,7 +12,7 @@ const SORTS = {
   stale: ["stalest first", "staleness", -1],
 };
 
-const FILTERS = ["s0", "s1", "r0", "r1", "source", "finish", "failure", "problem", "sort", "q"];
+const FILTERS = ["s0", "s1", "r0", "r1", "part", "p0", "p1", "source", "finish", "failure", "problem", "sort", "q"];
 
 /** Rows that the filters of the URL let through, without the search of texts. */
 function matchingRows(trajectories) {
@@ -23,10 +23,12 @@ function matchingRows(trajectories) {
   const isAnyReward = low === -Infinity && high === Infinity;
   const [ofSource, ofFinish, failed] = [code("source"), code("finish"), failureFilter(trajectories)];
   const problems = problemFilter(trajectories);
+  const inPart = partFilter(trajectories);
   const rows = [];
   for (let row = 0; row < trajectories.count; row++) {
     if (step[row] < firstStep || step[row] > lastStep) continue;
     if (!isAnyReward && !(reward[row] >= low && reward[row] <= high)) continue;
+    if (inPart && !inPart(row)) continue;
     if (ofSource !== null && source[row] !== ofSource) continue;
     if (ofFinish !== null && finish[row] !== ofFinish) continue;
     if (failed && !failed(failure[row])) continue;
@@ -45,6 +47,14 @@ function failureFilter(trajectories) {
   return (code) => code === of;
 }
 
+/** Whether a part of the reward is in the range that is looked for. */
+function partFilter(trajectories) {
+  const values = trajectories.part(viewState.get("part"));
+  const [low, high] = [viewState.number("p0", -Infinity), viewState.number("p1", Infinity)];
+  if (!values || (low === -Infinity && high === Infinity)) return null;
+  return (row) => values[row] >= low && values[row] <= high;
+}
+
 /** By code of a problem, whether its name has the text that is looked for. */
 function problemFilter(trajectories) {
   const text = viewState.get("problem").toLowerCase();
@@ -59,21 +69,24 @@ function sortedRows(trajectories, rows) {
   return rows.sort((one, other) => worth(one) - worth(other) || one - other);
 }
 
+/** An input that shows a part of the view's state; `set` gets its value once the reader pauses. */
+function stateInput(name, properties, set) {
+  const input = make("input", { name, ...properties });
+  input.value = viewState.get(name);
+  input.addEventListener("input", settled(() => set(input.value)));
+  return input;
+}
+
 /** The form; `changed` is called when a filter was. */
 function filterForm(runs, trajectories, changed) {
   const set = (name) => (value) => {
     viewState.set({ [name]: value, row: "" }, { isQuiet: true });
     changed();
   };
-  const field = (name, properties) => {
-    const input = make("input", { name, ...properties });
-    input.value = viewState.get(name);
-    input.addEventListener("input", settled(() => set(name)(input.value)));
-    return input;
-  };
+  const field = (name, properties) => stateInput(name, properties, set(name));
   const choice = (name, label, all) => {
     const options = all.map((value) => [value, snippet(value, 60)]);
-    return labelled(label, makeSelect(label, [["", "all"], ...options], viewState.get(name), set(name)));
+    return labelled(label, makeSelect(label, [["", name === "part" ? "none" : "all"], ...options], viewState.get(name), set(name)));
   };
   const { source, finish, failure } = trajectories.names;
   const failures = [["", "all"], ["none", "not failed"], ["any", "failed"]];
@@ -90,6 +103,8 @@ function filterForm(runs, trajectories, changed) {
     labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
     range("s0", "s1", "Steps", 1),
     range("r0", "r1", "Reward", "any"),
+    trajectories.parts.length ? choice("part", "Part of the reward", trajectories.parts) : null,
+    trajectories.parts.length ? range("p0", "p1", "That part", "any") : null,
     source.length > 1 ? choice("source", "Source", source) : null,
     finish.length > 1 ? choice("finish", "Finish", finish) : null,
     failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, viewState.get("failure"), set("failure"))) : null,

@@ -15,12 +15,14 @@ function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return String(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(4)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
 
 function percent(share) {
-  return Number.isNaN(share) ? "–" : `${number(Number((share * 100).toPrecision(3)))} %`;
+  if (Number.isNaN(share)) return "–";
+  if (share !== 0 && Math.abs(share) < 1e-5) return share > 0 ? "< 0.001 %" : "> -0.001 %";
+  return `${number(Number((share * 100).toPrecision(3)))} %`;
 }
 
 /** A logprob and the probability that it is. */

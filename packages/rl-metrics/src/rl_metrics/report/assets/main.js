@@ -1,7 +1,7 @@
 "use strict";
 // The page: loads the runs, shows the view that the URL names, and, served, follows the run.
 
-const VIEWS = [healthView, curvesView, distributionsView, timesView, rolloutsView, worstView, probesView, runView];
+const VIEWS = [healthView, curvesView, distributionsView, timesView, rolloutsView, validationView, worstView, probesView, runView];
 const POLL_MS = 2000;
 
 const page = { runs: [], written: 0, view: null };
@@ -9,7 +9,8 @@ const page = { runs: [], written: 0, view: null };
 async function loadRun(name) {
   const { header, columns } = await store.read(name);
   const trajectories = new Trajectories(await store.read(header.index));
-  return { header, columns, trajectories };
+  const generations = new Generations(await store.read(header.generations));
+  return { header, columns, trajectories, generations };
 }
 
 async function loadReport() {
@@ -54,7 +55,8 @@ function showPage({ isRenewed = false } = {}) {
   } else if (page.view !== view || isRenewed || view.id !== "curves") {
     page.view = view;
     main.className = `view-${view.id}`;
-    view.render(main, page.runs);
+    if (isRenewed) keepingPlace(main, () => view.render(main, page.runs, { isRenewed }));
+    else view.render(main, page.runs);
     dropCards();
   }
   markView();
@@ -86,6 +88,10 @@ async function follow() {
   }
   setTimeout(follow, POLL_MS);
 }
+
+/** What sticks below the header knows how high it is. */
+new ResizeObserver(([{ target }]) => document.documentElement.style.setProperty("--header", `${target.offsetHeight}px`))
+  .observe(document.querySelector("header"));
 
 async function begin() {
   try {

@@ -1,16 +1,23 @@
 "use strict";
 // What the policy thinks at chosen tokens, over the steps.
 
+const LEAST_TOLD = 1e-3;
+
 function probeCard(run, place, probe, isOneOfMany) {
   const steps = run.columns[`px${place}`];
   const shares = probe.candidates.map((_, index) => run.columns[`p${place}c${index}`].map((value) => Math.exp(value)));
   const names = probe.candidates.map((text) => `“${visible(text)}”`);
-  const title = isOneOfMany ? `${probe.probe} · ${run.header.name}` : probe.probe;
-  const newest = names.map((name, index) => `${name} ${percent(shares[index].at(-1))}`).join(", ");
+  const asked_ = `${snippet(probe.prompt, 60)} → ${snippet(probe.response, 30)}`;
+  const title = isOneOfMany ? `${asked_} · ${run.header.name}` : asked_;
+  const newest = names
+    .map((name, index) => [name, shares[index].at(-1)])
+    .filter(([, share], index) => index === 0 || share >= LEAST_TOLD)
+    .sort((one, other) => other[1] - one[1])
+    .map(([name, share]) => `${name} ${percent(share)}`)
+    .join(", ");
   const asked = make(
-    "p", { class: "note" },
-    make("code", {}, snippet(probe.prompt, 200)), " → ", make("code", {}, snippet(probe.response, 120)),
-    ` token ${probe.position + 1}: `, make("strong", {}, names[0]), `. Newest: ${newest}.`,
+    "p", { class: "note", title: visible(`${probe.probe}\n${probe.prompt}\n${probe.response}`) },
+    `Token ${probe.position + 1} of the response: `, make("strong", {}, names[0]), `. Newest: ${newest}.`,
   );
   return chartCard(title, asked, `Probabilities of candidates at a token. Newest: ${newest}`, (target, width) => {
     const series = names.map((label, index) => ({

@@ -21,13 +21,13 @@ const runView = {
       const rows = [...header.events].reverse().map(({ time, event, level, text }) => [
         moment(time), level ? make("span", { class: `level ${["error", "critical"].includes(level) ? "critical" : "warning"}` }, level) : "", event, text,
       ]);
-      return rows.length ? makeTable(`Events of ${header.name}, the newest first`, ["time", "level", "event", ""], rows) : null;
+      return rows.length ? makeTable(`Events of ${header.name}, the newest first`, [["time", "moment"], "level", "event", ["", "long"]], rows) : null;
     });
     const spans = runs.map(({ header }) => [
       header.name, header.folder, moment(header.times[0]), moment(header.times[1]), header.steps, header.is_finished ? "yes" : "no",
     ]);
     const tables = [
-      makeTable("Runs", ["run", "folder", "first step", "newest step", ["steps", "number"], "finished"], spans),
+      makeTable("Runs", ["run", "folder", ["first step", "moment"], ["newest step", "moment"], ["steps", "number"], "finished"], spans),
       settingsTable(runs, "summary", "Summary"),
       ...events,
       settingsTable(runs, "settings", "Settings; what differs is bold"),

@@ -1,13 +1,14 @@
 "use strict";
 // Where the time of each step went, and the slowest samples.
 
-const WITHIN = /^timing_s\/(step|load_rollouts|replayed_gen)$/;
+const PHASE = /^timing_s\/[^/]+$/;
+const NO_PHASE = /^timing_s\/(step|load_rollouts|replayed_gen|reward)$/; // the whole, parts of gen, a session's mean
 const MAX_PHASES = 12;
 
 /** Phases of the steps of a run, the longest first: [{name, of: Map(step -> seconds), total}]. */
 function phasesOf(run) {
   const phases = run.header.curves
-    .filter(({ name }) => name.startsWith("timing_s/") && !WITHIN.test(name))
+    .filter(({ name }) => PHASE.test(name) && !NO_PHASE.test(name))
     .map(({ name }) => {
       const { x, y } = curveOf(run, name);
       const of = new Map();
@@ -24,32 +25,38 @@ function phasesOf(run) {
   }, phases);
 }
 
+const STAIRS = uPlot.paths.stepped({ align: -1 });
+
 /** Phases laid on top of each other: the k-th curve is the sum of the first k. */
 function phaseCard(run, phases) {
   const whole = curveOf(run, "timing_s/step");
-  const steps = whole?.x ?? curveOf(run, `timing_s/${phases[0].name}`).x;
+  const known = whole?.x ?? curveOf(run, `timing_s/${phases[0].name}`).x;
+  const steps = [known[0] - 1, ...known]; // a stair goes from the step before to its own
   const sums = [];
   for (const { of } of phases) {
     const below = sums.at(-1);
-    sums.push(Float32Array.from(steps, (step, place) => (below ? below[place] : 0) + (of.get(step) ?? 0)));
+    const time = (place) => of.get(steps[place || 1]) ?? 0;
+    sums.push(Float32Array.from(steps, (_, place) => (below ? below[place] : 0) + time(place)));
   }
   const total = phases.reduce((sum, phase) => sum + phase.total, 0);
   const shares = phases.map((phase) => `${phase.name} ${percent(phase.total / total)}`).join(", ");
-  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Phases that run at once add up to more than the step.`);
-  return chartCard(`Phases of a step · ${run.header.name}`, note, `Phases of a step. ${shares}`, (place, width) => {
+  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Phases that run at once add up to more than the step. Click a step to see it alone.`);
+  return chartCard(`Phases of the steps · ${run.header.name}`, note, `Phases of the steps. ${shares}`, (place, width) => {
     const fill = (index) => cssColor(`--phase-${index % 12}`);
     const series = phases
       .map((phase, index) => ({
-        label: phase.name, stroke: fill(index), fill: fill(index), width: 0.5, points: { show: false },
+        label: phase.name, stroke: fill(index), fill: fill(index), width: 0.5, points: { show: false }, paths: STAIRS,
         value: (_, value, __, at) => (at === null ? "–" : seconds(phase.of.get(steps[at]) ?? 0)),
       }))
       .reverse(); // the highest sum first, so that each lower one is drawn over it
     const data = [steps, ...[...sums].reverse()];
     if (whole) {
-      series.push({ label: "whole step", stroke: cssColor("--text"), width: 1, points: { show: false }, value: (_, value) => seconds(value) });
-      data.push(whole.y);
+      series.push({ label: "whole step", stroke: cssColor("--text"), width: 1, points: { show: false }, paths: STAIRS, value: (_, value) => seconds(value) });
+      data.push([whole.y[0], ...whole.y]);
     }
-    return stepChart(place, width, data, series, { y: { range: (_, low, high) => [0, high || 1] } });
+    const chart = stepChart(place, width, data, series, { y: { range: (_, low, high) => [0, high || 1] } });
+    chart.over.addEventListener("click", () => chart.cursor.idx !== null && viewState.set({ at: steps[chart.cursor.idx] }));
+    return chart;
   });
 }
 
@@ -60,10 +67,13 @@ function slowestEvents(run, place) {
     session.step ?? "–", seconds(session.total_s), seconds(session.generate_s ?? 0), seconds(session.tools_s ?? 0),
     seconds(session.reward_s ?? 0), session.prompt_tokens ?? "–", session.response_tokens ?? "–",
     session.preemptions ?? "–",
-    make("a", { href: viewState.link({ view: "rollouts", run: place, q: session.prompt_uid }, { isFresh: true }) }, session.prompt_uid ?? "–"),
+    session.row === undefined
+      ? (session.prompt_uid ?? "–")
+      : make("a", { href: viewState.link({ view: "rollouts", run: place, row: session.row }, { isFresh: true }) }, run.trajectories.asked(session.row)),
   ]);
   const numbers = ["step", "whole", "generation", "tools", "reward", "prompt tokens", "response tokens", "preemptions"];
-  return makeTable(`Slowest sessions of ${run.header.name}`, [...numbers.map((name) => [name, "number"]), "group"], rows);
+  const title = `Slowest sessions of ${run.header.name}; a link where the trajectory was recorded`;
+  return makeTable(title, [...numbers.map((name) => [name, "number"]), "problem, or group"], rows);
 }
 
 function slowestTrajectories(run, place) {
@@ -72,9 +82,10 @@ function slowestTrajectories(run, place) {
   if (!order.length) return null;
   const rows = order.slice(0, 25).map((row) => [
     step[row], seconds(times[row]), length[row], number(reward[row]),
-    make("a", { href: viewState.link({ view: "rollouts", run: place, row }, { isFresh: true }) }, run.trajectories.name("problem", row)),
+    make("a", { href: viewState.link({ view: "rollouts", run: place, row }, { isFresh: true }) }, run.trajectories.asked(row)),
+    run.trajectories.responses[row],
   ]);
-  const headings = [["step", "number"], ["whole", "number"], ["tokens", "number"], ["reward", "number"], "problem"];
+  const headings = [["step", "number"], ["whole", "number"], ["tokens", "number"], ["reward", "number"], "problem", "response"];
   return makeTable(`Slowest recorded trajectories of ${run.header.name}`, headings, rows);
 }
 
@@ -82,7 +93,10 @@ const timesView = {
   id: "times",
   title: "Time",
   render(place, runs) {
-    const charts = runs.map((run) => [run, phasesOf(run)]).filter(([, phases]) => phases.length).map((one) => phaseCard(...one));
+    const charts = runs
+      .map((run) => [run, phasesOf(run)])
+      .filter(([, phases]) => phases.length)
+      .flatMap(([run, phases]) => [phaseCard(run, phases), stepTimeline(run, phases)]);
     const tables = runs.flatMap((run, number_) => [slowestEvents(run, number_), slowestTrajectories(run, number_)]).filter(Boolean);
     const none = charts.length || tables.length ? null : make("p", { class: "muted" }, "The run recorded no times.");
     place.replaceChildren(make("div", { class: "wide cards" }, charts), ...tables, none ?? "");

@@ -22,31 +22,41 @@ function largest(values) {
   return values.reduce((most, value) => (Math.abs(value) > most ? Math.abs(value) : most), 0);
 }
 
-/** Colourings: [label, columns it needs, what they say, (columns, place) => colour]. */
+/** Colourings: [label, columns it needs, what they say, (columns) => (place) => colour]. */
 const COLORINGS = {
   policy: ["probability, learner", ["policy_logprobs"], "red: unlikely",
-    ({ policy_logprobs: values }, place) => shade(RED, 1 - Math.exp(values[place]))],
+    ({ policy_logprobs: values }) => (place) => shade(RED, 1 - Math.exp(values[place]))],
   rollout: ["probability, engine", ["rollout_logprobs"], "red: unlikely",
-    ({ rollout_logprobs: values }, place) => shade(RED, 1 - Math.exp(values[place]))],
+    ({ rollout_logprobs: values }) => (place) => shade(RED, 1 - Math.exp(values[place]))],
   gap: ["learner minus engine", ["policy_logprobs", "rollout_logprobs"], "blue: likelier for the learner, red: for the engine; full at 0.2",
-    (columns, place) => twoSided(probabilityGap(columns, place), 0.2)],
+    (columns) => (place) => twoSided(probabilityGap(columns, place), 0.2)],
   advantage: ["advantage", ["advantages"], "blue: encouraged, red: discouraged",
-    ({ advantages: values }, place) => twoSided(values[place], largest(values))],
+    ({ advantages: values }) => {
+      const most = largest(values);
+      return (place) => twoSided(values[place], most);
+    }],
   entropy: ["entropy", ["entropy"], "violet: undecided; full at the response's highest",
-    ({ entropy: values }, place) => shade(VIOLET, values[place] / (largest(values) || 1))],
+    ({ entropy: values }) => {
+      const most = largest(values) || 1;
+      return (place) => shade(VIOLET, values[place] / most);
+    }],
   version: ["policy version", ["versions"], "violet: older weights",
-    ({ versions: values }, place) => shade(VIOLET, oldness(values, place))],
+    ({ versions: values }) => {
+      const oldness = oldnessOf(values);
+      return (place) => shade(VIOLET, oldness(place));
+    }],
   weight: ["correction weight", ["correction_weights"], "blue: above 1, red: below 1",
-    ({ correction_weights: values }, place) => twoSided(values[place] - 1, 1)],
+    ({ correction_weights: values }) => (place) => twoSided(values[place] - 1, 1)],
   mask: ["trained or not", ["mask"], "violet: not trained, such as a tool's output",
-    ({ mask }, place) => shade(VIOLET, mask[place] ? 0 : 0.6)],
-  none: ["none", [], "", () => ""],
+    ({ mask }) => (place) => shade(VIOLET, mask[place] ? 0 : 0.6)],
+  none: ["none", [], "", () => () => ""],
 };
 
-function oldness(versions, place) {
+/** By place, from 0 for the newest weights of a response to 1 for its oldest. */
+function oldnessOf(versions) {
   const sampled = versions.filter((version) => version >= 0);
   const [oldest, newest] = [sampled.reduce((a, b) => Math.min(a, b), Infinity), sampled.reduce((a, b) => Math.max(a, b), 0)];
-  return versions[place] < 0 || oldest === newest ? 0 : (newest - versions[place]) / (newest - oldest);
+  return (place) => (versions[place] < 0 || oldest === newest ? 0 : (newest - versions[place]) / (newest - oldest));
 }
 
 /** Colourings that a trajectory's columns allow. */

@@ -42,8 +42,8 @@ function tokenView(part, learnerVersion, coloring) {
     spans[current].scrollIntoView({ block: "nearest" });
   });
   const paint = () => {
-    const color = COLORINGS[coloring()]?.[3] ?? COLORINGS.none[3];
-    spans.forEach((span, place) => (span.style.backgroundColor = color(part.columns, place)));
+    const color = (COLORINGS[coloring()]?.[3] ?? COLORINGS.none[3])(part.columns);
+    spans.forEach((span, place) => (span.style.backgroundColor = color(place)));
   };
   paint();
   return { nodes: [box, detail], paint };

@@ -3,19 +3,28 @@
 
 const BAD_BELOW = 0.5;
 
-class Trajectories {
+class Trajectories extends TextChunks {
   constructor({ header, columns }) {
-    this.columns = columns;
-    this.names = header.names;
-    this.chunks = header.chunks;
-    this.recorded = header.recorded;
-    this.count = columns.step.length;
-    this.rowsOfProblem = null;
+    super({ header, columns });
+    this.parts = header.parts;
+    this.prompts = header.prompts;
+    this.responses = header.responses;
   }
 
-  /** The source, problem, finish or failure of a trajectory. */
-  name(kind, row) {
-    return this.names[kind][this.columns[kind][row]];
+  /** Values of a part of the reward, NaN where it is not known; undefined where no trajectory has it. */
+  part(name) {
+    return this.columns[`part${this.parts.indexOf(name)}`];
+  }
+
+  /** What was asked, in a few words. */
+  asked(row) {
+    return this.prompts[this.columns.problem[row]] || snippet(this.name("problem", row), 60);
+  }
+
+  /** "good", "bad", or "none" where there is no score. */
+  kind(row) {
+    if (this.isBad(row)) return "bad";
+    return Number.isNaN(this.columns.reward[row]) ? "none" : "good";
   }
 
   /** Whether it failed, or its score is low. */
@@ -23,24 +32,9 @@ class Trajectories {
     return this.columns.failure[row] > 0 || this.columns.reward[row] < BAD_BELOW;
   }
 
-  chunkOf(row) {
-    let [low, high] = [0, this.chunks.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.chunks[middle].first <= row) low = middle;
-      else high = middle - 1;
-    }
-    return low;
-  }
-
-  async texts(chunk) {
-    return (await store.read(this.chunks[chunk].texts)).header.rows;
-  }
-
   /** Prompt, response and what else is text of a trajectory. */
   async text(row) {
-    const chunk = this.chunkOf(row);
-    const fields = (await this.texts(chunk))[row - this.chunks[chunk].first];
+    const fields = await this.fields(row);
     const [prompt, response, truth, uid, session, output, time, failure, components, timings] = fields;
     return { prompt, response, truth, uid, session, output, time, failure, components, timings };
   }
@@ -61,18 +55,4 @@ class Trajectories {
       ids: Array.from(coded, (code) => part.header.ids[code]),
       columns: Object.fromEntries(known),
     };
-  }
-
-  /** Rows of the problem with this name, by step. */
-  ofProblem(name) {
-    if (!this.rowsOfProblem) {
-      this.rowsOfProblem = new Map();
-      this.columns.problem.forEach((code, row) => {
-        const rows = this.rowsOfProblem.get(code);
-        if (rows) rows.push(row);
-        else this.rowsOfProblem.set(code, [row]);
-      });
-    }
-    return this.rowsOfProblem.get(this.names.problem.indexOf(name)) ?? [];
-  }
-}
+  }}

@@ -1,13 +1,14 @@
 "use strict";
 // One trajectory: what was asked, what was answered, token by token, and the same problem at other steps.
 
-/** Show a row of a run in a place; null when the place was given something else meanwhile. */
-async function showTrajectory(place, runs, number_, row) {
+/** Show a row of a run in a place, perhaps beside another; null when the place was given something else meanwhile. */
+async function showTrajectory(place, runs, number_, row, { isBeside = false } = {}) {
   const run = runs[number_];
   const { trajectories } = run;
-  place.shown = `${number_}/${row}`;
+  const key = trajectoryKey(runs, number_, row);
+  place.shown = key;
   const [text, part] = await Promise.all([trajectories.text(row), trajectories.tokens(row)]);
-  if (place.shown !== `${number_}/${row}`) return null;
+  if (place.shown !== key) return null;
   const learnerVersion = trajectories.columns.version[row];
   const possible = possibleColorings(part.columns);
   const chosen = () => {
@@ -33,9 +34,17 @@ async function showTrajectory(place, runs, number_, row) {
     ...[answer].flat(),
     text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
     rewardParts(text, trajectories.columns.reward[row]),
-    sameProblem(runs, number_, row),
+    isBeside ? "" : sameProblem(runs, number_, row),
   );
   return text;
+}
+
+/** Another one when a run that still writes has put another trajectory there, or has more of the problem. */
+function trajectoryKey(runs, number_, row) {
+  const { trajectories } = runs[number_];
+  const problem = trajectories.name("problem", row);
+  const counts = runs.map((run) => run.trajectories.ofProblem(problem).length);
+  return [number_, row, trajectories.columns.step[row], counts, problem].join("/");
 }
 
 function plainText(text) {
@@ -60,9 +69,9 @@ function trajectoryFacts(trajectories, row, text) {
     ["group", `${text.uid}, session ${text.session}, output ${text.output}`],
   ];
   const times = Object.entries(text.timings).map(([name, value]) => [
-    name.replace(/_s$/, ""), name.endsWith("_s") ? seconds(value) : number(value),
+    name.replace(/_s$/, " time"), name.endsWith("_s") ? seconds(value) : number(value),
   ]);
-  return make("dl", { class: "facts wide" }, factNodes([...facts, ...times]));
+  return make("dl", { class: "facts wide" }, [...facts, ...times].map((fact) => make("div", {}, factNodes([fact]))));
 }
 
 function rewardParts(text, reward) {
@@ -81,24 +90,21 @@ const MAX_SAME = 60;
 /** The trajectories of the same problem, of all runs, over the steps. */
 function sameProblem(runs, ofRun, row) {
   const problem = runs[ofRun].trajectories.name("problem", row);
-  const lists = runs.map(({ header, trajectories }, number_) => {
+  const tables = runs.map(({ header, trajectories }, number_) => {
     const rows = trajectories.ofProblem(problem);
+    if (!rows.length) return null;
     const { step, reward } = trajectories.columns;
     const near = aroundRow(rows, number_ === ofRun ? rows.indexOf(row) : 0);
-    const items = near.map((other) => {
+    const lines = near.map((other) => {
       const isThis = number_ === ofRun && other === row;
-      const kind = trajectories.isBad(other) ? "bad" : Number.isNaN(reward[other]) ? "none" : "good";
-      return make(
-        "li", {},
-        make("a", { href: viewState.link({ run: number_, row: other }), class: `score ${kind}`, "aria-current": isThis ? "true" : null,
-          title: `step ${step[other]}, reward ${number(reward[other])}` }, `${step[other]}: ${number(reward[other])}`),
-      );
+      const link = make("a", { href: viewState.link({ run: number_, row: other }), "aria-current": isThis ? "true" : null }, `step ${step[other]}`);
+      return [link, make("span", { class: `score ${trajectories.kind(other)}` }, number(reward[other])), trajectories.responses[other] || "∅"];
     });
-    if (!items.length) return null;
-    const title = `${runs.length > 1 ? `${header.name}: ` : ""}${plural(rows.length, "trajectory", "trajectories")}, step: reward`;
-    return make("div", {}, make("p", { class: "muted" }, title), make("ul", { class: "chips" }, items));
+    const more = rows.length > near.length ? `, ${near.length} of them` : "";
+    const title = `${runs.length > 1 ? `${header.name}: ` : ""}${plural(rows.length, "trajectory", "trajectories")}${more}`;
+    return makeTable(title, ["step", ["reward", "number"], "response"], lines);
   });
-  return make("section", { class: "same", "aria-label": "The same problem" }, make("h4", {}, "The same problem across steps"), lists.filter(Boolean));
+  return make("section", { class: "same", "aria-label": "The same problem" }, make("h4", {}, "The same problem across steps"), tables.filter(Boolean));
 }
 
 /** So many rows around one place. */

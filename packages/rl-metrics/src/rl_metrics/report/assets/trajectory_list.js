@@ -21,20 +21,30 @@ class TrajectoryList {
       },
       this.sheet,
     );
-    new ResizeObserver(() => this.draw()).observe(this.place);
+    this.height = 0;
+    new ResizeObserver(() => this.onResize()).observe(this.place);
   }
 
-  /** List these rows; the selected one stays in view where it is among them. */
-  show(rows, selected) {
+  /** The list is higher or lower than before: a selected row that was in view still is. */
+  onResize() {
+    const place = this.rows.indexOf(this.selected);
+    const top = place * ROW_HEIGHT - this.place.scrollTop;
+    if (place >= 0 && top >= 0 && (top < this.height || !this.height)) this.reveal(place);
+    this.height = this.place.clientHeight;
+    this.draw();
+  }
+
+  /** List these rows; the selected one comes into view where it is among them, unless the list stays where it is. */
+  show(rows, selected, { stays = false } = {}) {
     this.rows = rows;
     this.sheet.style.height = `${rows.length * ROW_HEIGHT}px`;
-    this.select(selected, { isQuiet: true });
+    this.select(selected, { isQuiet: true, stays });
   }
 
-  select(row, { isQuiet = false } = {}) {
+  select(row, { isQuiet = false, stays = false } = {}) {
     this.selected = row;
     const place = this.rows.indexOf(row);
-    if (place >= 0) this.reveal(place);
+    if (place >= 0 && !stays) this.reveal(place);
     this.draw();
     if (!isQuiet) this.chosen(row);
   }
@@ -76,8 +86,6 @@ class TrajectoryList {
 
   item(row, place) {
     const { step, reward, length, failure } = this.trajectories.columns;
-    const score = reward[row];
-    const kind = this.trajectories.isBad(row) ? "bad" : Number.isNaN(score) ? "none" : "good";
     const finish = this.trajectories.name("finish", row);
     const item = make(
       "div",
@@ -85,8 +93,8 @@ class TrajectoryList {
         class: "item", role: "option", id: `row-${row}`, "data-row": row, "aria-selected": row === this.selected,
         "aria-setsize": this.rows.length, "aria-posinset": place + 1,
       },
-      make("span", { class: `score ${kind}` }, number(score)),
-      make("span", { class: "what" }, snippet(this.trajectories.name("problem", row), 60)),
+      make("span", { class: `score ${this.trajectories.kind(row)}` }, number(reward[row])),
+      make("span", { class: "what" }, this.trajectories.asked(row), make("span", { class: "muted" }, " → "), this.trajectories.responses[row] || "∅"),
       make("span", { class: "muted" },
         `step ${step[row]} · ${this.trajectories.name("source", row)} · ${plural(length[row], "token")}` +
           (finish === "stop" ? "" : ` · ${finish}`) + (failure[row] ? " · failed" : "")),

@@ -14,42 +14,57 @@ function statusBadge(status) {
 
 function showVerdicts(runs) {
   const lines = runs.map((run, place) => {
-    const { verdict, header } = { verdict: run.header.verdict, header: run.header };
+    const { header } = run;
+    const { verdict } = header;
+    const hangs = hangInShort(header);
+    const status = hangs ? "critical" : verdict.status;
     const state = header.is_finished ? "finished" : "not finished";
-    const worst = verdict.findings.map((finding) => finding.what).join(" ");
     return make(
       "p",
-      { class: `verdict ${STATUSES.includes(verdict.status) ? verdict.status : "unknown"}` },
-      statusBadge(verdict.status),
+      { class: `verdict ${STATUSES.includes(status) ? status : "unknown"}` },
+      statusBadge(status),
       runs.length > 1 ? make("span", { class: `swatch run-${place % 7}` }) : null,
       make("strong", {}, header.name),
       ` ${WORDS[verdict.status] ?? verdict.status} at step ${verdict.step}; ${state}, ${plural(header.steps, "step")}. `,
-      make("span", { class: "muted" }, snippet(worst, 300)),
+      hangs ? make("span", { class: "failure" }, snippet(hangs, 300), " ") : null,
+      make("span", { class: "muted" }, snippet(inShort(verdict.findings), 300)),
     );
   });
   byId("verdicts").replaceChildren(...lines);
 }
 
-function checkItem(check) {
-  const title = [statusBadge(check.status), make("strong", {}, check.title), " ", check.reading];
-  if (!check.finding) return make("li", { class: "check" }, title);
-  return make("li", { class: "check" }, make("details", { open: true }, make("summary", {}, title), finding(check.finding)));
+/** The gravest finding, its likeliest cause, and how many more there are. */
+function inShort([gravest, ...more]) {
+  if (!gravest) return "";
+  const cause = gravest.causes.length ? ` Likeliest cause: ${gravest.causes[0]}.` : "";
+  return `${gravest.what}${cause}${more.length ? ` ${plural(more.length, "more finding")}.` : ""}`;
 }
 
-function finding({ what, since_step: since, evidence, causes, advice }) {
+function checkItem({ status, title, reading }) {
+  return make("li", { class: "check" }, statusBadge(status), make("strong", {}, title), " ", reading);
+}
+
+/** The findings, what explains others first; the first one is unfolded. */
+function findingList({ findings }) {
+  if (!findings.length) return null;
+  const items = findings.map((one, place) => make("details", { class: "finding", open: place === 0 }, findingNodes(one)));
+  return make("section", {}, make("h3", {}, "Findings, what explains others first"), items);
+}
+
+function findingNodes({ severity, what, since_step: since, evidence, causes, advice }) {
   const list = (kind, heading, items) =>
     items.length ? [make("h5", {}, heading), make(kind, {}, items.map((item) => make("li", {}, item)))] : [];
   const shown = evidence.map(({ metric, text }) => [
-    make("a", { href: viewState.link({ view: "curves", chart: metric }) }, metric), `: ${text}`,
+    make("a", { href: viewState.link({ view: "curves", chart: metric }, { isFresh: true }) }, metric),
+    text.startsWith(`${metric} `) ? text.slice(metric.length) : `: ${text}`,
   ]);
-  return make(
-    "div",
-    { class: "finding" },
-    make("p", {}, `${what} Since step ${since}.`),
+  const tried = (one, what) => [one, what ? make("div", { class: "muted" }, `Try: ${what}`) : null];
+  const cause = causes.length ? make("span", { class: "muted" }, ` Likeliest cause: ${causes[0]}.`) : null;
+  return [
+    make("summary", {}, statusBadge(severity), make("strong", {}, what), ` Since step ${since}.`, cause),
     list("ul", "Evidence", shown),
-    list("ol", "Likely causes, the likeliest first", causes),
-    list("ol", "What to try", advice),
-  );
+    list("ol", "Likely causes, the likeliest first, and what to try", causes.map((one, at) => tried(one, advice[at]))),
+  ];
 }
 
 const OVERVIEW = [
@@ -65,12 +80,19 @@ const healthView = {
       const sides = Object.entries(SIDES).map(([side, title]) => {
         const checks = header.verdict.checks.filter((check) => check.side === side);
         if (!checks.length) return null;
-        return make("section", { class: "side" }, make("h3", {}, title), make("ul", {}, checks.map(checkItem)));
+        return make("section", { class: "side" }, make("h4", {}, title), make("ul", {}, checks.map(checkItem)));
       });
-      return make("section", { class: "checklist" }, make("h2", {}, runs.length > 1 ? header.name : "Checklist"), sides);
+      return make(
+        "section", { class: "checked" },
+        runs.length > 1 ? make("h2", {}, header.name) : null,
+        findingList(header.verdict),
+        make("h3", {}, "Checklist"),
+        make("div", { class: "checklist" }, sides),
+      );
     });
     const names = OVERVIEW.flatMap((pattern) => metricNames(runs).filter((name) => pattern.test(name)));
     const charts = make("div", { class: "cards" }, names.map((name) => metricCard(runs, name)));
-    place.replaceChildren(make("div", { class: "checklists" }, lists), make("h2", {}, "Overview"), charts);
+    const hangs = runs.map((run) => hangSection(run, runs.length > 1)).filter(Boolean);
+    place.replaceChildren(...hangs, make("div", { class: "checklists" }, lists), make("h2", {}, "Overview"), charts);
   },
 };

@@ -1,32 +1,33 @@
 "use strict";
 // The rollout viewer: filters, the list, and the trajectory; of several runs the same problem beside it.
 
-const viewer = { generation: 0, list: null, shown: "" };
+const viewer = { generation: 0, list: null, panes: null, shown: "" };
 
 const rolloutsView = {
   id: "rollouts",
   title: "Rollouts",
-  render(place, runs) {
+  render(place, runs, { isRenewed = false } = {}) {
     const number_ = Math.min(Math.max(viewState.number("run", 0), 0), runs.length - 1);
     const { trajectories } = runs[number_];
     const status = make("p", { class: "muted", role: "status", id: "found" });
     const progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Search" });
-    const panes = make("div", { class: "panes" });
+    const panes = viewer.panes ?? make("div", { class: "panes" }); // what is shown in them stays, as long as it is the same
+    viewer.panes = panes;
     const list = new TrajectoryList(trajectories, (row) => viewState.set({ row }));
+    const listed = isRenewed && viewer.shown === filterText() ? viewer.list?.rows : undefined;
     viewer.list = list;
-    viewer.shown = filterText();
-    const refresh = () => {
+    const refresh = (before) => {
       viewer.shown = filterText();
-      listRows(trajectories, list, status, progress);
+      listRows(trajectories, list, status, progress, before);
       showPanes(panes, runs, number_);
     };
     place.replaceChildren(
-      filterForm(runs, trajectories, refresh),
+      filterForm(runs, trajectories, () => refresh()),
       make("div", { class: "viewer" },
         make("div", { class: "side-list" }, make("div", { class: "found" }, status, progress), list.place), panes),
     );
     viewer.show = () => showPanes(panes, runs, number_);
-    refresh();
+    refresh(listed);
   },
   /** Follow the URL without making everything anew, where only the trajectory is another. */
   follow(place, runs) {
@@ -41,7 +42,8 @@ function filterText() {
   return ["run", ...FILTERS].map((name) => viewState.get(name)).join("\n");
 }
 
-async function listRows(trajectories, list, status, progress) {
+/** List what the filters let through; rows that were listed `before` stay until a search is through. */
+async function listRows(trajectories, list, status, progress, before) {
   const generation = ++viewer.generation;
   const isOver = () => generation !== viewer.generation;
   const rows = matchingRows(trajectories);
@@ -49,23 +51,24 @@ async function listRows(trajectories, list, status, progress) {
   const selected = viewState.number("row", -1);
   if (text === "") {
     progress.hidden = true;
-    list.show(rows, selected);
+    list.show(rows, selected, { stays: before !== undefined });
     status.textContent = foundText(trajectories, rows.length);
     return;
   }
   progress.hidden = false;
-  list.show([], selected);
+  list.show(before ?? [], selected);
   const found = await searchTexts(trajectories, rows, text, {
     isOver,
     progress: (share, soFar) => {
       progress.value = share;
+      if (before) return;
       list.show(soFar, selected);
       status.textContent = `${plural(soFar.length, "trajectory", "trajectories")} so far`;
     },
   });
   if (!found || isOver()) return;
   progress.hidden = true;
-  list.show(found, selected);
+  list.show(found, selected, { stays: before !== undefined });
   status.textContent = foundText(trajectories, found.length);
 }
 
@@ -96,8 +99,8 @@ function showPanes(panes, runs, number_) {
       pane.replaceChildren(make("div", {}, besideChoice(runs, number_, run), make("p", { class: "muted" }, "This run recorded no trajectory of the problem.")));
       return;
     }
-    if (pane.shown === `${run}/${ofRun}`) return;
-    showTrajectory(pane, runs, run, ofRun).then(
+    if (pane.shown === trajectoryKey(runs, run, ofRun)) return;
+    showTrajectory(pane, runs, run, ofRun, { isBeside: place > 0 }).then(
       (text) => text && place > 0 && pane.prepend(besideChoice(runs, number_, run)),
       (error) => pane.replaceChildren(make("p", { class: "failure" }, `It cannot be shown: ${error.message}`)),
     );
@@ -115,20 +118,18 @@ function otherRun(runs, number_, row) {
   const other = wanted === number_ || !runs[wanted] ? Number(number_ === 0) : wanted;
   const { trajectories } = runs[number_];
   const beside = runs[other].trajectories;
-  const step = trajectories.columns.step[row];
-  const distance = (one) => Math.abs(beside.columns.step[one] - step);
-  const rows = beside.ofProblem(trajectories.name("problem", row));
-  return [other, rows.reduce((best, one) => (best === undefined || distance(one) < distance(best) ? one : best), undefined)];
+  return [other, beside.nearest(trajectories.name("problem", row), trajectories.columns.step[row])];
 }
 
 addEventListener("keydown", (event) => {
   const isTyping = event.target.closest?.("input, select, textarea, .list, .tokens");
-  if (isTyping || viewState.get("view") !== "rollouts" || !viewer.list) return;
+  if (isTyping) return;
   const by = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
-  if (event.key === "/") {
+  const search = byId("search");
+  if (event.key === "/" && search) {
     event.preventDefault();
-    byId("search")?.focus();
-  } else if (by && !event.target.closest?.(".pane") && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    search.focus();
+  } else if (by && viewState.get("view") === "rollouts" && viewer.list && !event.target.closest?.(".pane") && !event.ctrlKey && !event.metaKey && !event.altKey) {
     event.preventDefault();
     viewer.list.move(by);
   }

@@ -1,53 +1,91 @@
 "use strict";
 // Worst cases: trajectories that failed or scored below 0.5, grouped.
 
-const GROUPINGS = { source: "source", finish: "finish", failure: "failure", problem: "problem" };
+const GROUPINGS = { source: "source", finish: "finish", failure: "failure", problem: "problem", part: "part of the reward" };
 const MAX_GROUPS = 200;
-const MAX_EXAMPLES = 6;
+const MAX_EXAMPLES = 3;
+const JUST_BELOW = "0.4999";
+
+/** Codes of the groups that a trajectory is in: of a part of the reward where that part is low. */
+function groupsOf(trajectories, kind) {
+  if (kind !== "part") return (row) => [trajectories.columns[kind][row]];
+  const values = trajectories.parts.map((name) => trajectories.part(name));
+  return (row) => [...values.keys()].filter((code) => values[code][row] < BAD_BELOW);
+}
 
 /** Groups of a run, the one with most bad trajectories first. */
 function badGroups({ trajectories }, kind) {
   const groups = new Map();
-  const { reward, step } = trajectories.columns;
-  trajectories.columns[kind].forEach((code, row) => {
-    if (!groups.has(code)) groups.set(code, { code, all: 0, bad: 0, sum: 0, scored: 0, examples: [], first: Infinity, last: -Infinity });
-    const group = groups.get(code);
-    group.all++;
-    if (!Number.isNaN(reward[row])) {
-      group.scored++;
-      group.sum += reward[row];
-    }
-    if (!trajectories.isBad(row)) return;
-    group.bad++;
-    group.first = Math.min(group.first, step[row]);
-    group.last = Math.max(group.last, step[row]);
-    group.examples.push(row);
-    if (group.examples.length > MAX_EXAMPLES * 2) group.examples.splice(0, MAX_EXAMPLES); // the newest tell most
-  });
+  const codes = groupsOf(trajectories, kind);
+  for (let row = 0; row < trajectories.count; row++) for (const code of codes(row)) countIn(groups, code, trajectories, row);
   return [...groups.values()].filter(({ bad }) => bad).sort((one, other) => other.bad - one.bad);
+}
+
+function countIn(groups, code, trajectories, row) {
+  const { reward, step } = trajectories.columns;
+  if (!groups.has(code)) groups.set(code, { code, all: 0, bad: 0, sum: 0, scored: 0, examples: [], first: Infinity, last: -Infinity });
+  const group = groups.get(code);
+  group.all++;
+  if (!Number.isNaN(reward[row])) {
+    group.scored++;
+    group.sum += reward[row];
+  }
+  if (!trajectories.isBad(row)) return;
+  group.bad++;
+  group.first = Math.min(group.first, step[row]);
+  group.last = Math.max(group.last, step[row]);
+  group.examples.push(row);
+  if (group.examples.length > MAX_EXAMPLES * 2) group.examples.splice(0, MAX_EXAMPLES); // the newest tell most
+}
+
+function badExample(trajectories, row, filters) {
+  const told = `${trajectories.asked(row)} → ${trajectories.responses[row] || "∅"}`;
+  const link = make("a", { href: viewState.link({ ...filters, row }, { isFresh: true }) }, `step ${trajectories.columns.step[row]}`);
+  return make("div", {}, link, ` ${told}`);
+}
+
+/** The share of worst cases of each step, runs laid over each other. */
+function badCard(runs) {
+  const curves = runs.map(({ trajectories }) => {
+    const counts = new Map();
+    trajectories.columns.step.forEach((step, row) => {
+      const [bad, all] = counts.get(step) ?? [0, 0];
+      counts.set(step, [bad + trajectories.isBad(row), all + 1]);
+    });
+    const steps = [...counts.keys()].sort((one, other) => one - other);
+    return [steps, steps.map((step) => counts.get(step)[0] / counts.get(step)[1])];
+  });
+  const newest = runs.map(({ header }, place) => `${header.name} ${percent(curves[place][1].at(-1) ?? NaN)}`).join(", ");
+  const isSampled = runs.some(({ trajectories }) => trajectories.recorded > trajectories.count);
+  const sampled = isSampled ? " Not all are in this report: the worst are, and so their share is larger." : "";
+  const note = make("p", { class: "note" }, `Of the recorded trajectories of each step. Newest: ${newest}.${sampled}`);
+  return chartCard("Share of worst cases", note, `Share of worst cases by step. Newest: ${newest}.`, (place, width) => {
+    const series = runs.map(({ header }, number_) => ({ label: header.name, stroke: runColor(number_), value: (_, value) => percent(value ?? NaN) }));
+    return stepChart(place, width, joined(curves), series, { y: { range: [0, 1] } });
+  });
 }
 
 function badTable(runs, number_, kind) {
   const run = runs[number_];
   const groups = badGroups(run, kind);
-  if (!groups.length) return make("p", { class: "muted" }, `${run.header.name}: no recorded trajectory failed or scored below ${BAD_BELOW}.`);
+  if (!groups.length) return make("p", { class: "muted" }, `${run.header.name}: no recorded trajectory of such a group failed or scored below ${BAD_BELOW}.`);
   const rows = groups.slice(0, MAX_GROUPS).map((group) => {
-    const name = run.trajectories.names[kind][group.code] || "not failed";
+    const name = (run.trajectories.names[kind] ?? run.trajectories.parts)[group.code] || "not failed";
+    const asked = kind === "problem" ? run.trajectories.prompts[group.code] : "";
     const key = kind === "failure" ? (group.code ? `=${name}` : "none") : name;
-    const filters = { view: "rollouts", run: number_, [kind]: key, sort: "newest", r1: kind === "failure" && group.code ? "" : "0.4999" };
-    const examples = group.examples.slice(-MAX_EXAMPLES).reverse().map((row) =>
-      make("a", { class: "score bad", href: viewState.link({ ...filters, row }, { isFresh: true }), title: run.trajectories.name("problem", row) },
-        `step ${run.trajectories.columns.step[row]}`));
+    const ofPart = kind === "part" ? { p1: JUST_BELOW } : {};
+    const filters = { view: "rollouts", run: number_, [kind]: key, ...ofPart, sort: "newest", r1: kind === "failure" && group.code ? "" : JUST_BELOW };
+    const examples = group.examples.slice(-MAX_EXAMPLES).reverse().map((row) => badExample(run.trajectories, row, filters));
     return [
-      make("a", { href: viewState.link(filters, { isFresh: true }) }, snippet(name, 90)),
+      make("a", { href: viewState.link(filters, { isFresh: true }) }, asked || snippet(name, 90)),
       group.bad.toLocaleString("en"), percent(group.bad / group.all), number(group.sum / group.scored),
-      `${group.first} to ${group.last}`, make("span", { class: "chips" }, examples),
+      group.first === group.last ? group.first : `${group.first} to ${group.last}`, examples,
     ];
   });
-  const all = groups.reduce((sum, { bad }) => sum + bad, 0);
+  const all = [...Array(run.trajectories.count).keys()].filter((row) => run.trajectories.isBad(row)).length;
   const more = groups.length > MAX_GROUPS ? `; the ${MAX_GROUPS} largest groups of ${groups.length}` : "";
   const caption = `${run.header.name}: ${plural(all, "worst case")} (failed, or scored below ${BAD_BELOW})${more}`;
-  return makeTable(caption, [GROUPINGS[kind], ["worst cases", "number"], ["of the group", "number"], ["mean reward", "number"], "steps", "newest"], rows);
+  return makeTable(caption, [GROUPINGS[kind], ["worst cases", "number"], ["of the group", "number"], ["mean reward", "number"], "steps", ["newest", "long"]], rows);
 }
 
 const worstView = {
@@ -56,8 +94,9 @@ const worstView = {
   isThere: (runs) => runs.some(({ trajectories }) => trajectories.count),
   render(place, runs) {
     const kind = GROUPINGS[viewState.get("group")] ? viewState.get("group") : "source";
-    const choice = makeSelect("Group by", Object.entries(GROUPINGS), kind, (value) => viewState.set({ group: value }));
+    const kinds = Object.entries(GROUPINGS).filter(([name]) => name !== "part" || runs.some((run) => run.trajectories.parts.length));
+    const choice = makeSelect("Group by", kinds, kind, (value) => viewState.set({ group: value }));
     const tables = runs.map((_, number_) => badTable(runs, number_, kind));
-    place.replaceChildren(make("div", { class: "bar" }, labelled("Group by", choice)), ...tables);
+    place.replaceChildren(make("div", { class: "bar" }, labelled("Group by", choice)), make("div", { class: "wide cards" }, badCard(runs)), ...tables);
   },
 };

@@ -1,0 +1,54 @@
+"use strict";
+// Samples of a run's validations, and which of them are shown.
+
+class Generations extends TextChunks {
+  /** The steps of the validations, rising. */
+  get steps() {
+    return [...new Set(this.columns.step)];
+  }
+
+  /** Whether its session failed, or its score is low. */
+  isBad(row) {
+    return this.columns.failed[row] > 0 || this.columns.score[row] < BAD_BELOW;
+  }
+
+  kind(row) {
+    if (this.isBad(row)) return "bad";
+    return Number.isNaN(this.columns.score[row]) ? "none" : "good";
+  }
+}
+
+const SAMPLE_SORTS = { "": "as recorded", worst: "lowest score first", best: "highest score first", problem: "by problem" };
+
+/** The step of the validation that is shown: a number, or "all"; the newest unless the URL names another. */
+function chosenValidation(generations) {
+  const wanted = viewState.get("vstep");
+  if (wanted === "all") return wanted;
+  const { steps } = generations;
+  return steps.includes(Number(wanted)) && wanted !== "" ? Number(wanted) : steps.at(-1);
+}
+
+/** Rows that the URL lets through, without the search of texts. */
+function matchingSamples(generations) {
+  const { step, score, table, problem } = generations.columns;
+  const chosen = viewState.get("vproblem") === "" ? chosenValidation(generations) : "all";
+  const code = (kind, name) => (viewState.get(name) === "" ? null : generations.names[kind].indexOf(viewState.get(name)));
+  const [ofTable, ofProblem] = [code("table", "vtable"), code("problem", "vproblem")];
+  const [low, high] = [viewState.number("v0", -Infinity), viewState.number("v1", Infinity)];
+  const isAnyScore = low === -Infinity && high === Infinity;
+  const rows = [...Array(generations.count).keys()].filter(
+    (row) =>
+      (chosen === "all" || step[row] === chosen) &&
+      (ofTable === null || table[row] === ofTable) &&
+      (ofProblem === null || problem[row] === ofProblem) &&
+      (isAnyScore || (score[row] >= low && score[row] <= high)),
+  );
+  const worth = (row) => (Number.isNaN(score[row]) ? Infinity : score[row]);
+  const orders = {
+    worst: (one, other) => worth(one) - worth(other),
+    best: (one, other) => worth(other) - worth(one),
+    problem: (one, other) => problem[one] - problem[other],
+  };
+  const order = orders[viewState.get("vsort")];
+  return order ? rows.sort((one, other) => order(one, other) || one - other) : rows;
+}
