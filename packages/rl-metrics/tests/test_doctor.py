@@ -1,14 +1,19 @@
+import io
 import json
 import os
 
 import pytest
+from rich.console import Console
 
 from rl_metrics.cli import main
 from rl_metrics.doctor import diagnose
-from rl_metrics.doctor.diagnosis import Ailment
+from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis
 from rl_metrics.doctor.facts import Facts, facts_of
 from rl_metrics.doctor.hang import hang_ailment, judge_hang, shortened_stack
 from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
+from rl_metrics.doctor.showing import show
+from rl_metrics.doctor.sickness import judge_health
+from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.rollout_log import RolloutLog
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.mismatched_tokens import MismatchedRun
@@ -157,6 +162,8 @@ def test_without_tokens_metrics_tell_what_they_can(tmp_path):
     assert "set metrics.log_rollouts" in found.evidence[-1].text
     grows = [{"training/rollout_probs_diff_mean": 0.002 * step} for step in range(20)]
     assert judge_metrics(metrics(tmp_path, grows), Facts()).causes[0].name == "stale_weights"
+    [proven] = judge_metrics(metrics(tmp_path, grows), Facts(canary=1.7)).causes
+    assert (proven.name, len(proven.evidence), len(proven.advice)) == ("stale_weights", 2, 2)
     old = [{**row, "training/staleness/mean": 3.0} for row in grows]
     assert judge_metrics(metrics(tmp_path, old), Facts()).causes[0].name == "stale_rollouts"
     right = [{"training/rollout_probs_diff_mean": 0.002, "rollout_corr/k3_kl": 0.001}] * 10
@@ -200,3 +207,118 @@ def test_torn_and_hostile_files_are_read_for_what_they_have(tmp_path, capsys):
     (tmp_path / "settings.toml").write_text("[rollout")
     assert main(["doctor", str(tmp_path)]) in (0, 1)
     assert "\x1b" not in capsys.readouterr().out
+
+
+# -- what health finds
+
+
+def zero_rewards(folder, **more):
+    rows = [{"step": step, "time": step, "critic/score/mean": 0.0, **more} for step in range(1, 31)]
+    write_lines(folder / "metrics.jsonl", rows)
+    write_lines(
+        folder / "events.jsonl", [{"time": 1.0, "event": "run_started"}, {"time": 2.0, "event": "run_finished"}]
+    )
+    return open_run(folder)
+
+
+def test_what_health_finds_is_an_ailment_with_its_causes_and_their_advice(tmp_path):
+    [ailment] = diagnose(zero_rewards(tmp_path)).ailments
+    assert (ailment.kind, ailment.what) == ("health", "Every reward has been 0 since the first step.")
+    assert ailment.evidence[-1].text == "since step 1 (rule reward_zero)"
+    first, second = ailment.causes
+    assert first.name == "the_reward_function_does_not_find_answers_or_compares_them_with_the_wrong_field"
+    assert [advice.partition(" ")[0] for advice in first.advice] == ["call"]
+    assert second.name == "the_prompts_are_too_hard_for_this_policy"
+    assert [advice.partition(" ")[0] for advice in second.advice] == ["begin"]
+    flat = "follows from it: The reward has not risen since the start. (since step 1, rule reward_flat)"
+    assert flat in ailment.details
+
+
+def test_findings_that_nothing_explains_are_ailments_of_their_own(tmp_path):
+    slow = {"timing_s/step": 10.0, "timing_s/reward_wait": 6.0, "response_length/clip_ratio": 0.5}
+    cut, waits = diagnose(zero_rewards(tmp_path, **slow)).ailments
+    assert cut.what == "Many responses are cut at the length limit."
+    assert any("Every reward has been 0" in line for line in cut.details)
+    assert (waits.what, waits.details) == ("The reward function takes a large part of the step.", ())
+    assert waits.causes[0].name == "slow_reward"
+
+
+def test_a_mismatch_is_not_told_twice(tmp_path):
+    run = zero_rewards(tmp_path, **{"training/rollout_probs_diff_mean": 0.2, "rollout_corr/k3_kl": 0.5})
+    assert [ailment.kind for ailment in diagnose(run).ailments] == ["mismatch", "health"]
+    rows = [{"step": step, "time": step, "rollout_corr/k3_kl": 0.5, "rollout_corr/kl": 0.5} for step in range(1, 31)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    assert [ailment.kind for ailment in diagnose(open_run(tmp_path)).ailments] == ["mismatch"]
+
+
+def finding(rule, *because, causes=("why",), advice=("do",)):
+    evidence = (Evidence(metric="m", text=f"{rule} is high"),)
+    told = {"side": "task", "severity": "warning", "what": f"{rule}!", "since_step": 3, "evidence": evidence}
+    return Finding(rule=rule, causes=causes, advice=advice, because=because, **told)
+
+
+def judged(monkeypatch, *findings, known=()):
+    verdict = Verdict(status="warning", step=9, checks=(), findings=findings)
+    monkeypatch.setattr("rl_metrics.doctor.sickness.judge_run", lambda run: verdict)
+    ailments, reading = judge_health(None, known=known)
+    assert reading is None
+    effects = [[line.removeprefix("follows from it: ").partition("!")[0] for line in one.details] for one in ailments]
+    return [(ailment.what, effect) for ailment, effect in zip(ailments, effects, strict=True)]
+
+
+def test_what_follows_from_a_finding_is_a_line_of_its_ailment(monkeypatch):
+    chain = [finding("a"), finding("b", "a"), finding("c"), finding("d", "b", "c"), finding("e", "c")]
+    assert judged(monkeypatch, *chain) == [("a!", ["b", "d"]), ("c!", ["e"])]
+    circle = [finding("a", "b"), finding("b", "a"), finding("c", "gone")]
+    assert judged(monkeypatch, *circle) == [("a!", ["b"]), ("c!", [])]
+
+
+def test_a_known_ailment_covers_its_rules_and_has_what_follows_from_them(monkeypatch):
+    apart = Ailment(kind="mismatch", what="apart")
+    found = [finding("off_policy"), finding("a", "off_policy"), finding("memory"), finding("b", "memory")]
+    assert judged(monkeypatch, *found, known=[apart]) == [("apart", ["a"]), ("memory!", ["b"])]
+    assert judged(monkeypatch, found[0], known=[apart]) == [("apart", [])]
+    assert judged(monkeypatch, *found[:2]) == [("off_policy!", ["a"])]
+
+
+def test_each_cause_has_its_own_advice(monkeypatch):
+    told = finding("a", causes=("one", "two: of it", "three"), advice=("do this", "do that", "do this"))
+    verdict = Verdict(status="warning", step=9, checks=(), findings=(told,))
+    monkeypatch.setattr("rl_metrics.doctor.sickness.judge_run", lambda run: verdict)
+    [ailment], _ = judge_health(None, known=())
+    assert [(cause.name, cause.advice) for cause in ailment.causes] == [
+        ("one", ("do this",)),
+        ("two", ("do that",)),
+        ("three", ("do this",)),
+    ]
+    assert [evidence.text for evidence in ailment.evidence] == ["a is high", "since step 3 (rule a)"]
+
+
+def test_no_line_of_an_ailment_is_shown_twice():
+    grows, waits = (Evidence(metric="m", text=text) for text in ("it grows", "it waits"))
+    causes = [
+        Cause(name="one", title="one", evidence=(grows, waits, waits), advice=("do this", "do this")),
+        Cause(name="two", title="two", share=0.5, evidence=(waits,), advice=("do this", "do that")),
+    ]
+    sick = Ailment(kind="memory", what="sick", evidence=(grows, grows), causes=tuple(causes))
+    console = Console(file=io.StringIO(), width=80)
+    show(Diagnosis(run="a", ailments=(sick, sick)), console)
+    told = ["", "memory: sick", "  it grows", "  1. one", "     because it waits", "     try: do this"]
+    told += ["  2. two (50 %)", "     try: do that"]
+    assert console.file.getvalue().splitlines() == ["run a", "first cause: one", *told, *told]
+
+
+def test_few_steps_are_not_judged(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "time": 1.0, "critic/score/mean": 0.0}])
+    assert "health: unknown: too few steps to judge" in shown(tmp_path)
+
+
+def shown(folder):
+    diagnosis = diagnose(open_run(folder))
+    return [f"{reading.kind}: {reading.state}: {reading.text}" for reading in diagnosis.readings]
+
+
+def test_a_run_that_says_nothing_is_not_called_well(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "nothing could be looked at" in capsys.readouterr().out

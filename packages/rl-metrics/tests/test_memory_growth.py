@@ -48,6 +48,14 @@ def test_the_owner_that_grows_comes_first_and_explains_the_process():
     assert found.evidence[-1].value == pytest.approx(11.0 / 0.011)  # 32.1 - 21.1 GiB are left
 
 
+def test_what_grows_beside_the_run_is_not_its_own():
+    found = judge_memory(history(memory__trainer_gb=LEVEL, perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
+    assert (found.kind, found.state) == ("memory", "right")
+    assert found.text.endswith("since step 31, by something else on the machine")
+    found = judge_memory(history(perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
+    assert [cause.name for cause in found.causes] == ["host"]
+
+
 def test_the_queue_inside_a_process_is_named_before_it():
     found = judge_memory(history(memory__controller_gb=LEAK, memory__queue_gb=0.008 * STEPS), ())
     assert [cause.name for cause in found.causes] == ["queue", "controller"]

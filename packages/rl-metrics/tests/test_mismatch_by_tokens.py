@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,42 @@ def test_a_temperature_is_measured():
 @pytest.mark.parametrize("steps", [0, 12])
 def test_a_failed_proof_names_stale_weights_whatever_the_tokens_say(facts, steps):
     assert names(judge(facts, steps=steps, tokens=6))[0] == "stale_weights"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        Facts(engine_dtype="float32", learner_dtype="float32", canary=1.7),
+        Facts(engine_dtype="float32", learner_dtype="float32", proof_failures=1),
+        Facts(canary=1.7),
+    ],
+)
+def test_what_a_failed_proof_explains_is_its_share_and_no_other_computation(facts):
+    found = judge(facts, wrong=0.3, **SHORT)
+    (cause,) = found.causes
+    assert cause.name == "stale_weights"
+    assert cause.share == pytest.approx(1.0)
+    assert len(cause.evidence) == 2
+    assert len(cause.advice) == len(set(cause.advice)) == 2
+
+
+def test_a_failed_proof_leaves_other_causes_their_share():
+    facts = Facts(engine_dtype="float32", learner_dtype="float32", top_p=0.9, canary=1.7)
+    found = judge(facts, top_p=0.9, **LONG)
+    assert names(found) == ["stale_weights", "truncation"]
+    assert found.causes[1].share == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [(1, "it is there from the first step on"), (4, "it is there from step 4 on, the first that is recorded")],
+)
+def test_no_more_is_said_of_first_steps_than_is_recorded(first, said):
+    rows = [replace(row, step=row.step + first - 1) for row in MismatchedRun(wrong=0.3, **SHORT).rows()]
+    cause = judge_tokens(read_pairs(rows), EXACT).causes[0]
+    assert cause.name == "other_computation"
+    assert cause.evidence[0].text.endswith(said)
+    assert "first step" not in cause.title
 
 
 def test_a_mixture_of_experts_is_asked_for():

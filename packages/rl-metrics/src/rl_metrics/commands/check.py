@@ -9,14 +9,13 @@ from pathlib import Path
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_metrics.commands.parts import Verbs, refuse
 from rl_metrics.health.finding import RANKS
-from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.judging import judge
-from rl_metrics.health.rules import with_thresholds, without
+from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.health.showing import verdict_lines
 from rl_metrics.run_record import open_run
 from rl_metrics.trackers.text import plain_text
 
 SICK = 1
+UNKNOWN = 2
 MAX_LINE = 1000
 
 
@@ -46,11 +45,11 @@ def add_to(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        rules = with_thresholds(without(GUIDE, arguments.off), dict(_setting(text) for text in arguments.set))
+        thresholds = dict(_setting(text) for text in arguments.set)
         record = open_run(arguments.path)
         if not len(record.history.steps):
             raise DataError(f"{arguments.path} has no step in its metrics.jsonl; there is nothing to judge yet.")
-        verdict = judge(record.history, rules=rules, events=record.events)
+        verdict = judge_run(record, thresholds=thresholds, off=arguments.off)
     except (RLError, OSError) as error:
         return refuse(str(error))
     if arguments.json:
@@ -58,6 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         lines = verdict_lines(verdict, name=record.name)
         sys.stdout.write("".join(f"{plain_text(line, limit=MAX_LINE)}\n" for line in lines))
+    if verdict.status == "unknown":
+        return UNKNOWN
     return SICK if RANKS[verdict.status] >= RANKS[arguments.fail_on] else 0
 
 

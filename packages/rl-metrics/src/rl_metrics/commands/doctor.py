@@ -13,6 +13,7 @@ from rl_metrics.run_record import open_run
 from rl_metrics.trackers.console_views import RunConsole
 
 FOUND = 1
+UNKNOWN = 2
 
 
 def add_to(verbs: Verbs) -> None:
@@ -20,7 +21,7 @@ def add_to(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "doctor",
         help="why a run hangs, grows in memory, or has engine and learner apart: exit status 0 when nothing is found, "
-        "1 when something is, 2 when it cannot be read",
+        "1 when something is, 2 when it cannot be read or says nothing",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -36,4 +37,6 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(diagnosis.to_json(), indent=2, ensure_ascii=True, allow_nan=False) + "\n")
     else:
         show(diagnosis, RunConsole())
-    return FOUND if diagnosis.ailments else 0
+    if diagnosis.ailments:
+        return FOUND
+    return 0 if any(reading.state == "right" for reading in diagnosis.readings) else UNKNOWN

@@ -7,6 +7,7 @@ from rl_metrics.doctor.limits import MismatchLimits
 from rl_metrics.doctor.memory_growth import judge_memory
 from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
 from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
+from rl_metrics.doctor.sickness import judge_health
 from rl_metrics.doctor.token_pairs import read_pairs
 from rl_metrics.run_record import RunRecord
 
@@ -17,12 +18,13 @@ def diagnose(run: RunRecord) -> Diagnosis:
     Raises:
         OSError: A file cannot be read.
     """
-    looks: list[Ailment | Reading] = [judge_hang(run), _judge_mismatch(run), judge_memory(run.history, run.events)]
-    return Diagnosis(
-        run=run.name,
-        ailments=tuple(look for look in looks if isinstance(look, Ailment)),
-        readings=tuple(look for look in looks if isinstance(look, Reading)),
-    )
+    looks = (judge_hang(run), _judge_mismatch(run), judge_memory(run.history, run.events))
+    known = [look for look in looks if isinstance(look, Ailment)]
+    readings = [look for look in looks if isinstance(look, Reading)]
+    ailments, reading = judge_health(run, known=known)
+    if reading is not None:
+        readings.append(reading)
+    return Diagnosis(run=run.name, ailments=ailments, readings=tuple(readings))
 
 
 def _judge_mismatch(run: RunRecord) -> Ailment | Reading:

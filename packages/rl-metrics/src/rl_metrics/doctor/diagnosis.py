@@ -6,8 +6,8 @@ from typing import Literal
 from rl_core.records import Json
 from rl_metrics.health.finding import Evidence
 
-Kind = Literal["hang", "stopped", "mismatch", "memory"]
-"""The run hangs, ended without an end, has engine and learner apart, or grows in memory."""
+Kind = Literal["hang", "stopped", "mismatch", "memory", "health"]
+"""The run hangs, ended without an end, has engine and learner apart, grows in memory, or is not well otherwise."""
 
 State = Literal["right", "unknown"]
 

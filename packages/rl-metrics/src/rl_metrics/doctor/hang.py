@@ -35,7 +35,7 @@ def judge_hang(run: RunRecord, *, now: float | None = None, is_alive: Callable[[
         is_alive: Whether a process lives.
     """
     now = time.time() if now is None else now
-    if run.hang and not _went_on(run):
+    if run.hang and not went_on(run):
         return hang_ailment(run.hang)
     return _judge_end(run, now, is_alive or process_lives)
 
@@ -142,8 +142,8 @@ def shortened_stack(stack: object) -> list[str]:
     return (frames if is_inner_first else frames[::-1])[:MOST_FRAMES]
 
 
-def _went_on(run: RunRecord) -> bool:
-    """A step was done, or an attempt began, after the report was written; that the run failed then is no progress."""
+def went_on(run: RunRecord) -> bool:
+    """Whether a step was done, or an attempt began, after hang.json was written; a failure then is no progress."""
     written = _modified(run.folder / "hang.json")
     if run.is_finished or written is None:
         return run.is_finished
@@ -197,7 +197,7 @@ def _failed(event: Mapping[str, Any]) -> Ailment:
     cause = Cause(
         name=name.group(0) if name else "failed", title=error, advice=("do what the error says, then resume",)
     )
-    evidence = (Evidence(metric="events.jsonl", text=f"run_failed at step {event.get('step', 'unknown')}: {error}"),)
+    evidence = (Evidence(metric="events.jsonl", text=f"run_failed at step {event.get('step', 'unknown')}"),)
     return Ailment(kind="stopped", what="The run failed.", evidence=evidence, causes=(cause,))
 
 

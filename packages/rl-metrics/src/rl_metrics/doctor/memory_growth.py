@@ -110,6 +110,12 @@ def judge_memory(
         text = f"no memory was measured at {limits.min_points} steps or more: memory/*, {WHOLE[0]}"
         return Reading(kind="memory", state="unknown", text=text)
     growing = {name: trend for name, trend in known.items() if is_growing(trend, limits)}
+    if set(growing) == {WHOLE[1]} and any(map(_is_owner, columns)):
+        text = (
+            f"memory of the run is steady; {WHOLE[1]} grew by {growing[WHOLE[1]].grown:.2g} GiB since step "
+            f"{growing[WHOLE[1]].first}, by something else on the machine"
+        )
+        return Reading(kind="memory", state="right", text=text)
     if not growing:
         largest = max(known, key=lambda name: known[name].grown)
         text = (

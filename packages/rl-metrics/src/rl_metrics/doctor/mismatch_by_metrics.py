@@ -6,7 +6,7 @@ from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
 from rl_metrics.doctor.limits import MismatchLimits
 from rl_metrics.doctor.mismatch_by_tokens import proof_of_staleness
-from rl_metrics.doctor.mismatch_causes import with_evidence
+from rl_metrics.doctor.mismatch_causes import merged, with_evidence
 from rl_metrics.doctor.token_pairs import Floats
 from rl_metrics.doctor.token_statistics import rank_sum_z
 from rl_metrics.health.finding import Evidence
@@ -49,7 +49,7 @@ def judge_metrics(history: History, facts: Facts, *, limits: MismatchLimits | No
         kind="mismatch",
         what="The engine and the learner give the same tokens other probabilities.",
         evidence=(*evidence, Evidence(metric="rollouts.jsonl", text=MISSING)),
-        causes=tuple(causes),
+        causes=merged(causes),
     )
 
 
@@ -63,7 +63,8 @@ def _causes(history: History, limits: MismatchLimits, facts: Facts) -> list[Caus
     if len(column) >= 6 and later.mean() >= limits.growth * max(first.mean(), 1e-5):
         z = rank_sum_z(column[: len(column) // 3], column[-(len(column) // 3) :])
         if z >= limits.certain / 2.0:
-            text = f"{name} was {first.mean():.3g} in the first steps and is {later.mean():.3g} in the second half"
+            begun = f"{first.mean():.3g} in the first steps that are recorded"
+            text = f"{name} was {begun} and is {later.mean():.3g} in the second half"
             causes.append(with_evidence("stale_rollouts" if is_old else "stale_weights", text, metric=name))
     elif is_old:
         text = f"rollouts are {float(np.median(stale[-20:])):.3g} versions old"

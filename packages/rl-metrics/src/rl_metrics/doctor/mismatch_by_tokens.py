@@ -3,7 +3,7 @@
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
 from rl_metrics.doctor.limits import MismatchLimits
-from rl_metrics.doctor.mismatch_causes import with_evidence
+from rl_metrics.doctor.mismatch_causes import merged, with_evidence
 from rl_metrics.doctor.mismatch_signs import SIGNS, Scene, Sign, remainder, routing, truncation
 from rl_metrics.doctor.token_pairs import TokenPairs
 from rl_metrics.doctor.token_statistics import Size, measure
@@ -35,7 +35,7 @@ def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | No
     if size.mean_abs <= limits.exact and proof is None:
         text = f"engine and learner agree: {said}; float32 explains {limits.exact:g}"
         return Reading(kind="mismatch", state="right", text=text)
-    signs = rank_signs(pairs, facts, limits) if size.mean_abs > limits.exact else []
+    signs = rank_signs(pairs, facts, limits, is_proven=proof is not None) if size.mean_abs > limits.exact else []
     named = named_causes(signs, limits, proof)
     if proof is None and is_expected(named, size, facts, limits):
         why = " and ".join(cause.title.partition(":")[0] for cause in named)
@@ -51,8 +51,15 @@ def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | No
     )
 
 
-def rank_signs(pairs: TokenPairs, facts: Facts, limits: MismatchLimits) -> list[Sign]:
-    """What was seen of each cause, those that account for most first."""
+def rank_signs(pairs: TokenPairs, facts: Facts, limits: MismatchLimits, *, is_proven: bool = False) -> list[Sign]:
+    """What was seen of each cause, those that account for most first.
+
+    Args:
+        pairs: Of the run.
+        facts: Of its settings, metrics and events.
+        limits: What counts as wrong.
+        is_proven: A weight update's proof says that the engine lacks the learner's weights.
+    """
     scene = Scene.begin(pairs, facts, limits)
     signs = [look(scene) for look in SIGNS]
     cut = truncation(scene)
@@ -60,7 +67,7 @@ def rank_signs(pairs: TokenPairs, facts: Facts, limits: MismatchLimits) -> list[
     signs.append(routing(scene, is_cut=cut.nats > 0.0))
     explained = sum(sign.nats for sign in signs)
     total = measure(pairs).mean_abs
-    signs.append(remainder(scene, max(total - explained, 0.0)))
+    signs.append(remainder(scene, max(total - explained, 0.0), is_proven=is_proven))
     return sorted(signs, key=lambda sign: -sign.nats)
 
 
@@ -72,25 +79,13 @@ def named_causes(signs: list[Sign], limits: MismatchLimits, proof: Cause | None)
     for sign in signs:
         share = sign.nats / total
         least = limits.least_left_over if is_told and sign.name in LEFT_OVER else limits.least_share
-        if share < least:
-            continue
-        cause = with_evidence(sign.name, *sign.texts, share=share)
-        same = next((index for index, other in enumerate(causes) if other.name == cause.name), None)
-        if same is None:
-            causes.append(cause)
-        else:
-            causes[same] = _joined(causes[same], cause)
-    return tuple(causes)
+        if share >= least:
+            causes.append(with_evidence(sign.name, *sign.texts, share=share))
+    return merged(causes)
 
 
 def _speaks_against(sign: Sign, named: set[str]) -> bool:
     return sign.name not in named and sign.name not in LEFT_OVER and not sign.nats
-
-
-def _joined(one: Cause, other: Cause) -> Cause:
-    share = None if one.share is None and other.share is None else (one.share or 0.0) + (other.share or 0.0)
-    evidence = (*one.evidence, *other.evidence)
-    return Cause(name=one.name, title=one.title, share=share, evidence=evidence, advice=one.advice)
 
 
 def is_expected(causes: tuple[Cause, ...], size: Size, facts: Facts, limits: MismatchLimits) -> bool:
@@ -111,7 +106,7 @@ def proof_of_staleness(facts: Facts, limits: MismatchLimits) -> Cause | None:
         texts.append(f"the proof of a weight update failed {facts.proof_failures} times{said}")
     bound = limits.canary_exact if facts.is_exact else limits.canary_rounded
     if facts.canary is not None and facts.canary > bound:
-        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; {bound:g} is right")
+        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; up to {bound:g} is right")
     return with_evidence("stale_weights", *texts, metric="weights/canary_max_diff") if texts else None
 
 

@@ -1,5 +1,8 @@
 """What each cause of a mismatch is called, and what to try."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from rl_metrics.doctor.diagnosis import Cause
 from rl_metrics.health.finding import Evidence
 
@@ -61,7 +64,7 @@ PRECISION = Cause(
 )
 OTHER_WEIGHTS = Cause(
     name="other_computation",
-    title="another computation: the engine has had other weights, or other layers, from the first step on",
+    title="another computation: the engine has other weights, or other layers, than the learner",
     advice=(
         "compare both sides' logprobs of one sequence, layer by layer",
         "look for quantization, tensors that were not loaded, and other rotary or attention settings",
@@ -88,3 +91,15 @@ def with_evidence(name: str, *texts: str, share: float | None = None, metric: st
     known = CAUSES[name]
     evidence = tuple(Evidence(metric=metric, text=text) for text in texts)
     return Cause(name=name, title=known.title, share=share, evidence=evidence, advice=known.advice)
+
+
+def merged(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Each cause once, at its first place, with all that speaks for it and the sum of its shares."""
+    found: dict[str, Cause] = {}
+    for cause in causes:
+        same = found.setdefault(cause.name, cause)
+        if same is not cause:
+            shares = [one.share for one in (same, cause) if one.share is not None]
+            evidence = tuple(dict.fromkeys((*same.evidence, *cause.evidence)))
+            found[cause.name] = replace(same, share=sum(shares) if shares else None, evidence=evidence)
+    return tuple(found.values())

@@ -181,7 +181,9 @@ def stale_weights(scene: Scene) -> Sign:
         return Sign(name="stale_weights", texts=(f"the difference does not grow with the steps ({steps})",))
     found, nats = grown
     scene.pure = scene.pure & ~later
-    begun = f"{found.before:.2g} nats in the first steps, {found.after:.2g} later at equal doubt"
+    begun = (
+        f"{found.before:.2g} nats up to step {_last(scene.pairs.step[first])}, {found.after:.2g} later at equal doubt"
+    )
     return Sign(name="stale_weights", nats=nats, texts=(f"the difference grows with the steps: {begun} ({steps})",))
 
 
@@ -252,12 +254,18 @@ SIGNS: tuple[Callable[[Scene], Sign], ...] = (temperature, stale_rollouts, stale
 """In the order in which they are told apart."""
 
 
-def remainder(scene: Scene, nats: float) -> Sign:
-    """What no other cause accounts for."""
+def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
+    """What no other cause accounts for; stale weights do, where a proof found some and rounding is too small for it."""
     pure = scene.pure
     size = scene.size(pure)
     is_large = size > scene.limits.rounded or (scene.facts.is_exact and size > 10.0 * scene.limits.exact)
     staleness = scene.pairs.staleness
+    if is_proven and (is_large or scene.facts.is_exact):
+        text = (
+            f"{size:.2g} nats are more than rounding explains ({scene.facts.dtypes}), no other cause shows, "
+            "and the engine's weights are proven to be others"
+        )
+        return Sign(name="stale_weights", nats=nats, texts=(text,))
     if is_large and len(staleness) and staleness.min() >= 1:
         text = (
             f"every token is of weights at least {int(staleness.min())} versions old; there is nothing to compare with"
@@ -268,6 +276,7 @@ def remainder(scene: Scene, nats: float) -> Sign:
     shape = f"{_share(up)} of the difference is upwards; its correlation with doubt (1 - p) is {doubtful:.2f}"
     if is_large:
         text = f"{size:.2g} nats are more than rounding explains ({scene.facts.dtypes}), and no other cause shows"
+        text += f"; it is there {_since(scene.pairs)}"
         return Sign(name="other_computation", nats=nats, texts=(text, shape))
     return Sign(name="precision", nats=nats, texts=(f"{size:.2g} nats with the {scene.facts.dtypes}", shape))
 
@@ -295,6 +304,11 @@ def _earliest(scene: Scene, pool: Bools) -> Bools:
 
 def _last(steps: Ints) -> int:
     return int(steps.max()) if len(steps) else 0
+
+
+def _since(pairs: TokenPairs) -> str:
+    first = int(pairs.step.min())
+    return "from the first step on" if first <= 1 else f"from step {first} on, the first that is recorded"
 
 
 def _stuck_version(pairs: TokenPairs) -> int | None:

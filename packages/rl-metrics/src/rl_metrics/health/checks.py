@@ -95,9 +95,10 @@ def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
     The second column, where given, is the largest value of each step: what a perfect step would have.
     """
     smooth = running_median(columns[0], window)
-    best = np.maximum.accumulate(smooth)
+    begun = min(window, len(smooth)) - 1
+    start = float(smooth[begun])
+    best = np.maximum.accumulate(np.concatenate([np.full(begun, start), smooth[begun:]]))
     top = np.maximum.accumulate(columns[1]) if len(columns) > 1 else np.zeros_like(smooth)
-    start = float(smooth[min(window, len(smooth)) - 1])
     values = _ratio(best - start, np.maximum(top - start, abs(start)))
     is_wrong = values < limits["min"]
     is_wrong[:window] = True
@@ -167,19 +168,45 @@ def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     return Measured(values=values, is_wrong=values > limits["max"], before=float(first[-1]))
 
 
+def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """The newest `max` values or more are not there, or not finite, though nearly all before them were.
+
+    It gets its column with NaN where there is no finite value.
+    """
+    del window
+    missing = num_lost(columns[0])
+    values = np.zeros(len(columns[0]))
+    values[len(values) - missing :] = missing
+    return Measured(values=values, is_wrong=values >= max(limits["max"], 1))
+
+
 KINDS: dict[str, CheckKind] = {
     kind.__name__: kind
     for kind in (
         *(level, mean_level, highest, zero, never_positive, fall, no_rise, near_top, rises, grows),
-        *(jumps, leap, shrunk, sudden_fall, gap),
+        *(jumps, leap, shrunk, sudden_fall, gap, lost),
     )
 }
 """By the name that rules use."""
+
+WITH_GAPS = frozenset({"lost"})
+"""Kinds that get columns as they are, from their first finite value on."""
+
+DENSE = 0.8
+"""Share of the steps that have a metric which every step is meant to have; validations are rarer."""
 
 SHORT = 5
 JUMP_BASE = 10
 FIRST_JUMP = 3
 """Values before the first that can be a jump: the first steps also start things."""
+
+
+def num_lost(column: Floats) -> int:
+    """How many of the newest values are not finite, where nearly all from the first finite one on were; else 0."""
+    finite = np.flatnonzero(np.isfinite(column))
+    if not len(finite) or len(finite) < DENSE * (finite[-1] - finite[0] + 1):
+        return 0
+    return len(column) - 1 - int(finite[-1])
 
 
 def running_median(column: Floats, window: int) -> Floats:

@@ -8,13 +8,19 @@ WITHOUT_SPREAD = ("rollout/groups_without_spread_ratio",)
 REFERENCE_KL = ("actor/reference_kl", "actor/kl_loss")
 STALENESS = ("training/staleness/mean", "fully_async/staleness/mean")
 
-SOLVED = Probe(kind="near_top", reads=(SCORE, BEST_SCORE), limits={"min": 0.95}, window=10)
+SOLVED = Probe(
+    kind="near_top",
+    reads=(SCORE, BEST_SCORE),
+    limits={"min": 0.95},
+    window=10,
+    says="nearly every reward is the best there is",
+)
 """Nearly every reward is the best there is: nothing is left to learn."""
 
-IMPROVES = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=30)
+IMPROVES = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=30, says="the reward rises")
 """The reward rises now."""
 
-IMPROVED = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=1_000_000)
+IMPROVED = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=1_000_000, says="the reward has risen")
 """The reward has risen over the whole run."""
 
 STANDS_STILL = Probe(
@@ -23,6 +29,7 @@ STANDS_STILL = Probe(
     limits={"min": 0.2},
     window=10,
     says="the reward's best is {value:share} of the way from its start ({before}) to the top",
+    otherwise="the reward has risen",
 )
 """The reward has hardly risen."""
 
@@ -35,9 +42,16 @@ NO_SPREAD = Probe(
 )
 
 OFF_POLICY = Probe(
-    kind="level", reads=(STALENESS,), limits={"max": 0.5}, window=5, says="rollouts are {value} versions old"
+    kind="level",
+    reads=(STALENESS,),
+    limits={"max": 0.5},
+    window=5,
+    says="rollouts are {value} versions old",
+    otherwise="rollouts are of the newest weights",
 )
 """Rollouts are of older weights than those that they train."""
+
+KL_COEFFICIENT = ("actor/kl_coef",)
 
 TOO_FAST = Cause(text="learning rate too high", advice="divide the learning rate by three")
 TOO_MANY_UPDATES = Cause(

@@ -6,6 +6,7 @@ from rl_metrics.health.common_rules import (
     DETERMINISTIC,
     EQUAL_REWARDS,
     IMPROVES,
+    KL_COEFFICIENT,
     MISMATCH,
     PROVED_STALE,
     REFERENCE_KL,
@@ -96,7 +97,7 @@ CONVERGENCE = (
                 advice="divide algorithm.kl_coefficient by ten",
                 sign=Probe(
                     kind="level",
-                    reads=(("actor/kl_coef",),),
+                    reads=(KL_COEFFICIENT,),
                     limits={"max": 0.02},
                     window=5,
                     says="{metric} is {value}; up to 0.02 is usual",
@@ -133,7 +134,7 @@ CONVERGENCE = (
     Rule(
         name="entropy_collapse",
         side="convergence",
-        title="entropy falls to 0.2 to 0.5, and not to nothing",
+        title="entropy does not collapse (0.2 to 0.5 nats is usual)",
         what="The policy has become deterministic before it learnt the task.",
         severity="critical",
         probes=(
@@ -144,14 +145,24 @@ CONVERGENCE = (
                 says="{metric} is at {value:share} of its start, which was {before} nats "
                 "(below {min:share} and {below} nats is a collapse)",
             ),
+            Probe(
+                kind="shrunk",
+                reads=(("actor/entropy",),),
+                limits={"min": "idle_share", "below": "min"},
+                says="{metric} is at {value:share} of its start, which was {before} nats, and the reward has not risen "
+                "(below {min:share} and {below} nats is then a collapse)",
+                needs=(STANDS_STILL,),
+            ),
         ),
         thresholds=(
             Threshold(name="min", default=0.2, meaning="running median, nats", source=GUIDE),
             Threshold(name="share", default=0.15, meaning="of its start", source=THUMB),
+            Threshold(name="idle_share", default=0.5, meaning="of its start, without a gain in reward", source=THUMB),
         ),
         window=5,
         unless=(SOLVED, IMPROVES),
         causes=(
+            BROKEN,
             Cause(
                 text="every reward is 0, and other terms of the loss rule",
                 advice="see the finding reward_zero",

@@ -8,6 +8,12 @@ LEAK = Cause(
     text="memory runs short, and the machine swaps or collects", advice="see the finding memory", rule="memory"
 )
 STEP = (("timing_s/step", "perf/time_per_step"),)
+REWARD_QUEUE = Probe(
+    kind="level",
+    reads=(("timing_s/reward_wait",), *STEP),
+    limits={"max": "max"},
+    says="{metric}: sessions wait for their turn for {value:share} of the step's time (at most {max:share} is healthy)",
+)
 
 EFFICIENCY = (
     Rule(
@@ -52,6 +58,7 @@ EFFICIENCY = (
                 limits={"max": "max"},
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
             ),
+            REWARD_QUEUE,
             Probe(
                 kind="level",
                 reads=(("agent_loop/slowest/compute_score",), *STEP),
@@ -63,8 +70,13 @@ EFFICIENCY = (
         min_steps=5,
         causes=(
             Cause(
-                text="slow reward: each call takes long",
+                text="slow reward: sessions wait until it has time for them",
                 advice="profile the reward function; run more at once (reward.max_concurrency), or cache its answers",
+                sign=REWARD_QUEUE,
+            ),
+            Cause(
+                text="slow reward: each call takes long",
+                advice="profile the reward function, or cache its answers",
             ),
             Cause(
                 text="the service that the reward asks answers slowly, or refuses and is asked again",

@@ -65,7 +65,8 @@ class Finding:
         since_step: First step from which it holds up to the newest.
         evidence: Figures of the run's metrics, the rule's own first.
         causes: Likely causes, the likeliest first.
-        advice: What to try, in this order.
+        advice: What to try, one for each cause.
+        because: Rules whose findings explain this one.
     """
 
     rule: str
@@ -76,6 +77,7 @@ class Finding:
     evidence: tuple[Evidence, ...]
     causes: tuple[str, ...]
     advice: tuple[str, ...]
+    because: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Json]:
         """As an object."""
@@ -88,6 +90,7 @@ class Finding:
             "evidence": [evidence.to_json() for evidence in self.evidence],
             "causes": list(self.causes),
             "advice": list(self.advice),
+            "because": list(self.because),
         }
 
     @classmethod
@@ -107,6 +110,7 @@ class Finding:
             evidence=tuple(Evidence.from_json(part) for part in fields.many("evidence")),
             causes=fields.texts("causes"),
             advice=fields.texts("advice"),
+            because=fields.texts("because") if fields.has("because") else (),
         )
 
 
@@ -220,6 +224,9 @@ class _Fields:
         if not all(isinstance(value, str) for value in values):
             raise self._refused(name, "a list of texts")
         return tuple(str(value) for value in values)
+
+    def has(self, name: str) -> bool:
+        return name in self._row
 
     def many(self, name: str) -> Sequence[object]:
         value = self._row.get(name)

@@ -49,15 +49,14 @@ def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[s
     newest = int(history.steps[-1]) if len(history.steps) else 0
     opinions = [_opinion(rule, looker, reports, newest) for rule in rules]
     found = {opinion.rule.name: opinion.finding for opinion in opinions if opinion.finding is not None}
+    explainers = _explainers({rule.name: rule for rule in rules}, found)
     explained = {
-        opinion.rule.name: _explain(opinion.rule, opinion.finding, found, looker)
+        opinion.rule.name: _explain(opinion.rule, opinion.finding, explainers, looker)
         for opinion in opinions
         if opinion.finding is not None
     }
     checks = tuple(_check(opinion, explained) for opinion in opinions)
-    by_rule = {rule: finding for rule, (finding, _) in explained.items()}
-    explainers = {rule: because for rule, (_, because) in explained.items()}
-    return Verdict(status=_worst(checks), step=newest, checks=checks, findings=in_order(by_rule, explainers))
+    return Verdict(status=_worst(checks), step=newest, checks=checks, findings=in_order(explained, explainers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +71,16 @@ class _Opinion:
 
 def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int) -> _Opinion:
     looks = [look for probe in rule.probes for look in looker.looks(probe, rule)]
-    enough = [look for look in looks if len(look.steps) >= rule.min_steps]
+    enough = [look for look in looks if len(look.steps) >= rule.min_steps and not look.is_old]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
-    wrong = [look for look in enough if look.is_wrong]
-    is_wrong = bool(wrong) and not looker.is_excused(rule)
+    wrong = [look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.probe.needs)]
+    excuse = looker.excuse(rule) if wrong else None
+    is_wrong = bool(wrong) and excuse is None
     if not is_wrong and not reported:
-        return _Opinion(rule=rule, is_known=bool(enough), finding=None, reading=_reading(rule, looks, enough))
+        reading = _reading(rule, looks, enough, looker)
+        if excuse is not None:
+            reading = f"{wrong[0].evidence.text}, which is let pass: {excuse}"
+        return _Opinion(rule=rule, is_known=bool(enough), finding=None, reading=reading)
     wrong = sorted(wrong, key=lambda look: look.since_step) if is_wrong else []
     evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong))
     finding = Finding(
@@ -93,19 +96,30 @@ def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], n
     return _Opinion(rule=rule, is_known=True, finding=finding, reading="; ".join(one.text for one in evidence))
 
 
-def _explain(
-    rule: Rule, finding: Finding, found: Mapping[str, Finding], looker: Looker
-) -> tuple[Finding, frozenset[str]]:
-    """The finding with its causes, and the rules whose findings explain it."""
+def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
+    """Of each finding, the rules whose findings explain it."""
+    named = {name: frozenset(cause.rule for cause in rules[name].causes if cause.rule in found) for name in found}
+
+    def is_before(cause: str, effect: str) -> bool:
+        if effect in named[cause]:  # either may explain the other: the one that was there first does
+            return found[cause].since_step < found[effect].since_step
+        return found[cause].since_step <= found[effect].since_step + max(rules[effect].window, NEAR)
+
+    return {
+        effect: frozenset(cause for cause in causes if cause is not None and is_before(cause, effect))
+        for effect, causes in named.items()
+    }
+
+
+def _explain(rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[str]], looker: Looker) -> Finding:
+    """The finding with its causes."""
+    because = explainers[rule.name]
     likely: list[Cause] = []
     possible: list[Cause] = []
     evidence = list(finding.evidence)
-    because = set()
     for cause in rule.causes:
         if cause.rule is not None:
-            other = found.get(cause.rule)
-            if other is not None and other.since_step <= finding.since_step + max(rule.window, NEAR):
-                because.add(cause.rule)
+            if cause.rule in because:
                 likely.append(cause)
         elif cause.sign is not None:
             signs = looker.found(cause.sign, rule)
@@ -114,15 +128,22 @@ def _explain(
                 evidence.extend(look.evidence for look in signs)
         else:
             possible.append(cause)
-    causes = list(dict.fromkeys(cause.text for cause in (*likely, *possible)))
-    advice = list(dict.fromkeys(cause.advice for cause in (*likely, *possible)))
-    explained = replace(finding, evidence=tuple(evidence), causes=tuple(causes), advice=tuple(advice))
-    return explained, frozenset(because)
+    likely.sort(key=lambda cause: cause.rule is not None and bool(explainers[cause.rule] & because))  # roots first
+    advice: dict[str, str] = {}
+    for cause in (*likely, *possible):
+        advice.setdefault(cause.text, cause.advice)
+    return replace(
+        finding,
+        evidence=tuple(dict.fromkeys(evidence)),
+        causes=tuple(advice),
+        advice=tuple(advice.values()),
+        because=tuple(sorted(because)),
+    )
 
 
-def _check(opinion: _Opinion, explained: Mapping[str, tuple[Finding, frozenset[str]]]) -> Check:
+def _check(opinion: _Opinion, explained: Mapping[str, Finding]) -> Check:
     rule = opinion.rule
-    finding = explained[rule.name][0] if rule.name in explained else None
+    finding = explained.get(rule.name)
     status: Status = "unknown"
     if finding is not None:
         status = finding.severity
@@ -141,14 +162,19 @@ def _worst(checks: Sequence[Check]) -> Status:
     return "unknown"
 
 
-def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look]) -> str:
+def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: Looker) -> str:
     if enough:
         return "; ".join(dict.fromkeys(look.reading for look in enough[:3]))
+    if old := [look for look in looks if look.is_old]:
+        return old[0].reading
     if looks:
         most = max(len(look.steps) for look in looks)
         return f"{most} of the {rule.min_steps} steps that it takes"
-    names = dict.fromkeys(" or ".join(names) for probe in rule.probes for names in probe.reads)
-    return f"the run does not record {', '.join(names)}"
+    columns = list(dict.fromkeys(names for probe in rule.probes for names in probe.reads))
+    missing = [names for names in columns if not looker.has(names)]
+    if not missing:
+        return f"no step has finite values of {', '.join(' or '.join(names) for names in columns)}"
+    return f"the run does not record {', '.join(' or '.join(names) for names in missing)}"
 
 
 def _of_this_attempt(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.health.checks import KINDS, Floats, Measured
+from rl_metrics.health.checks import KINDS, WITH_GAPS, Floats, Measured, num_lost
 from rl_metrics.health.finding import Evidence
 from rl_metrics.health.rules import Probe, Rule, is_pattern, pattern_of
 from rl_metrics.history import History
 
 MAX_POINTS = 4000
 """Points of a series that are judged: of a longer one the middle is thinned."""
+
+MOST_LOST = 5
+"""Newest steps without a metric after which what it said is no longer judged."""
 
 NUM_FIRST = 500
 NUM_NEWEST = 2500
@@ -39,6 +42,7 @@ class Look:
         limits: As numbers.
         window: In steps.
         measured: What its check says at these steps.
+        num_lost: Newest steps that lack the metric, though nearly all before them had it.
     """
 
     probe: Probe
@@ -48,6 +52,12 @@ class Look:
     limits: dict[str, float]
     window: int
     measured: Measured
+    num_lost: int = 0
+
+    @property
+    def is_old(self) -> bool:
+        """What it saw says nothing of now."""
+        return self.num_lost >= MOST_LOST and self.probe.kind not in WITH_GAPS
 
     @property
     def is_wrong(self) -> bool:
@@ -73,6 +83,8 @@ class Look:
     @property
     def reading(self) -> str:
         """How the metric itself stands."""
+        if self.is_old:
+            return f"{self.metric} is missing, or not finite, at the last {self.num_lost} steps"
         window = min(self.window, len(self.steps))
         over = f" over the last {window} steps" if window > 1 else ""
         return f"{self.metric} {_Figure(self.newest)}{over}"
@@ -94,19 +106,22 @@ class Looker:
         limits = {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in probe.limits.items()}
         looks = []
         for metric, names in self._choices(probe):
-            rows = self._finite(names)
-            if not len(rows):
+            finite = self._finite(names)
+            if not len(finite):
                 continue
+            has_gaps = probe.kind in WITH_GAPS
+            rows = np.arange(finite[0], len(self._history.steps)) if has_gaps else finite
             columns = tuple(self._column(name)[rows] for name in names)
             looks.append(
                 Look(
                     probe=probe,
                     metric=metric,
                     steps=self._history.steps[rows],
-                    newest=float(np.median(self._column(metric)[rows][-window:])),
+                    newest=float(np.median(self._column(metric)[finite][-window:])),
                     limits=limits,
                     window=window,
                     measured=KINDS[probe.kind](columns, limits, window),
+                    num_lost=num_lost(self._column(metric)),
                 )
             )
         return looks
@@ -117,11 +132,16 @@ class Looker:
             self._found[id(probe)] = [look for look in self.looks(probe, rule) if look.is_wrong]
         return self._found[id(probe)]
 
-    def is_excused(self, rule: Rule) -> bool:
-        """What the rule's probes find does not count: something that it needs is not so, or something excuses it."""
-        if any(self.found(probe, rule) for probe in rule.unless):
-            return True
-        return not all(self.found(probe, rule) for probe in rule.needs)
+    def excuse(self, rule: Rule) -> str | None:
+        """Why what the rule's probes find does not count; None where it does."""
+        for probe in rule.unless:
+            for look in self.found(probe, rule):
+                return look.evidence.text
+        return next((probe.otherwise for probe in rule.needs if not self.found(probe, rule)), None)
+
+    def has(self, names: tuple[str, ...]) -> bool:
+        """Whether the run has any of these metrics."""
+        return bool(self._first_there(names))
 
     def _choices(self, probe: Probe) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The metric that is meant, and the names of all columns: one choice, or one for each match of a pattern."""

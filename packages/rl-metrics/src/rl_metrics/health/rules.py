@@ -38,6 +38,8 @@ class Probe:
         limits: By the check's name for them: a number, or the name of one of the rule's thresholds.
         window: Steps; 0 takes the rule's.
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
+        needs: Of a rule's own probe: it finds nothing unless each of these finds something too.
+        otherwise: Of a rule's `needs`: how it is put that it finds nothing.
     """
 
     kind: str
@@ -45,6 +47,8 @@ class Probe:
     limits: Mapping[str, float | str] = field(default_factory=dict)
     window: int = 0
     says: str = "{metric} is at {value}"
+    needs: tuple["Probe", ...] = ()
+    otherwise: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +159,8 @@ def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
     probes = (
         probe
         for rule in rules
-        for probe in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+        for one in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+        for probe in (one, *one.needs)
     )
     names = {name for probe in probes for choices in probe.reads for name in choices}
     patterns = [pattern_of(name) for name in sorted(names) if is_pattern(name)]

@@ -1,6 +1,7 @@
 """A verdict, and the rules, as text: for a terminal, a file of a CI job, or the page docs/guides/health.md."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from rl_core.records import Json
 from rl_metrics.health.finding import SIDES, Finding, Side, Status, Verdict
@@ -22,7 +23,8 @@ def verdict_lines(verdict: Verdict, *, name: str) -> Iterator[str]:
         verdict: Of the run.
         name: Of the run.
     """
-    yield f"{name}: {verdict.status} at step {verdict.step}"
+    known = sum(check.status != "unknown" for check in verdict.checks)
+    yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(verdict.checks)} checks could be made)"
     width = max((len(check.rule) for check in verdict.checks), default=0)
     for side in SIDES:
         checks = [check for check in verdict.checks if check.side == side]
@@ -41,10 +43,11 @@ def finding_lines(finding: Finding) -> Iterator[str]:
     yield f"{finding.severity.upper()} {finding.rule}, since step {finding.since_step}: {finding.what}"
     for evidence in finding.evidence:
         yield f"  evidence: {evidence.text}"
-    for number, cause in enumerate(finding.causes, start=1):
-        yield f"  cause {number}:  {cause}"
-    for number, advice in enumerate(finding.advice, start=1):
-        yield f"  try {number}:    {advice}"
+    for number, (cause, advice) in enumerate(zip_longest(finding.causes, finding.advice), start=1):
+        if cause is not None:
+            yield f"  cause {number}:  {cause}"
+        if advice is not None:
+            yield f"     try:    {advice}"
 
 
 def rule_lines(rules: Iterable[Rule]) -> Iterator[str]:

@@ -7,10 +7,12 @@ from rl_metrics.health.common_rules import (
     DETERMINISTIC,
     EQUAL_REWARDS,
     IMPROVES,
+    KL_COEFFICIENT,
     MISMATCH,
     PROVED_STALE,
     RANDOM,
     REWARD_ZERO,
+    SCORE,
     SOLVED,
     STANDS_STILL,
     TOO_FAST,
@@ -34,6 +36,7 @@ STABILITY = (
             ),
         ),
         thresholds=(Threshold(name="max", default=1.0, meaning="running median", source=GUIDE),),
+        unless=(SOLVED, IMPROVES),
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -42,6 +45,17 @@ STABILITY = (
                 text="the KL penalty pulls harder than the reward",
                 advice="divide algorithm.kl_coefficient by ten",
                 rule="policy_held",
+            ),
+            Cause(
+                text="the KL penalty pulls harder than the reward",
+                advice="divide algorithm.kl_coefficient by ten",
+                sign=Probe(
+                    kind="level",
+                    reads=(KL_COEFFICIENT,),
+                    limits={"max": 1.0},
+                    window=5,
+                    says="{metric} is {value}; up to 0.02 is usual",
+                ),
             ),
             TOO_FAST,
             Cause(text="rewards or advantages of a large scale", advice="normalize advantages, or scale the reward"),
@@ -73,6 +87,7 @@ STABILITY = (
             MISMATCH,
             TOO_OLD,
             TOO_FAST,
+            Cause(text="the gradients are large at all steps", advice="see the finding grad_norm", rule="grad_norm"),
             Cause(text="a batch with extreme ratios or lengths", advice="clip gradients (learner.clip_grad = 1)"),
         ),
     ),
@@ -101,6 +116,39 @@ STABILITY = (
             TOO_FAST,
             Cause(text="too little precision", advice="use bfloat16 or float32, not float16"),
             Cause(text="a reward or logprob that is not finite", advice="look at the first step that has one"),
+        ),
+    ),
+    Rule(
+        name="lost_metrics",
+        side="stability",
+        title="what each step has stays there",
+        what="Metrics that each step had are missing, or not finite (NaN, infinite).",
+        severity="critical",
+        probes=tuple(
+            Probe(
+                kind="lost",
+                reads=(names,),
+                limits={"max": "max"},
+                says="{metric} is missing, or not finite, at the last {value} steps",
+            )
+            for names in (
+                SCORE,
+                ("actor/loss", "actor/pg_loss"),
+                ("actor/grad_norm",),
+                ("actor/entropy",),
+                ("response_length/mean",),
+            )
+        ),
+        thresholds=(Threshold(name="max", default=5.0, meaning="newest steps without one", source=BY_DESIGN),),
+        min_steps=10,
+        causes=(
+            Cause(
+                text="the policy is no longer finite: an update, or a learning rate, that was too large",
+                advice="go back to a checkpoint from before, with a third of the learning rate",
+            ),
+            Cause(text="too little precision", advice="use bfloat16 or float32, not float16"),
+            Cause(text="a reward or logprob that is not finite", advice="look at the first step that has one"),
+            Cause(text="the run no longer records them", advice="look at what changed with its last resume"),
         ),
     ),
     Rule(
@@ -193,7 +241,7 @@ STABILITY = (
                     reads=(("response_length/clip_ratio",),),
                     limits={"max": 0.1},
                     window=1_000_000,
-                    says="it was so at most steps: {value:share} of the responses",
+                    says="it was so in most of the run: {value:share} of the responses",
                 ),
             ),
             Cause(

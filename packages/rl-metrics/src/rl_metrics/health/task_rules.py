@@ -26,6 +26,8 @@ VALIDATED_REWARD = (
     "val-core/*/reward/mean@#/ci_high",
     "val-core/*/reward/mean@#",
     "val-core/*/score/mean@#",
+    "val-aux/*/reward/mean@#",
+    "val-aux/*/score/mean@#",
 )
 VALIDATED_ACCURACY = ("val-core/*/acc/mean@#/ci_high", "val-core/*/acc/mean@#")
 """Upper ends of confidence intervals where there are some: a gap is one that the draw of problems does not explain."""
@@ -77,7 +79,6 @@ TASK = (
                 name="max", default=0.25, meaning="share of the best running median that may be lost", source=THUMB
             ),
         ),
-        min_steps=12,
         causes=(
             PROVED_STALE,
             MISMATCH,
@@ -98,7 +99,7 @@ TASK = (
     Rule(
         name="reward_flat",
         side="task",
-        title="the reward rises",
+        title="the reward has risen since the start",
         what="The reward has not risen since the start.",
         probes=(
             Probe(

@@ -1,0 +1,60 @@
+"""The verdict over a recorded run, by the rules that its own settings chose."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from rl_core.errors import SettingsError
+from rl_metrics.health.finding import Verdict
+from rl_metrics.health.guide import GUIDE
+from rl_metrics.health.judging import judge
+from rl_metrics.health.rules import Rule, require_rules, with_thresholds, without
+from rl_metrics.json_lines import number_or_nan
+from rl_metrics.run_record import RunRecord
+
+log = structlog.get_logger(__name__)
+
+
+def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, off: Collection[str] = ()) -> Verdict:
+    """Whether a recorded run is healthy at its newest step.
+
+    Args:
+        run: With `[health]` of its settings, where it has some.
+        thresholds: Others, by rule and threshold, before those of the run.
+        off: Rules to leave out, beside those that the run left out.
+
+    Raises:
+        SettingsError: There is no such rule or threshold.
+        OSError: A file cannot be read.
+    """
+    rules = without(with_thresholds(own_rules(run.settings), thresholds or {}), off)
+    return judge(run.history, rules=rules, events=run.events)
+
+
+def own_rules(settings: Mapping[str, Any]) -> Sequence[Rule]:
+    """The rules with `health.thresholds` and without `health.off` of a run; what there is not is left out.
+
+    Args:
+        settings: Of the run, as tables; those of another trainer say nothing.
+    """
+    health = settings.get("health")
+    if not isinstance(health, dict):
+        return GUIDE
+    thresholds, off = health.get("thresholds"), health.get("off")
+    rules: Sequence[Rule] = GUIDE
+    for name, value in thresholds.items() if isinstance(thresholds, dict) else ():
+        number = number_or_nan(value)
+        try:
+            if math.isnan(number):
+                raise SettingsError(f"{name} must be a number; found {str(value)[:80]!r}.")
+            rules = with_thresholds(rules, {name: number})
+        except SettingsError as error:
+            log.warning("health_setting_left_out", setting="health.thresholds", error=str(error))
+    for rule in off if isinstance(off, list) else ():
+        try:
+            require_rules(GUIDE, [str(rule)])
+        except SettingsError as error:
+            log.warning("health_setting_left_out", setting="health.off", error=str(error))
+    return tuple(rule for rule in rules if not isinstance(off, list) or rule.name not in off)
