@@ -75,3 +75,13 @@ def test_memory_is_bounded():
 def test_impossible_numbers_are_refused(options):
     with pytest.raises(SettingsError, match=r"found .*\d"):
         Bootstrap(**options)
+
+
+@pytest.mark.parametrize("num_prompts", [40, 4000])
+def test_many_prompts_alike_are_drawn_by_their_kinds_with_the_same_law(num_prompts):
+    kinds = np.array([0.0, 1.0, 3.0, np.nan])
+    values = np.repeat(kinds, num_prompts // 4)[:, None]
+    apart = values + np.linspace(0.0, 1e-9, num_prompts)[:, None]  # each a kind of its own
+    together, alone = (mean_intervals(column, bootstrap=Bootstrap(num_draws=20_000)) for column in (values, apart))
+    error = np.nanstd(kinds) / np.sqrt(0.75 * num_prompts)
+    assert np.abs(together - alone).max() < 0.05 * error

@@ -30,7 +30,7 @@ def run(tmp_path):
 def test_a_healthy_run(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.01}))]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("arithmetic: ok at step 20\n\nTask: ")
+    assert out.startswith("arithmetic: ok at step 20 (1 of 35 checks could be made)\n\nTask: ")
     assert "ok        kl_high" in out
     assert "actor/ppo_kl 0.01 over the last 5 steps" in out
 
@@ -41,7 +41,7 @@ def test_a_finding_is_told_with_evidence_causes_and_advice(run, capsys):
     assert "CRITICAL kl_high, since step 1: The policy moves too far within a step." in out
     assert "  evidence: actor/ppo_kl is at 0.08 nats (0.005 to 0.02 is usual, over 0.03 is bad)" in out
     assert "  cause 1:  learning rate too high" in out
-    assert "  try 1:    divide the learning rate by three" in out
+    assert "  cause 1:  learning rate too high\n     try:    divide the learning rate by three\n" in out
 
 
 def test_the_least_severity_that_fails(run):
@@ -111,3 +111,8 @@ def test_the_guide_page_is_up_to_date(capsys):
     assert page.partition(BEGIN)[2].partition(END)[0].strip() == table.strip(), (
         "docs/guides/health.md is out of date; put `rl-metrics rules --markdown` between its two marks"
     )
+
+
+def test_what_cannot_be_judged_is_no_success(run, capsys):
+    assert main(["check", str(run(**{"foreign/name": 1.0}))]) == 2
+    assert capsys.readouterr().out.startswith("arithmetic: unknown at step 20 (0 of 35 checks could be made)\n")

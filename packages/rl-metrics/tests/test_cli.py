@@ -1,3 +1,7 @@
+import json
+import subprocess
+import sys
+
 import pytest
 
 from rl_metrics.cli import main
@@ -14,3 +18,14 @@ def test_the_help_of_a_verb_says_what_it_is_for(words, said, capsys):
     usage, purpose, *_ = capsys.readouterr().out.split("\n\n")
     assert usage.startswith(f"usage: rl-metrics {' '.join(words)} [-h]")
     assert purpose.startswith(said)
+
+
+@pytest.mark.parametrize("verb", ["check", "doctor", "compare"])
+def test_warnings_are_no_part_of_the_json(verb, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"actor/lr":1.0}\n{"step":\n{"step":2,"actor/lr":1.0}\n')
+    runs = [str(tmp_path)] * (2 if verb == "compare" else 1)
+    result = subprocess.run(
+        [sys.executable, "-m", "rl_metrics", verb, *runs, "--json"], capture_output=True, text=True, check=False
+    )
+    assert isinstance(json.loads(result.stdout), dict)
+    assert "unreadable_lines" in result.stderr

@@ -207,8 +207,15 @@ def test_the_command_with_several_seeds(tmp_path, capsys):
     runs = [write(tmp_path / name, {"actor/lr": [value] * 3}) for name, value in (("a", 1), ("b", 2), ("c", 9))]
     assert main(["compare", ",".join(runs[:2]), ",".join([runs[2]] * 2)]) == 0
     said = capsys.readouterr().out
-    assert "A: a, b\nB: c, c\n" in said
+    assert "A: a, b\nB: c (1), c (2)\n" in said
     assert "2 and 2 runs" in said
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, capsys):
+    for parent in ("1", "2"):
+        (tmp_path / parent).mkdir()
+    assert main(["compare", *(write(tmp_path / parent / "run", {"actor/lr": [1.0] * 3}) for parent in ("1", "2"))]) == 0
+    assert "A: run (1)\nB: run (2)\n" in capsys.readouterr().out
 
 
 def test_the_command_refuses_what_cannot_be_compared(tmp_path, capsys):

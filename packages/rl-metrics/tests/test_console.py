@@ -1,4 +1,5 @@
 import io
+import math
 import os
 
 import pytest
@@ -33,7 +34,9 @@ class Terminal:
         self.file = io.StringIO()
         self.clock = Clock()
         target = Console(file=self.file, force_terminal=is_terminal, width=width, color_system=None, _environ={})
-        self.tracker = ConsoleTracker(console=target, min_interval_s=min_interval_s, clock=self.clock)
+        self.tracker = ConsoleTracker(
+            console=target, min_interval_s=min_interval_s, generations_in="generations.jsonl", clock=self.clock
+        )
 
     @property
     def text(self):
@@ -196,39 +199,62 @@ def generation(**changed):
     return GenerationSample(**(given | changed))
 
 
-def test_the_first_generations_are_a_few_lines_and_text_stays_text(plain):
+def test_the_worst_generations_have_a_line_each(plain):
     samples = [
-        generation(score=0.5, ground_truth="2", output="[bold]2[/bold] :smile:\n\x1b[2Jgone"),
-        generation(prompt_uid="p2", policy_version=(2, 4), failure="timeout", output="x" * 1000),
-        *(generation(prompt_uid=f"more {index}") for index in range(17)),
-        generation(prompt_uid="p20", failure="no verdict", output="y" * 100),
+        *(generation(score=1.0, output=f"right {index}") for index in range(10)),
+        generation(score=0.25, ground_truth="2", output="3"),
+        generation(score=-1.0, input="i" * 1000, output="o" * 1000, ground_truth="g" * 1000),
+        *(generation(score=0.5, output=f"half {index}") for index in range(7)),
+        generation(score=math.nan, output="y" * 100, failure="no verdict: " + "z" * 1000),
     ]
     plain.tracker.log_generations(40, "val/generations", samples)
-    assert plain.lines[:10] == [
-        "val/generations at step 40: 20 samples",
-        "  p1  score 0.5  version 3  rollouter",
-        "    in        1 + 1",
-        r"    out       [bold]2[/bold] :smile:\n\x1b[2Jgone",
-        "    expected  2",
-        "  p2  score nan  versions 2 to 4  rollouter",
-        "    in        1 + 1",
-        "    out       " + "x" * 78 + " ... " + "x" * 77,
-        "    failure   timeout",
-        "  more 0  score nan  version 3  rollouter",
+
+    def cut(letter):
+        return letter * 28 + " ... " + letter * 27
+
+    assert plain.lines == [
+        "val/generations at step 40: the worst 3 of 20 samples; all are in generations.jsonl",
+        f"  failed  1 + 1 -> {cut('y')}  no verdict: {'z' * 46} ... {'z' * 57}",
+        f"  score -1  {cut('i')} -> {cut('o')}  expected {cut('g')}",
+        "  score 0.25  1 + 1 -> 3  expected 2",
     ]
-    rest = plain.lines[12:]
-    assert len(rest) == 17, "of the others, each has a line"
-    assert rest[0] == "  more 1  score nan  version 3  rollouter  1 + 1 -> 2"
-    assert rest[-1].startswith("  p20  score nan  version 3  rollouter  1 + 1 -> yyyy")
-    assert rest[-1].endswith("yyyy  failure: no verdict")
-    assert len(rest[-1]) < 120
+
+
+def test_few_generations_are_all_there_worst_first_in_their_order(plain):
+    samples = [generation(score=1.0), generation(score=0.0, output="a"), generation(score=0.0, output="b")]
+    plain.tracker.log_generations(2, "test/generations", samples)
+    plain.tracker.log_generations(4, "test/generations", [])
+    assert plain.lines == [
+        "test/generations at step 2: 3 samples",
+        "  score 0  1 + 1 -> a",
+        "  score 0  1 + 1 -> b",
+        "  score 1  1 + 1 -> 2",
+        "test/generations at step 4: 0 samples",
+    ]
+
+
+def test_a_console_that_does_not_know_where_generations_are_names_no_place():
+    file = io.StringIO()
+    tracker = ConsoleTracker(console=Console(file=file, force_terminal=False, width=200))
+    tracker.log_generations(1, "val/generations", [generation(score=0.0)] * 4)
+    assert file.getvalue().splitlines()[0] == "val/generations at step 1: the worst 3 of 4 samples"
+
+
+def test_the_text_of_generations_stays_text(plain):
+    hostile = "[bold]2[/bold] :smile:\n\x1b[2Jgone"
+    failed = generation(input=hostile, ground_truth="\u202e2", failure="bad\r\nend\x07")
+    plain.tracker.log_generations(1, "val/generations", [failed, generation(score=0.5, output=hostile)])
+    assert plain.lines[1:] == [
+        r"  failed  [bold]2[/bold] :smile:\n\x1b[2Jgone -> 2  expected \u202e2  bad\r\nend\x07",
+        r"  score 0.5  1 + 1 -> [bold]2[/bold] :smile:\n\x1b[2Jgone",
+    ]
     assert "\x1b" not in plain.text
 
 
 def test_a_terminal_keeps_generations_above_the_bar(live):
     live.tracker.begin("GRPO", total_steps=20)
-    live.tracker.log_generations(1, "val/generations", [generation(output="[red]\x1b[2J")])
-    assert r"    out       [red]\x1b[2J" in live.text
+    live.tracker.log_generations(1, "val/generations", [generation(output="[red]\x1b[2J", score=0.0)])
+    assert r"  score 0  1 + 1 -> [red]\x1b[2J" in live.text
     assert "\x1b[2J" not in live.text
 
 

@@ -61,3 +61,14 @@ def test_warnings_of_the_program_are_copied(tmp_path):
     logger.warning("tracker_failed", tracker="wandb")
     assert shown == ["step_done", "tracker_failed"]
     assert read_events(path) == [{"time": 1.0, "event": "tracker_failed", "level": "warning", "tracker": "wandb"}]
+
+
+def test_within_a_run_the_warnings_of_all_modules_are_events(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.0)
+    before = structlog.get_config()["processors"]
+    with log.copying_warnings():
+        structlog.get_logger("any.module").warning("tracker_failed", tracker="wandb")
+    assert structlog.get_config()["processors"] == before
+    structlog.get_logger("any.module").warning("too_late")
+    log.close()
+    assert [row["event"] for row in read_events(tmp_path / "events.jsonl")] == ["tracker_failed"]

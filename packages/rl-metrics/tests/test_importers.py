@@ -340,3 +340,42 @@ def test_the_command(tmp_path, capsys):
     assert main(["import", "verl", str(tmp_path / "missing"), "--into", run]) == 2
     assert "missing" in capsys.readouterr().err
     assert main(["import", "trl", str(tmp_path), "--into", run]) == 2
+
+
+def test_attempts_in_the_wrong_order_are_said(tmp_path):
+    first, second = VERL / "attempt-1.jsonl", VERL / "attempt-2.jsonl"
+    with structlog.testing.capture_logs() as logs:
+        import_verl([first, second], tmp_path / "run")
+    assert logs == []
+    with structlog.testing.capture_logs() as logs:
+        import_verl([second, first], tmp_path / "run")
+    (warning,) = logs
+    assert (warning["event"], warning["file"], warning["before"]) == ("attempts_out_of_order", str(first), str(second))
+    assert (warning["first_step"], warning["its_first_step"]) == (0, 3)
+
+
+def test_attempts_of_trl_in_the_wrong_order_are_said(tmp_path):
+    for name, steps in (("first", (1, 2)), ("second", (2, 3))):
+        history = [{"step": step, "loss": 0.5} for step in steps]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"log_history": history}))
+    files = [tmp_path / "second.json", tmp_path / "first.json"]
+    for order, expected in ((files[::-1], []), (files, ["attempts_out_of_order"])):
+        with structlog.testing.capture_logs() as logs:
+            import_trl(order, tmp_path / "run")
+        assert [one["event"] for one in logs] == expected
+
+
+def test_a_folder_among_the_files_of_verl_is_refused_with_advice(tmp_path, capsys):
+    assert main(["import", "verl", str(VERL / "rollouts"), "--into", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert f"{VERL}/rollouts must be a file of verl's metrics or console, not a folder" in said
+    assert "--rollouts" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_name_without_a_meaning_here_is_listed(tmp_path, capsys):
+    names = [f"name-{index:03}-{'x' * 60}" for index in range(100)]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": dict.fromkeys([*names, "\x1b[31m"], 1.0)}) + "\n")
+    assert main(["import", "verl", str(tmp_path / "a.jsonl"), "--into", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.removeprefix("kept as other/NAME, as they have no meaning here: ").split(", ") == ["\\x1b[31m", *names]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import structlog
 
-from rl_core.errors import NotReadyError
+from rl_core.errors import DataError, NotReadyError
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, number_or_none, read_json_lines
@@ -275,3 +275,19 @@ def test_numbers_that_were_read(value, as_nan, as_none):
     number = number_or_nan(value)
     assert (None if math.isnan(number) else number) == as_nan
     assert number_or_none(value) == as_none
+
+
+@pytest.mark.parametrize("step", ["a", -1, 1.0, None, 2**63, np.int64(-2)])
+def test_a_step_that_is_none_is_refused(tmp_path, step):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for log in (
+        lambda: tracker.log(step, {"a": 1.0}),
+        lambda: tracker.log_late(step, {"a": 1.0}),
+        lambda: tracker.log_generations(step, "val", [generation("p")]),
+        lambda: tracker.log_histograms(step, {"a": Histogram()}),
+    ):
+        with pytest.raises(DataError, match="a step must be a whole number, at least 0"):
+            log()
+    tracker.log(np.int64(3), {"a": 1.0})
+    assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [3]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]

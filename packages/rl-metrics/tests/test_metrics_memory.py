@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_metrics.memory import MemoryWatch, memory_metrics, memory_of
+from rl_metrics.memory import MemoryWatch, _all_children, memory_metrics, memory_of
 from rl_metrics.table import DEFINITIONS
 
 
@@ -33,6 +34,13 @@ def test_this_process():
     assert 0.01 < metrics["perf/process_memory_gb"] < 1000
     for name in metrics:
         DEFINITIONS.lookup(name)
+
+
+def test_children_are_found_without_the_lists_of_linux_too(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=PIPE) as child:
+        listed, found = (set(_all_children(proc, os.getpid())) for proc in (Path("/proc"), tmp_path))
+        assert child.pid in listed & found
+        child.communicate(b"\n")
 
 
 def test_a_process_and_its_children():

@@ -304,3 +304,12 @@ def test_chapters_of_families_and_plain_names():
     assert chapter_of("nobody/knows") == "Other"
     for chapter, metrics in FAMILIES.items():
         assert {chapter_of(metric.name) for metric in metrics if not metric.is_family} <= {chapter}
+
+
+def test_the_list_takes_globs_of_names(capsys):
+    assert main(["list", "actor/kl_*", "--json"]) == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)]
+    assert {"actor/kl_loss", "actor/kl_coef"} <= set(names)
+    assert all(name.startswith("actor/kl_") for name in names)
+    assert main(["list", "kl_*"]) == 2
+    assert "'kl_*'" in capsys.readouterr().err

@@ -114,6 +114,7 @@ def picture(runs, output):
 
 def test_another_process_gives_the_same_bytes(runs, tmp_path):
     output = tmp_path / "deeper" / "other.svg"
+    output.parent.mkdir()
     command = [sys.executable, "-m", "rl_metrics", "plot", *map(str, runs), "--metric", ACC, "--output", str(output)]
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -143,6 +144,28 @@ def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path):
         write(tmp_path / parent / "run", [{"step": 1, "time": 1.0, ACC: 0.5}])
     shown = texts(drawn([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path))
     assert {"a/run", "b/run"} <= set(shown)
+
+
+def test_a_glob_is_a_panel_for_each_metric_that_fits(tmp_path):
+    names = ["actor/lr", "actor/entropy", "critic/x", "val-core/a/acc/mean@1", "val-core/a/acc/mean@1/ci_low"]
+    write(tmp_path / "run", [{"step": step, "time": 1.0, **dict.fromkeys(names, 0.5)} for step in (1, 2)])
+    shown = texts(drawn([tmp_path / "run"], tmp_path, metrics=["critic/x", "actor/*", "actor/lr", "val-core/*"]))
+    titles = [text for text in shown if text in names]
+    assert titles == ["critic/x", "actor/entropy", "actor/lr", "val-core/a/acc/mean@1"]
+
+
+def test_a_metric_with_a_star_in_its_name_is_itself(tmp_path):
+    write(tmp_path / "run", [{"step": 1, "time": 1.0, "actor/*": 0.5, "actor/lr": 0.5}])
+    shown = texts(drawn([tmp_path / "run"], tmp_path, metrics=["actor/*"]))
+    assert ("actor/*" in shown, "actor/lr" in shown) == (True, False)
+
+
+def test_globs_that_fit_nothing_or_too_much_are_refused(tmp_path):
+    write(tmp_path / "run", [{"step": 1, "time": 1.0, **{f"a/{index}": 0.5 for index in range(51)}}])
+    with pytest.raises(SettingsError, match=r"at most 50 panels; found 51 metrics that fit a/\*"):
+        drawn([tmp_path / "run"], tmp_path, metrics=["a/*"])
+    with pytest.raises(DataError, match=r"'b/\*' has no value in run"):
+        drawn([tmp_path / "run"], tmp_path, metrics=["b/*"])
 
 
 def test_what_cannot_be_drawn_is_refused_and_leaves_no_file(runs, tmp_path):

@@ -3,6 +3,7 @@ import json
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import structlog
 from hypothesis import given, settings
@@ -221,6 +222,48 @@ def test_impossible_weights_are_refused(weight):
         recorder().record("mean", 1.0, weight=weight)
     with pytest.raises(DataError, match="weight of mean must be finite and at least 0"):
         recorder().record_sums({"mean": (1.0, weight)})
+
+
+@pytest.mark.parametrize("value", [None, "x", "1", b"1", [1.0], np.array([1.0, 2.0]), 10**400, {}])
+def test_what_is_no_single_number_is_refused_by_its_name(value):
+    record = recorder()
+    with pytest.raises(DataError, match=r"^mean must be a number, or a scalar array or tensor; found"):
+        record.record("mean", value)
+    with pytest.raises(DataError, match=r"^mean must be a number"):
+        record.record_sums({"mean": (value, 1.0)})
+    with pytest.raises(DataError, match=r"^weight of mean must be a number"):
+        record.record("mean", 1.0, weight=value)
+    assert record.reduce() == {}
+
+
+SUM = {"total": [1, 1], "weight": [1, 1], "extreme": None, "num_nonfinite": 0}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "{}",
+        "not",
+        None,
+        [],
+        {"mean": "x"},
+        {"mean": None},
+        {"mean": {}},
+        {"mean": SUM | {"total": 1}},
+        {"mean": SUM | {"total": [1, 0]}},
+        {"mean": SUM | {"weight": ["x", 1]}},
+        {"mean": SUM | {"extreme": "x"}},
+        {"mean": SUM | {"num_nonfinite": "2"}},
+        {"mean": SUM | {"num_nonfinite": -1}},
+    ],
+)
+def test_a_state_that_is_none_is_refused(state):
+    record = recorder()
+    with pytest.raises(DataError, match=r"as Recorder\.to_json gives it"):
+        record.merge_json(state)
+    assert record.reduce() == {}
+    record.merge_json({"mean": SUM})
+    assert record.reduce() == {"mean": 1.0}
 
 
 def test_recorders_with_other_definitions_do_not_merge():

@@ -3,6 +3,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,7 +91,19 @@ def test_torn_and_foreign_lines_are_left_out(path):
             b'\xff\xfe\n[1]\n{"step":"2","index":0}\n{"step":1,"index":1,"prompt_uid":4}\n{"step":1,"index":2,"prom'
         )
     write(path, [row(2, "b")])
-    assert read(path) == [(1, "a"), (2, "b")]
+    with structlog.testing.capture_logs() as logs:
+        assert read(path) == [(1, "a"), (2, "b")]
+    assert logs == [{"event": "unreadable_lines", "log_level": "warning", "path": str(path), "count": 5}]
+
+
+def test_a_last_line_on_its_way_and_blank_lines_are_no_reason_to_warn(path):
+    write(path, [row(1, "a")])
+    whole = path.read_bytes()
+    for end in (b"\n  \n", whole[:-20], b'{"step":1,"index":1}'):
+        path.write_bytes(whole + end)
+        with structlog.testing.capture_logs() as logs:
+            assert read(path) == [(1, "a")]
+        assert logs == []
 
 
 def test_a_number_beyond_every_float_is_not_known(path):

@@ -207,10 +207,39 @@ def test_intervals_can_be_left_out_or_be_others():
     assert wide[name] < narrow[name] < 1.5
 
 
-def test_infinite_values_are_no_error():
-    metrics = summarize(["p", "p", "q"], ["a"] * 3, acc=[np.inf, 1.0, -np.inf])
-    assert np.isnan(metrics["val-core/a/acc/mean@2"])
-    assert "val-core/a/acc/mean@2/ci_low" not in metrics
+def test_infinite_values_are_missing():
+    metrics = summarize(["p", "p", "q", "q"], ["a"] * 4, acc=[1.0, np.inf, 0.0, -np.inf])
+    assert metrics == {
+        "val-aux/a/num_prompts": 2.0,
+        "val-aux/a/num_responses": 4.0,
+        "val-aux/a/acc/num_missing": 2.0,
+        "val-core/a/acc/mean@1": 0.5,
+        "val-core/a/acc/mean@1/ci_low": 0.0,
+        "val-core/a/acc/mean@1/ci_high": 1.0,
+    }
+
+
+def test_a_variable_that_no_response_has_stays_the_main_one():
+    metrics = summarize(["p", "q"], ["a", "b"], acc=[NAN, np.inf], reward=[1.0, 0.0])
+    assert metrics["val-aux/a/acc/num_missing"] == metrics["val-aux/b/acc/num_missing"] == 1.0
+    assert metrics["val-aux/a/reward/mean@1"] == 1.0
+    assert not any(name.startswith("val-core/") for name in metrics)
+    assert headline(metrics) is None
+
+
+@pytest.mark.parametrize("column", ["uids", "sources"])
+@pytest.mark.parametrize(("other", "kind"), [(None, "NoneType"), (NAN, "float"), (7, "int"), (b"p", "bytes")])
+def test_uids_and_sources_that_are_no_text_are_refused(column, other, kind):
+    given = {"uids": ["p", "q"], "sources": ["a", "a"]}
+    for texts in ([other, other], [other, "p"]):
+        with pytest.raises(DataError, match=rf"{column} must be text; found {kind}\. Give one for each response"):
+            summarize(**{**given, column: texts}, acc=[1.0, 0.0])
+
+
+@pytest.mark.parametrize("values", [["1", "x"], [{}, 1.0], [[1.0], [1.0, 2.0]], [10**400, 1]])
+def test_variables_that_are_no_numbers_are_refused(values):
+    with pytest.raises(DataError, match="variable 'acc' must have a number for each response"):
+        summarize(["p", "q"], ["a", "a"], acc=values)
 
 
 def test_the_headline_is_no_interval():
@@ -298,6 +327,7 @@ def test_nothing_but_missing_values():
     assert summarize(["p", "p"], ["a", "a"], acc=[NAN, NAN]) == {
         "val-aux/a/num_prompts": 1.0,
         "val-aux/a/num_responses": 2.0,
+        "val-aux/a/acc/num_missing": 2.0,
     }
 
 

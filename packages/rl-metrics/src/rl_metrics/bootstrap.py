@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_core.errors import SettingsError
 from rl_metrics.validation_responses import Floats
 
+IntArray = NDArray[np.int64]
+
 CHUNK = 2_000_000
 """Prompts that are drawn at once, over all draws: bounds the memory."""
+
+FEW_KINDS = 8
+"""Prompts of a kind, on average, from which on it is quicker to draw how many there are of each kind: the same law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +24,7 @@ class Bootstrap:
     Attributes:
         level: Share of the draws that lie within the interval.
         num_draws: How often as many prompts as there are are drawn with replacement; 0 gives no intervals.
-        seed: Of the draws; sources with equally many prompts get the same ones, as do validations of a run.
+        seed: Of the draws; the same values get the same intervals.
     """
 
     level: float = 0.95
@@ -57,9 +63,10 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
         return np.full((2, num_metrics), np.nan)
     generator = np.random.Generator(np.random.Philox(key=np.array([bootstrap.seed, 0], dtype=np.uint64)))
     columns = np.concatenate([np.where(counted & has_interval, values, 0.0), counted], axis=1)
+    kinds, counts = np.unique(columns, axis=0, return_counts=True)  # right or wrong, where a prompt has one response
     per_chunk = max(1, CHUNK // num_prompts)
     means = [
-        _resampled_means(columns, min(per_chunk, bootstrap.num_draws - start), generator)
+        _resampled_means(kinds, counts, min(per_chunk, bootstrap.num_draws - start), generator)
         for start in range(0, bootstrap.num_draws, per_chunk)
     ]
     tail = (1.0 - bootstrap.level) / 2.0
@@ -68,12 +75,22 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
     return np.where(has_interval, ends, np.nan)
 
 
-def _resampled_means(columns: Floats, num_draws: int, generator: np.random.Generator) -> Floats:
-    """[D, M] means of as many prompts; NaN where a draw has none that counts."""
-    num_prompts, num_metrics = len(columns), columns.shape[1] // 2
-    chosen = generator.integers(num_prompts, size=(num_draws, num_prompts))
-    chosen += np.arange(num_draws)[:, None] * num_prompts
-    times = np.bincount(chosen.ravel(), minlength=num_draws * num_prompts).reshape(num_draws, num_prompts)
+def _resampled_means(columns: Floats, counts: IntArray, num_draws: int, generator: np.random.Generator) -> Floats:
+    """[D, M] means of as many prompts; NaN where a draw has none that counts.
+
+    Args:
+        columns: [K, 2 M] kinds of prompts: values, and 1 where they count.
+        counts: [K] prompts of each kind.
+        num_draws: How often all are drawn.
+        generator: Draws.
+    """
+    num_kinds, num_metrics, num_prompts = len(columns), columns.shape[1] // 2, int(counts.sum())
+    if num_kinds * FEW_KINDS <= num_prompts:
+        times = generator.multinomial(num_prompts, counts / num_prompts, size=num_draws)
+    else:
+        chosen = np.repeat(np.arange(num_kinds), counts)[generator.integers(num_prompts, size=(num_draws, num_prompts))]
+        chosen += np.arange(num_draws)[:, None] * num_kinds
+        times = np.bincount(chosen.ravel(), minlength=num_draws * num_kinds).reshape(num_draws, num_kinds)
     sums = times.astype(np.float64) @ columns
     weights = sums[:, num_metrics:]
     means: Floats = np.divide(sums[:, :num_metrics], weights, out=np.full(weights.shape, np.nan), where=weights > 0)

@@ -1,7 +1,10 @@
 """The command `rl-metrics`."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+
+import structlog
 
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
@@ -20,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 when what was asked for cannot be; `check` and `doctor` give 1 for what they find.
     """
     arguments = _parser().parse_args(argv)
+    if not structlog.is_configured():  # warnings, which are no part of what a verb gives
+        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     status: int = arguments.run(arguments)
     return status
 

@@ -3,7 +3,8 @@
 import re
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,16 @@ class EventLog:
             fields = {key: value for key, value in event.items() if key not in ("event", "timestamp", *RESERVED)}
             self._append(str(event.get("event", "")), {"level": method, **fields})
         return event
+
+    @contextmanager
+    def copying_warnings(self) -> Iterator[None]:
+        """Within it, warnings and errors that this process logs with structlog are events too."""
+        before = list(structlog.get_config()["processors"])
+        structlog.configure(processors=[self.structlog_processor, *before])
+        try:
+            yield
+        finally:
+            structlog.configure(processors=before)
 
     def close(self) -> None:
         """Close the file; events that come later are not written. Can be called twice."""

@@ -234,8 +234,7 @@ class Histogram:
         keys = _keys(np.abs(mantissas), exponents)
         is_positive, is_negative = values > MAPPING.min_possible, values < -MAPPING.min_possible
         for store, chosen in ((self._positive, is_positive), (self._negative, is_negative)):
-            for key, count in _counted(keys[chosen], None if counts is None else counts[chosen]):
-                store.add(key, count)
+            _count(store, keys[chosen], None if counts is None else counts[chosen])
         is_zero = ~(is_positive | is_negative)
         self._num_zeros += int(is_zero.sum() if counts is None else counts[is_zero].sum())
 
@@ -267,8 +266,8 @@ def _high(key: int) -> float:
     return float(MAPPING.value(key) * ((1 + MAPPING.gamma) / 2)) if key <= HIGHEST_KEY else sys.float_info.max
 
 
-def _counted(keys: Array, counts: Array | None) -> Iterator[tuple[int, int]]:
-    """Keys with how often they are there, the highest first: the library's store then grows only twice."""
+def _count(store: CollapsingLowestDenseStore, keys: Array, counts: Array | None) -> None:
+    """What `store.add` does with each key: it makes room for the highest and the lowest; the others then have it."""
     if not len(keys):
         return
     lowest = int(keys.min())
@@ -278,8 +277,14 @@ def _counted(keys: Array, counts: Array | None) -> Iterator[tuple[int, int]]:
         found = np.bincount(keys - lowest, weights=counts).astype(np.int64)
     places = np.flatnonzero(found)
     rows = list(zip((places + lowest).tolist(), found[places].tolist(), strict=True))
-    yield rows[-1]
-    yield from rows[:-1]
+    *between, highest = rows
+    store.add(*highest)
+    if between:
+        store.add(*between.pop(0))
+    bins, offset, least = store.bins, store.offset, store.min_key
+    for key, count in between:
+        bins[key - offset if key >= least else 0] += count
+    store.count += sum(count for _, count in between)
 
 
 def _exact_sum(mantissas: Array, exponents: Array, counts: Array | None) -> int:

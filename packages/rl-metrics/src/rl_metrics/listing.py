@@ -1,6 +1,8 @@
 """The table of metrics as a terminal table, JSON, or the page docs/metrics.md."""
 
+import fnmatch
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,16 +22,28 @@ A name with `{placeholders}` is a family. *Reduced* says how the values of one s
 one. *Healthy* is where a run usually does well; a value outside is a reason to look, not a verdict. Unit `1` is a plain
 number.
 """
+GLOB = re.compile(r"[*?\[]")
+"""What makes a pattern a glob."""
 
 
 def matching(pattern: str) -> dict[str, tuple[Metric, ...]]:
-    """Metrics by chapter whose name or meaning contains the pattern, whatever the case; "" gives all."""
-    wanted = pattern.lower()
+    """Metrics by chapter whose name or meaning contains the pattern, whatever the case; "" gives all.
+
+    Args:
+        pattern: A text; with `*`, `?` or `[` in it, a glob that a whole name must fit, such as `actor/*`.
+    """
     found = {
-        chapter: tuple(m for m in metrics if wanted in m.name.lower() or wanted in m.meaning.lower())
+        chapter: tuple(metric for metric in metrics if _fits(metric, pattern.lower()))
         for chapter, metrics in FAMILIES.items()
     }
     return {chapter: metrics for chapter, metrics in found.items() if metrics}
+
+
+def _fits(metric: Metric, wanted: str) -> bool:
+    name = metric.name.lower()
+    if GLOB.search(wanted):
+        return fnmatch.fnmatchcase(name, wanted)
+    return wanted in name or wanted in metric.meaning.lower()
 
 
 def as_markdown(chapters: dict[str, tuple[Metric, ...]]) -> str:

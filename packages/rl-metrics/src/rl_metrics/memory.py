@@ -3,7 +3,7 @@
 import os
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.cluster.guard import descendants
@@ -41,7 +41,7 @@ def memory_of(owner: str, *, pid: int | None = None, proc: Path = PROC) -> dict[
     if own is None:
         return {}
     metrics = {f"memory/{owner}_gb": own / KIB_PER_GIB}
-    children = [size for child, _ in descendants(pid) if (size := _own_kib(proc, child)) is not None]
+    children = [size for child in _all_children(proc, pid) if (size := _own_kib(proc, child)) is not None]
     if children:
         metrics[f"memory/{owner}_children_gb"] = sum(children) / KIB_PER_GIB
     return metrics
@@ -69,18 +69,23 @@ class MemoryWatch:
         self._owner = owner
         self._say = say
         self._every = every
-        self._is_traced = is_traced
+        self._is_traced = is_traced and say is not None and every > 0
         self._num_steps = 0
-        if is_traced and not tracemalloc.is_tracing():
+        if self._is_traced and not tracemalloc.is_tracing():
             tracemalloc.start()
 
-    def step(self, step: int) -> dict[str, float]:
-        """`memory/*` of a step where it is due, the first one among them; where it traces, an event `memory_lines`."""
+    def step(self, step: int | None = None) -> dict[str, float]:
+        """`memory/*` of a step where it is due, the first one among them; where it traces, an event `memory_lines`.
+
+        Args:
+            step: Its number; None where whoever writes the event adds it.
+        """
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if not self._every or number % self._every:
             return {}
         if self._say is not None and self._is_traced:
-            self._say("memory_lines", step=step, role=self._owner, lines=_traced_lines())
+            place = {} if step is None else {"step": step}
+            self._say("memory_lines", **place, role=self._owner, lines=_traced_lines())
         return {**memory_of(self._owner), f"memory/{self._owner}_python_blocks": float(sys.getallocatedblocks())}
 
 
@@ -94,6 +99,22 @@ def _traced_lines() -> list[dict[str, str | int]]:
         }
         for one in statistics
     ]
+
+
+def _all_children(proc: Path, pid: int) -> Iterable[int]:
+    """All that a process started, and what these did."""
+    found, left = set[int](), [pid]
+    try:
+        while left:  # reading the list of each takes a fraction of a look at every process of the host
+            parent = left.pop()
+            for task in (proc / str(parent) / "task").iterdir():
+                words = (task / "children").read_text().split()
+                new = {int(word) for word in words} - found
+                found |= new
+                left.extend(new)
+    except OSError:  # one ended meanwhile, or this Linux has no such lists
+        return [child for child, _ in descendants(pid)]
+    return found
 
 
 def _own_kib(proc: Path, pid: int) -> int | None:

@@ -1,13 +1,14 @@
 """Metrics of several runs as one picture: a panel for each metric, a line for each run."""
 
 import difflib
+import fnmatch
 import io
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,6 +16,8 @@ import structlog
 
 from rl_core.durable_files import write_durably
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_metrics.compare import ENDS
+from rl_metrics.output_file import check_output
 from rl_metrics.table import DEFINITIONS
 from rl_metrics.trackers.jsonl import MetricRow, read_metrics
 
@@ -36,6 +39,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 STYLES = ("-", "--", "-.", ":")
 MAX_MARKED = 40
 """A line of at most so many points shows them."""
+MAX_PANELS = 50
+"""Of globs; a picture of more cannot be read."""
 PANEL_INCHES = (7.0, 2.7)
 LOOK: Mapping[Any, Any] = {
     "svg.hashsalt": "rl-metrics",  # else the ids in the file are random
@@ -88,7 +93,7 @@ class Plot:
     """What a picture shows.
 
     Attributes:
-        metrics: A panel each, from top to bottom.
+        metrics: A panel each, from top to bottom; a glob, such as `actor/*`, is those of the runs' metrics that fit it.
         labels: Of the runs; none takes the names of their folders.
         across: "step", or "wall_s" for the time since a run's first step began, breaks between resumptions included.
         lines: Horizontal ones.
@@ -105,16 +110,18 @@ def plot_runs(folders: Sequence[Path], output: Path, *, plot: Plot) -> None:
 
     Args:
         folders: Of runs, each with a metrics.jsonl; it may still be written.
-        output: A file ending in .svg or .png; its folder is made where missing.
+        output: A file ending in .svg or .png, in a folder that is there.
         plot: What it shows.
 
     Raises:
-        SettingsError: The labels are not as many as the runs, or nothing is to be drawn, or the suffix is another.
+        SettingsError: The labels are not as many as the runs, or nothing is to be drawn, or the output is no
+            such file.
         DataError: A folder holds no metrics, or no run has a metric; the message has the nearest one.
         MissingExtraError: matplotlib is not installed.
     """
     _check(folders, output, plot)
     runs = dict(zip(plot.labels or _names(folders), map(_read, folders), strict=True))
+    plot = replace(plot, metrics=_spelled_out(plot.metrics, runs))
     for metric in plot.metrics:
         _check_metric(metric, runs)
     for line in plot.lines:
@@ -125,7 +132,6 @@ def plot_runs(folders: Sequence[Path], output: Path, *, plot: Plot) -> None:
         _draw(figure, runs, plot)
         suffix = output.suffix.lower()
         figure.savefig(content, format=suffix[1:], metadata=FORMATS[suffix])
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_durably(output, content.getvalue())
 
 
@@ -142,8 +148,7 @@ def _check(folders: Sequence[Path], output: Path, plot: Plot) -> None:
         twice = [one for one, count in Counter(given).items() if count > 1]
         if twice:
             raise SettingsError(f"{what} must differ; found {twice[0]!r} more than once.")
-    if output.suffix.lower() not in FORMATS:
-        raise SettingsError(f"the picture must end in {' or '.join(FORMATS)}; found {output.name!r}.")
+    check_output(output, what="the picture", endings=list(FORMATS))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -164,6 +169,23 @@ def _read(folder: Path) -> list[MetricRow]:
     if not rows:
         raise DataError(f"{file} must have lines of steps; found none. Has the run finished its first step?")
     return rows
+
+
+def _spelled_out(metrics: Sequence[str], runs: Mapping[str, Sequence[MetricRow]]) -> list[str]:
+    """The metrics, with those that fit in the place of a glob; ends of intervals are drawn by name alone."""
+    known = {
+        name for rows in runs.values() for row in rows for name, value in row.metrics.items() if math.isfinite(value)
+    }
+    found: dict[str, None] = {}
+    for metric in metrics:
+        fitting = [name for name in fnmatch.filter(sorted(known), metric) if not name.endswith(ENDS)]
+        found |= dict.fromkeys(fitting if metric not in known and fitting else [metric])
+    if len(found) > max(MAX_PANELS, len(metrics)):
+        raise SettingsError(
+            f"a picture has at most {MAX_PANELS} panels; found {len(found)} metrics that fit {', '.join(metrics)}. "
+            "Give a glob that fewer fit."
+        )
+    return list(found)
 
 
 def _check_metric(metric: str, runs: Mapping[str, Sequence[MetricRow]]) -> None:

@@ -22,6 +22,8 @@ from rl_metrics.table import DEFINITIONS
 
 log = structlog.get_logger(__name__)
 
+_OTHER_STATE = "a state to merge must be as Recorder.to_json gives it, an object for each metric; found {found}."
+
 
 @dataclass(slots=True, kw_only=True)
 class _Sum:
@@ -111,14 +113,15 @@ class Recorder:
                 counts in means only.
 
         Raises:
-            DataError: The name is undefined (strict) or a histogram's, or the weight is negative or not finite.
+            DataError: The name is undefined (strict) or a histogram's, the value is no single number, or the weight is
+                negative or not finite.
         """
-        weight = float(weight)
+        weight = _number(f"weight of {name}", weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise DataError(f"weight of {name} must be finite and at least 0; found {weight}. Pass how many it counts.")
         entry = self._entry(name)
         if weight > 0:
-            entry.add(float(value), weight)
+            entry.add(_number(name, value), weight)
 
     def record_all(self, values: Mapping[str, SupportsFloat], *, weight: SupportsFloat = 1.0) -> None:
         """Add one value to each of several metrics, with one weight."""
@@ -141,7 +144,8 @@ class Recorder:
         """Add pairs (weighted sum, weight), as objectives give them for each micro-batch.
 
         Raises:
-            DataError: A metric is neither a mean nor a sum, or a weight is negative or not finite.
+            DataError: A metric is neither a mean nor a sum, a sum is no single number, or a weight is negative or not
+                finite.
         """
         for name, (weighted_sum, weight) in sums.items():
             entry = self._entry(name)
@@ -150,7 +154,7 @@ class Recorder:
                     f"{name} is reduced by {entry.reduction!r}; a pair (weighted sum, weight) fits only 'mean' "
                     "and 'sum'. Record its value with Recorder.record."
                 )
-            total, count = float(weighted_sum), float(weight)
+            total, count = _number(name, weighted_sum), _number(f"weight of {name}", weight)
             if not (math.isfinite(count) and count >= 0):
                 raise DataError(f"weight of {name} must be finite and at least 0; found {count}.")
             if count == 0:
@@ -236,21 +240,21 @@ class Recorder:
         return sums | {name: {"histogram": one.to_json()} for name, one in self._histograms.items()}
 
     def merge_json(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what another rank's `to_json` gave."""
+        """Add what another rank's `to_json` gave.
+
+        Raises:
+            DataError: It is anything else, or a name is undefined (strict).
+        """
+        if not isinstance(state, Mapping):
+            raise DataError(_OTHER_STATE.format(found=type(state).__name__))
         for name, theirs in state.items():
+            if not isinstance(theirs, Mapping):
+                raise DataError(_OTHER_STATE.format(found=f"{type(theirs).__name__} as {name!r}"))
             if "histogram" in theirs:
                 self._histogram(name).merge(Histogram.from_json(theirs["histogram"]))
                 continue
             ours = self._entry(name)
-            ours.merge(
-                _Sum(
-                    reduction=ours.reduction,
-                    total=Fraction(*theirs["total"]),
-                    weight=Fraction(*theirs["weight"]),
-                    extreme=theirs["extreme"],
-                    num_nonfinite=theirs["num_nonfinite"],
-                )
-            )
+            ours.merge(_read_sum(name, ours.reduction, theirs))
 
     def _entry(self, name: str) -> _Sum:
         entry = self._sums.get(name)
@@ -273,3 +277,41 @@ class Recorder:
                 )
             histogram = self._histograms[name] = Histogram()
         return histogram
+
+
+def _number(what: str, value: SupportsFloat) -> float:
+    """A single number.
+
+    Raises:
+        DataError: It is text, None, an array of several, or something else.
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+        reason = repr(value[:40])
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = f"{type(value).__name__} ({error})"
+    except RuntimeError as error:  # what torch says of a tensor of several numbers
+        if not getattr(value, "ndim", 0):
+            raise
+        reason = f"{type(value).__name__} ({error})"
+    raise DataError(
+        f"{what} must be a number, or a scalar array or tensor; found {reason}. Record nothing where there is none, "
+        "and of several numbers their mean with Recorder.record(..., weight=how many)."
+    )
+
+
+def _read_sum(name: str, reduction: Reduction, state: Mapping[str, Any]) -> _Sum:
+    try:
+        extreme, num_nonfinite = state["extreme"], state["num_nonfinite"]
+        if type(num_nonfinite) is not int or num_nonfinite < 0:
+            raise TypeError("num_nonfinite is no count")
+        return _Sum(
+            reduction=reduction,
+            total=Fraction(*state["total"]),
+            weight=Fraction(*state["weight"]),
+            extreme=None if extreme is None else _number("extreme", extreme),
+            num_nonfinite=num_nonfinite,
+        )
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise DataError(_OTHER_STATE.format(found=f"another for {name!r}: {type(error).__name__} {error}")) from None

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import structlog
 
 from rl_core.errors import DataError
 from rl_core.records import Json
 from rl_metrics.json_lines import MAX_LINE_BYTES, JsonLinesWriter
+
+log = structlog.get_logger(__name__)
 
 DIGITS = 5
 """Decimals that numbers of tokens are written with."""
@@ -178,17 +181,24 @@ class RolloutLog:
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRow]:
-    """The trajectories of a run, one at a time, by rising steps; torn lines, and a file that is not there, give none.
+    """The trajectories of a run, one at a time, by rising steps; a file that is not there gives none.
 
-    A resumed run repeats steps: what it wrote takes the place of what was there of the first of them and of later
-    ones.
+    Lines that are torn or no trajectory are left out, with one warning at the end; the last line, while it has no line
+    end, without one: it may be on its way. A resumed run repeats steps: what it wrote takes the place of what was there
+    of the first of them and of later ones.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
-        for batch in _standing_batches(file):
+        batches, num_bad = _standing_batches(file)
+        for batch in batches:
             file.seek(batch.start)
             while file.tell() < batch.end:
-                with suppress(DataError):
-                    yield RolloutRow.from_json(_decoded(file.readline(MAX_LINE_BYTES)))
+                line = file.readline(MAX_LINE_BYTES)
+                try:
+                    yield RolloutRow.from_json(_decoded(line))
+                except DataError:
+                    num_bad += _is_bad(line) and _place(line) is not None  # others are counted already
+        if num_bad:
+            log.warning("unreadable_lines", path=str(path), count=num_bad)
 
 
 @dataclass(slots=True)
@@ -207,21 +217,27 @@ class _Place(msgspec.Struct, frozen=True):
     index: int
 
 
-def _standing_batches(file: BinaryIO) -> list[_Batch]:
-    """What no later attempt has written anew."""
+def _standing_batches(file: BinaryIO) -> tuple[list[_Batch], int]:
+    """What no later attempt has written anew, and the number of lines that say no place of a trajectory."""
     batches: list[_Batch] = []
-    end = 0
+    end = num_bad = 0
     while line := file.readline(MAX_LINE_BYTES):  # what is longer is in pieces, which are no lines of trajectories
         start, end = end, end + len(line)
         place = _place(line)
         if place is None:
+            num_bad += _is_bad(line)
             continue
         if not place.index or not batches or batches[-1].step != place.step:
             while batches and batches[-1].step >= place.step:
                 batches.pop()
             batches.append(_Batch(place.step, start, end))
         batches[-1].end = end
-    return batches
+    return batches, num_bad
+
+
+def _is_bad(line: bytes) -> bool:
+    """Whether a line that is no trajectory should be one: it has its end, and something before it."""
+    return line.endswith(b"\n") and bool(line.strip())
 
 
 def _place(line: bytes) -> _Place | None:

@@ -182,7 +182,9 @@ def _length_metrics(batch: Batch, max_prompt_tokens: int | None) -> dict[str, fl
 
 def _staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
     versions, mask = batch.ragged("policy_versions"), batch.ragged("loss_mask").values
-    rows = np.repeat(np.arange(len(batch)), versions.lengths)[mask]
-    oldest = np.full(len(batch), policy_version + 1, dtype=np.int64)
-    np.minimum.at(oldest, rows, versions.values[mask])
-    return spread("training/staleness", policy_version - oldest[np.unique(rows)])
+    starts = versions.offsets[:-1][versions.lengths > 0]
+    if not len(starts):
+        return {}
+    untrained = policy_version + 1
+    oldest = np.minimum.reduceat(np.where(mask, versions.values.astype(np.int64), untrained), starts)
+    return spread("training/staleness", policy_version - oldest[oldest < untrained])

@@ -1,7 +1,7 @@
 """The part of the table about time, speed and memory."""
 
 from rl_metrics.definitions import Band
-from rl_metrics.entries import THUMB, one, seconds
+from rl_metrics.entries import THUMB, mean, one, seconds
 from rl_metrics.speed_metrics import ROLES, TOKEN_PHASES
 
 TIMING = (
@@ -9,7 +9,13 @@ TIMING = (
     seconds("gen", "Generation, with agent loops"),
     seconds("load_rollouts", "Loading rollouts from a skip cache, within the generation's time"),
     seconds("replayed_gen", "What the generation of replayed rollouts took when they were made"),
-    seconds("reward", "Rewards outside the agent loops"),
+    mean("timing_s/reward", "s", "Time that the reward of a session took, mean; many run at once.", over="trajectory"),
+    mean(
+        "timing_s/reward_wait",
+        "s",
+        "Time that a session waited until its reward function, busy with others, had time for it, mean.",
+        over="trajectory",
+    ),
     seconds("old_log_prob", "The learner's logprobs before the update"),
     seconds("ref", "Logprobs of the frozen reference"),
     seconds("values", "The critic's values"),

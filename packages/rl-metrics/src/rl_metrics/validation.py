@@ -61,29 +61,34 @@ def summarize_validation(
 
     Returns:
         Metrics by name, the same for any order of the responses. `{metric}/ci_low` and `{metric}/ci_high` hold the
-        mean over prompts, as far as which prompts were asked is chance. A missing value (NaN) is counted in
-        `val-aux/{source}/{variable}/num_missing`, and is in no mean; a variable that a source never has is left out.
+        mean over prompts, as far as which prompts were asked is chance. A missing value (NaN, or infinite) is counted
+        in `val-aux/{source}/{variable}/num_missing`, and is in no mean. A variable that a source never has is left out,
+        and the source's main one may be another; where no source has it, it is missing in each, and stays the main one.
 
     Raises:
         ShapeError: uids, sources, predictions and variables are not equally long.
-        DataError: A prediction is neither text nor None.
+        DataError: A uid or source is no text, a prediction neither text nor None, or a variable no numbers.
     """
     columns = checked_columns(responses)
     if estimators is None:
         estimators = [partial(pass_at_k, threshold=pass_threshold) if e is pass_at_k else e for e in ESTIMATORS]
     uids, sources = numbered(responses.uids), numbered(responses.sources)
     votes = None if responses.predictions is None else numbered(responses.predictions)
+    is_lost = {name: bool(np.isnan(values).all()) for name, values in columns.items()}  # by all, so not by design
     metrics: dict[str, float] = {}
     for number, source in enumerate(sorted(set(responses.sources))):
         rows = np.flatnonzero(sources == number)
         metrics[f"val-aux/{source}/num_prompts"] = float(len(np.unique(uids[rows])))
         metrics[f"val-aux/{source}/num_responses"] = float(len(rows))
-        here = {name: values[rows] for name, values in columns.items() if not np.isnan(values[rows]).all()}
+        of_source = {name: values[rows] for name, values in columns.items()}
+        here = {name: values for name, values in of_source.items() if is_lost[name] or not np.isnan(values).all()}
         main = next((name for name in MAIN_VARIABLES if name in here), None)
         for name, values in here.items():
             num_missing = int(np.isnan(values).sum())
             if num_missing:
                 metrics[f"val-aux/{source}/{name}/num_missing"] = float(num_missing)
+            if is_lost[name]:
+                continue
             table = response_table(values, prompt_of=uids[rows], votes=None if votes is None else votes[rows])
             found = _estimates(table, estimators)
             core = _core_names(found) if name == main else set()
@@ -101,7 +106,7 @@ def headline(metrics: Mapping[str, float]) -> float | None:
 
 def _estimates(table: ResponseTable, estimators: Sequence[Estimator]) -> dict[str, Floats]:
     """Numbers of each prompt by metric; of those alone in which a prompt counts."""
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite values give infinite means, and no spread
+    with np.errstate(invalid="ignore", over="ignore"):  # huge values give infinite means, and no spread
         found = {metric: values for estimator in estimators for metric, values in estimator(table).items()}
     return {metric: values for metric, values in found.items() if not np.isnan(values).all()}
 

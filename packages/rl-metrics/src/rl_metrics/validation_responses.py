@@ -22,8 +22,8 @@ class ValidationResponses:
     Attributes:
         uids: [R] uid of each response's prompt; one uid in two sources is two prompts.
         sources: [R] data source of each response's prompt.
-        variables: Numbers of each response by name, [R] each; NaN where a response has none. "acc" or "reward" is
-            the main one.
+        variables: Numbers of each response by name, [R] each; NaN where a response has none, as which infinite ones
+            count. "acc" or "reward" is the main one.
         predictions: [R] what each response answers, such as "42", for majority votes; None where it answers nothing.
             None for the whole where there are no predictions.
     """
@@ -102,14 +102,14 @@ def numbered(texts: Sequence[str | None]) -> Ints:
 
 
 def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
-    """The variables as arrays.
+    """The variables as arrays; infinite values are NaN.
 
     Raises:
         ShapeError: uids, sources, predictions and variables are not equally long.
-        DataError: A prediction is neither text nor None.
+        DataError: A uid or source is no text, a prediction neither text nor None, or a variable no numbers.
     """
     expected = (len(responses.uids),)
-    columns = {name: np.asarray(values, dtype=np.float64) for name, values in responses.variables.items()}
+    columns = {name: _numbers(name, values) for name, values in responses.variables.items()}
     shapes: dict[str, tuple[int, ...]] = {"sources": (len(responses.sources),)}
     if responses.predictions is not None:
         shapes["predictions"] = (len(responses.predictions),)
@@ -119,6 +119,12 @@ def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
                 f"{name} must have uids' shape {list(expected)}; found {list(shape)}. Give one value for each "
                 f"response, {'None' if name == 'predictions' else 'NaN'} where there is none."
             )
+    for name, texts in (("uids", responses.uids), ("sources", responses.sources)):
+        if others := {type(text).__name__ for text in texts if not isinstance(text, str)}:
+            raise DataError(
+                f"{name} must be text; found {', '.join(sorted(others))}. Give one for each response, such as "
+                f"{'str(index) of its prompt' if name == 'uids' else 'the name of its data set'}."
+            )
     others = {type(text).__name__ for text in responses.predictions or () if not isinstance(text, str | None)}
     if others:
         raise DataError(
@@ -126,3 +132,13 @@ def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
             "answer in one way, such as str(answer), and a missing one as None."
         )
     return columns
+
+
+def _numbers(name: str, values: ArrayLike) -> Floats:
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"variable {name!r} must have a number for each response, NaN where there is none; {error}."
+        ) from None
+    return np.where(np.isfinite(numbers), numbers, np.nan)

@@ -14,6 +14,7 @@ from rich.text import Text
 from rl_core.errors import RLError
 from rl_metrics.commands.parts import Verbs, refuse
 from rl_metrics.compare import Comparison, Difference, compare
+from rl_metrics.report.page import run_names
 from rl_metrics.run_record import RunRecord, open_run
 from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
@@ -70,8 +71,9 @@ def _as_json(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Compari
 
 
 def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison, console: Console) -> None:
-    for side, runs in (("A", a), ("B", b)):
-        _say(console, f"{side}: {', '.join(run.name for run in runs)}")
+    shown = run_names([run.name for run in (*a, *b)])
+    for side, of_side in (("A", shown[: len(a)]), ("B", shown[len(a) :])):
+        _say(console, f"{side}: {', '.join(of_side)}")
     for chapter, differences in itertools.groupby(comparison.differences, key=lambda one: one.chapter):
         table = Table(title=chapter, title_justify="left", expand=True)
         table.add_column("", width=1)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from rl_core.errors import RLError
 from rl_metrics.commands.parts import Verbs, refuse
-from rl_metrics.importers.run_writer import Imported
+from rl_metrics.importers.naming import MAX_NAME
+from rl_metrics.importers.run_writer import MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
 from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
 
-SHOWN_NAMES = 20
 MAX_LINE = 4_000
 
 
@@ -51,14 +51,16 @@ def _trl(arguments: argparse.Namespace) -> int:
 
 
 def _say(imported: Imported) -> int:
+    folder = plain_text(str(imported.folder), limit=MAX_LINE)
     lines = [
-        f"{imported.folder}: {imported.num_rows} rows of metrics, {imported.num_rollouts} trajectories, "
+        f"{folder}: {imported.num_rows} rows of metrics, {imported.num_rollouts} trajectories, "
         f"{imported.num_generations} validation samples"
     ]
     if imported.other:
-        names = ", ".join(imported.other[:SHOWN_NAMES]) + (", ..." if len(imported.other) > SHOWN_NAMES else "")
-        lines.append(f"kept as other/NAME, as they have no meaning here: {names}")
+        names = ", ".join(plain_text(name, limit=MAX_NAME) for name in imported.other)
+        rest = f" and others: these are the first {MAX_NAMES}" if len(imported.other) == MAX_NAMES else ""
+        lines.append(f"kept as other/NAME, as they have no meaning here: {names}{rest}")
     console = RunConsole()
     for line in lines:
-        console.print(plain_text(line, limit=MAX_LINE), markup=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0

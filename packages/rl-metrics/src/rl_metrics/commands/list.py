@@ -14,7 +14,12 @@ PIPE_WIDTH = 180
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser("list", help="every metric: name, unit, reduction, meaning, healthy values")
-    parser.add_argument("pattern", nargs="?", default="", help="only those with this text in name or meaning")
+    parser.add_argument(
+        "pattern",
+        nargs="?",
+        default="",
+        help="only those with this text in name or meaning, or whose name fits a glob, such as 'actor/*'",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="as JSON")
     form.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")

@@ -12,7 +12,9 @@ def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser("plot", help="metrics of runs as a picture: a panel a metric, a line a run")
     parser.add_argument("folder", nargs="+", type=Path, metavar="RUN", help="folder of a run, with its metrics.jsonl")
-    parser.add_argument("--metric", action="append", required=True, metavar="NAME", help="a panel; may be repeated")
+    parser.add_argument(
+        "--metric", action="append", required=True, metavar="GLOB", help="a panel each, such as 'actor/*'; repeatable"
+    )
     parser.add_argument("--label", action="append", default=[], metavar="TEXT", help="of the runs, in their order")
     parser.add_argument("--x", choices=list(ACROSS), default="step", help="step, or seconds since the first began")
     parser.add_argument(

@@ -16,7 +16,9 @@ def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser("report", help="runs as one HTML file: verdict, curves, every trajectory token by token")
     add_runs(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"otherwise {FILE} in the first run's folder")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"ends in .html; otherwise {FILE} in the first run's folder"
+    )
     parser.set_defaults(run=_run)
 
 

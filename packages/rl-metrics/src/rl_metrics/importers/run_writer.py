@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import structlog
+
 from rl_core.errors import DataError
 from rl_metrics.events import EventLog, read_events
 from rl_metrics.generations import GenerationSample
@@ -17,6 +19,8 @@ from rl_metrics.json_lines import number_or_nan
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_record import FILES
 from rl_metrics.trackers.jsonl import JsonlTracker, is_step
+
+log = structlog.get_logger(__name__)
 
 IMPORTED = "run_imported"
 """The first event of a run that was imported: its trainer, files, and the names without a meaning here."""
@@ -67,6 +71,8 @@ class RunWriter:
         self._aside = Path(tempfile.mkdtemp(prefix=f".{into.name}.", dir=into.parent))
         self._metrics = JsonlTracker(self._aside / "metrics.jsonl", clock=lambda: math.nan)
         self._rollouts: RolloutLog | None = None
+        self._attempt: Path | None = None
+        self._starts: list[tuple[Path, int]] = []
         self._written = 0.0
         self._step: int | None = None
         self._row: dict[str, float] = {}
@@ -84,6 +90,14 @@ class RunWriter:
         self._close()
         shutil.rmtree(self._aside, ignore_errors=True)
 
+    def begin_attempt(self, file: Path) -> None:
+        """What is added from now on is of this file; a warning says when the one before it seems to be the later one.
+
+        Args:
+            file: With the metrics of one attempt of the run.
+        """
+        self._attempt = file
+
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Add what was logged of a step, in the order in which it was logged.
 
@@ -95,8 +109,12 @@ class RunWriter:
             values: By the names there; what is no number is left out.
         """
         row = self._translated(values)
-        if not row or not is_step(step):
+        if not row or not is_step(step) or step < 0:
             return
+        if self._attempt is not None:
+            self._starts.append((self._attempt, step))
+            self._attempt = None
+            self._warn_of_order()
         self._num_rows += 1
         if step == self._step and not row.keys() & self._row.keys():
             self._row |= row
@@ -163,6 +181,21 @@ class RunWriter:
                     self._other[name.removeprefix(OTHER)] = None
                 row.setdefault(name, number_or_nan(value))
         return row
+
+    def _warn_of_order(self) -> None:
+        """Say it where the newest attempt begins before the one before it, whose steps it replaces."""
+        if len(self._starts) < 2:
+            return
+        (before, first_before), (file, first) = self._starts[-2:]
+        if first < first_before:
+            log.warning(
+                "attempts_out_of_order",
+                file=str(file),
+                first_step=first,
+                before=str(before),
+                its_first_step=first_before,
+                advice="what a later file has takes the place of an earlier one's steps: give the oldest attempt first",
+            )
 
     def _flush(self) -> None:
         if self._step is None or not self._row:

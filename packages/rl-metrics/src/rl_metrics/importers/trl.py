@@ -72,6 +72,7 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
     is_finished = False
     with RunWriter(into, trainer="trl", names=translation(NAMES, has_our_names=False)) as run:
         for path in files:
+            run.begin_attempt(path)
             for row in _history(path):
                 is_finished = "train_runtime" in row
                 step = row.pop("step")

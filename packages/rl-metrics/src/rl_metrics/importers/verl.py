@@ -35,6 +35,11 @@ NAMES = (
 
 NOT_COMPONENTS = frozenset({"step", "score", "input", "output", "gts", "reward", "index", "uid", "request_id"})
 
+FOLDER = (
+    "{path} must be a file of verl's metrics or console, not a folder. Folders of generations go elsewhere: its "
+    "trainer.rollout_data_dir to --rollouts (rollouts=...), its trainer.validation_data_dir to --validation."
+)
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEP_LINE = re.compile(r"(?:^|[\s)\]])step:(\d{1,18}) - (\S.*)")
 VALUE = re.compile(r"(?:(?:np|numpy)\.\w+\()?([^()\s]+)\)?")
@@ -58,6 +63,9 @@ def import_verl(
     """
     with RunWriter(into, trainer="verl", names=translation(NAMES, has_our_names=True)) as run:
         for file in files:
+            if file.is_dir():
+                raise DataError(FOLDER.format(path=file))
+            run.begin_attempt(file)
             for line, is_ended in read_lines(file):
                 read = logged(line, is_ended=is_ended)
                 if read is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_metrics.events import EventLog
+from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.json_lines import JsonLinesWriter
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
@@ -76,6 +77,8 @@ class InventedRun:
             )
             if step % 5 == 0 or step == 1:
                 probes.append(_probe(step, self._skill(step)))
+            if step % 5 == 0:
+                tracker.log_generations(step, "validation/generations", _samples(step, self._skill(step)))
         events.structlog_processor(None, "warning", {"event": "slow_tracker", "tracker": "wandb"})
         if self.is_finished:
             events.write("run_finished", steps=self.steps)
@@ -207,6 +210,23 @@ def _histograms(skill: float, random: np.random.Generator) -> dict[str, object]:
 def _distributions(skill: float, random: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     yield "distribution/reward", (random.random(200) < skill).astype(float)
     yield "distribution/response_length", random.integers(4, 30, 200).astype(float)
+
+
+def _samples(step: int, skill: float) -> list[GenerationSample]:
+    """Of a validation; the first problems are learnt first."""
+    return [
+        GenerationSample(
+            prompt_uid=f"validation-{problem}",
+            input=f"What is {10 + problem} + {20 + problem}?",
+            output=str(30 + 2 * problem + (problem >= 10 * skill)),
+            score=float(problem < 10 * skill),
+            ground_truth=str(30 + 2 * problem),
+            policy_version=(step, step),
+            source="trainer",
+            components={"acc": float(problem < 10 * skill)},
+        )
+        for problem in range(10)
+    ]
 
 
 def _probe(step: int, skill: float) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """The console: what is starting, how the steps go, and what came out."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,10 +46,10 @@ READINGS = (
 
 
 MAX_SAMPLES = 3
-"""Generations of a table that the console shows with their texts on lines of their own; the others have one line."""
+"""Generations of a table that the console shows, a line each: the run's own lines shall not drown in them."""
 
-MAX_TEXT, MAX_SHORT_TEXT = 160, 40
-"""Characters of a text that the console shows."""
+MAX_TEXT, MAX_FAILURE = 60, 120
+"""Characters of a text, and of the reason of a failure, that the console shows."""
 
 
 class ConsoleTracker:
@@ -64,6 +65,7 @@ class ConsoleTracker:
         console: Console | None = None,
         min_interval_s: float = 10.0,
         readings: Sequence[Reading] = READINGS,
+        generations_in: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a console; nothing is written yet.
@@ -72,6 +74,7 @@ class ConsoleTracker:
             console: Where to write; None is the standard output.
             min_interval_s: Outside a terminal, least seconds between the lines of two steps.
             readings: What to show of a step.
+            generations_in: Where people find all samples of a table, such as "generations.jsonl".
             clock: Seconds.
         """
         target = console if console is not None else RunConsole()
@@ -81,6 +84,7 @@ class ConsoleTracker:
         else:
             self._view = PlainView(target, min_interval_s=min_interval_s, clock=clock)
         self._readings = tuple(readings)
+        self._generations_in = generations_in
         self._clock = clock
         self._title = "training"
         self._total_steps = 0
@@ -148,12 +152,13 @@ class ConsoleTracker:
             self._draw(lambda view: view.say(f"validation of step {step}: {found:.3f}"))
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Show a table in lines that stay, a few for each of the first samples, long texts cut in their middle."""
-        self.say(f"{name} at step {step}: {len(samples)} samples")
-        for sample in samples[:MAX_SAMPLES]:
-            for line in _sample_lines(sample):
-                self.say(line)
-        for sample in samples[MAX_SAMPLES:]:
+        """Show the worst few in lines that stay, long texts cut in their middle, and say where all of them are."""
+        count = f"{len(samples)} samples"
+        if len(samples) > MAX_SAMPLES:
+            place = "" if self._generations_in is None else f"; all are in {self._generations_in}"
+            count = f"the worst {MAX_SAMPLES} of {count}{place}"
+        self.say(f"{name} at step {step}: {count}")
+        for sample in sorted(samples, key=_badness)[:MAX_SAMPLES]:
             self.say(_sample_line(sample))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -213,25 +218,18 @@ class ConsoleTracker:
             log.warning("console_failed", error=f"{type(error).__name__}: {error}")
 
 
-def _sample_head(sample: GenerationSample) -> str:
-    oldest, newest = sample.policy_version
-    versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-    name, source = (plain_text(text, limit=MAX_TEXT) for text in (sample.prompt_uid, sample.source))
-    return f"  {name}  score {sample.score:.3g}  {versions}  {source}"
+def _badness(sample: GenerationSample) -> tuple[bool, float]:
+    """Sorts the worst first: failed sessions, then low scores."""
+    return sample.failure is None, -math.inf if math.isnan(sample.score) else sample.score
 
 
 def _sample_line(sample: GenerationSample) -> str:
-    given, output = (plain_text(text, limit=MAX_SHORT_TEXT) for text in (sample.input, sample.output))
-    failure = "" if sample.failure is None else f"  failure: {plain_text(sample.failure, limit=MAX_TEXT)}"
-    return f"{_sample_head(sample)}  {given} -> {output}{failure}"
-
-
-def _sample_lines(sample: GenerationSample) -> Iterator[str]:
-    yield _sample_head(sample)
-    texts = {"in": sample.input, "out": sample.output, "expected": sample.ground_truth, "failure": sample.failure}
-    for label, text in texts.items():
-        if text is not None:
-            yield f"    {label.ljust(8)}  {plain_text(text, limit=MAX_TEXT)}"
+    given, output = (plain_text(text, limit=MAX_TEXT) for text in (sample.input, sample.output))
+    verdict = "failed" if sample.failure is not None else f"score {sample.score:.3g}"
+    line = f"  {verdict}  {given} -> {output}"
+    if sample.ground_truth is not None:
+        line += f"  expected {plain_text(sample.ground_truth, limit=MAX_TEXT)}"
+    return line if sample.failure is None else f"{line}  {plain_text(sample.failure, limit=MAX_FAILURE)}"
 
 
 def duration_text(seconds: float) -> str:

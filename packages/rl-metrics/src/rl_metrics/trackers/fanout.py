@@ -45,8 +45,9 @@ class Fanout:
         self._pass(lambda tracker: tracker.log_generations(step, name, samples))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Pass distributions to every tracker that still works."""
-        self._pass(lambda tracker: tracker.log_histograms(step, histograms))
+        """Pass distributions, where there are some, to every tracker that still works."""
+        if histograms:
+            self._pass(lambda tracker: tracker.log_histograms(step, histograms))
 
     def close(self) -> None:
         """Close all trackers. Can be called twice."""

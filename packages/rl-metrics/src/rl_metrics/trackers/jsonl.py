@@ -1,11 +1,12 @@
 """metrics.jsonl and histograms.jsonl: one line a step, generations.jsonl: one line a sample; never truncated."""
 
 import bisect
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, SupportsIndex, TypeGuard
 
 import msgspec
 
@@ -87,21 +88,31 @@ class JsonlTracker:
         self._is_closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line."""
+        """Append one line.
+
+        Raises:
+            DataError: The step is no count of steps.
+        """
         values = {name: float(value) for name, value in metrics.items()}
-        self._writer.append({"step": step, "time": round(self._clock(), 3), **values})
+        self._writer.append({"step": _checked_step(step), "time": round(self._clock(), 3), **values})
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line that adds to the step's own, and replaces none."""
+        """Append one line that adds to the step's own, and replaces none.
+
+        Raises:
+            DataError: The step is no count of steps.
+        """
         values = {name: float(value) for name, value in metrics.items()}
-        self._writer.append({"step": step, "time": round(self._clock(), 3), LATE: True, **values})
+        self._writer.append({"step": _checked_step(step), "time": round(self._clock(), 3), LATE: True, **values})
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Append one line for each sample.
 
         Raises:
             NotReadyError: After `close`.
+            DataError: The step is no count of steps.
         """
+        step = _checked_step(step)
         file = self._file_beside("generations.jsonl")
         written = round(self._clock(), 3)
         for index, sample in enumerate(samples):
@@ -113,7 +124,9 @@ class JsonlTracker:
 
         Raises:
             NotReadyError: After `close`.
+            DataError: The step is no count of steps.
         """
+        step = _checked_step(step)
         sketches = {name: histogram.to_json() for name, histogram in histograms.items()}
         row = {"step": step, "time": round(self._clock(), 3), "histograms": sketches}
         self._file_beside("histograms.jsonl").append_line(msgspec.json.encode(row))
@@ -137,6 +150,16 @@ class JsonlTracker:
 def is_step(value: Any) -> TypeGuard[int]:
     """Whether a value that was read can be a step: a whole number that int64 holds."""
     return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _checked_step(step: SupportsIndex) -> int:
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise DataError(f"a step must be a whole number, at least 0: optimizer steps done; found {step!r}.")
+    return number
 
 
 def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:

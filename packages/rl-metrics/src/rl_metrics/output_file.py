@@ -1,0 +1,30 @@
+"""Files that a user asked to have written: what would overwrite something else is refused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+
+
+def check_output(output: Path, *, what: str, endings: Sequence[str]) -> None:
+    """Refuse a file that cannot be meant.
+
+    Args:
+        output: Where to write.
+        what: What is written, such as "the report".
+        endings: Of which the file must have one, such as ".html".
+
+    Raises:
+        SettingsError: It has another ending or is a folder, or its folder is missing.
+    """
+    if output.is_dir():
+        example = output / f"{what.removeprefix('the ')}{endings[0]}"
+        raise SettingsError(f"{what} must be a file; {output} is a folder. Give a file in it, such as {example}.")
+    if output.suffix.lower() not in endings:
+        ends = " or ".join(endings)
+        raise SettingsError(
+            f"{what} must end in {ends}; found {output.name!r}. Give another file, such as "
+            f"{output.with_suffix(endings[0])}."
+        )
+    if not output.parent.is_dir():
+        raise SettingsError(f"{what} must be in a folder that is there; {output.parent} is none. Make it first.")
