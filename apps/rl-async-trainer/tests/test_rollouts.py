@@ -12,6 +12,7 @@ from rl_async_trainer.group_events import refusal
 from rl_async_trainer.messages import TRAIN, GroupEvent, RollouterInfo
 from rl_async_trainer.record import FILE, RunRecord
 from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
+from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.rollouts import Rollouts
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.step_metrics import StepMetrics
@@ -101,6 +102,13 @@ def test_a_group_that_failed_before_the_rollouter_died_is_not_replaced(tmp_path:
     assert side.scheduler.num_spent == 1
     assert side.scheduler.to_start() == (["p1"], 0)
     assert side.rollouts.last_failure == "no rows: the engine fell"
+
+
+def test_of_a_rollouter_that_died_a_step_says_nothing(tmp_path: Path):
+    side = Side(tmp_path)
+    window = asyncio.run(side.rollouts.link.window())
+    assert not any(window.values())
+    assert window.keys() == RolloutWindow().take([]).keys()
 
 
 def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_path: Path):

@@ -72,6 +72,7 @@ def test_defaults_are_possible(folder: Path) -> None:
         ("rollout.max_response_tokens", 1),
         ("prompts.max_tokens", 1),
         ("prompts.validation_limit", 1),
+        ("prompts.validation_temperature", 0),
         ("reward.max_concurrency", 1),
         ("trainer.steps", 1),
         ("trainer.minibatches", 1),
@@ -241,6 +242,24 @@ def test_health_settings_that_cannot_be(folder: Path, changes: dict[str, Any], s
 def test_health_settings_that_can_be(folder: Path) -> None:
     changes = {"thresholds": {"kl_high.max": 0.1}, "off": ["memory"], "pause_on": ["critical", "reward_zero"]}
     assert problems(folder, {f"health.{name}": value for name, value in changes.items()}) == []
+
+
+def test_several_greedy_responses_to_a_problem_would_be_one(folder: Path) -> None:
+    assert problems(folder, {"prompts.validation_samples": 1}) == []
+    several = {"prompts.validation_samples": 4, "rollout.temperature": 0.7}
+    assert problems(folder, {**several, "prompts.validation_temperature": 0.6}) == []
+    (line,) = problems(folder, several)
+    assert line.startswith("prompts.validation_samples = 4 with prompts.validation_temperature = 0 gives")
+    assert "Set prompts.validation_temperature = 0.7, as in training, or prompts.validation_samples = 1." in line
+    (line,) = problems(folder, {"prompts.validation_samples": 0})
+    assert line == "prompts.validation_samples must be at least 1; found 0."
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
+def test_no_such_temperature(folder: Path, value: float) -> None:
+    (line,) = problems(folder, {"prompts.validation_temperature": value})
+    assert line.startswith("prompts.validation_temperature must be")
+    assert line.endswith(f"found {value}.")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)

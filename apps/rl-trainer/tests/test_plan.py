@@ -45,6 +45,9 @@ def test_batch_arithmetic(policy: Path) -> None:
     assert "10 steps, 240 trajectories, 2.00 epochs" in text
     assert "30 to train on, 8 to test at both ends" in text
     assert "7 for validation every 5 steps" in text
+    assert "responses to each" not in text
+    several = plan_settings(policy, prompts={"validation_samples": 8, "validation_temperature": 0.6})
+    assert "8 responses to each of these" in describe_plan(several, PromptCounts(train=30, validation=7, test=8))
     assert "checkpoints/step_N every 3 steps and at the end, the newest 2 kept" in text
     assert "Writes to runs/run/" in text
 

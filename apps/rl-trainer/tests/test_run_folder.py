@@ -173,6 +173,18 @@ def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
     assert (written["trainer"]["steps"], written["rollout"]["placement"]) == (9, "process")
 
 
+def test_a_resumed_run_may_ask_its_validation_problems_otherwise(tmp_path: Path) -> None:
+    begin(settings_in(tmp_path))
+    file = tmp_path / "runs" / "run" / "settings.toml"
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("validation_")]
+    file.write_text("\n".join(lines))  # as of a version that had no such settings
+    begin(settings_in(tmp_path), resume=True)
+    several = {"prompts__validation_samples": 4, "prompts__validation_temperature": 0.5}
+    begin(settings_in(tmp_path, **several), resume=True)
+    written = tomllib.loads(file.read_text())["prompts"]
+    assert (written["validation_samples"], written["validation_temperature"]) == (4, 0.5)
+
+
 def test_a_resumed_run_may_have_more_replicas_of_a_teacher_but_no_other_teacher(tmp_path: Path) -> None:
     def teachers(**large: Any) -> dict[str, Any]:
         return {"distillation__teachers": {"large": {"model": "a", "data_sources": ["math"], **large}}}

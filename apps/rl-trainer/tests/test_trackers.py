@@ -21,7 +21,7 @@ def test_mlflow_gets_the_settings_the_metrics_and_how_the_run_ended(tmp_path):
     uri = f"sqlite:///{tmp_path}/shared.db"
     settings = settings_of(tmp_path, trackers=("mlflow",), mlflow_uri=uri, mlflow_experiment="sums")
     trackers = make_trackers(settings, tmp_path / "run", ConsoleTracker(), ending=lambda: "failed")
-    assert trackers.active == ("jsonl", "console", "mlflow", "report")
+    assert trackers.active == ("report", "jsonl", "console", "mlflow")
     trackers.log(1, {"actor/entropy": 0.5})
     trackers.close()
     run = MlflowClient(tracking_uri=uri).get_run((tmp_path / "run" / "mlflow_run_id").read_text())
@@ -33,7 +33,7 @@ def test_mlflow_gets_the_settings_the_metrics_and_how_the_run_ended(tmp_path):
 
 def test_without_any_they_are_the_file_and_the_console(tmp_path):
     trackers = make_trackers(settings_of(tmp_path), tmp_path / "run", ConsoleTracker())
-    assert trackers.active == ("jsonl", "console", "report")
+    assert trackers.active == ("report", "jsonl", "console")
     trackers.close()
 
 

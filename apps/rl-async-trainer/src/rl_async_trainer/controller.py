@@ -26,6 +26,8 @@ from rl_async_trainer.teachers_link import TeachersLink
 from rl_async_trainer.weight_publisher import WeightPublisher
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.publish import PublishReport
+from rl_core.records import Json
+from rl_trainer.recording import has_distributions
 from rl_trainer.stopping import StopRequestedError
 
 
@@ -204,16 +206,16 @@ class Controller:
             wall_s = self._note(report)
             publishing = asyncio.create_task(self._publish_step())
             try:
-                metrics = await self._measure(report, wall_s)
+                metrics, histograms = await self._measure(report, wall_s)
             except BaseException:
                 publishing.cancel()
                 raise
         try:
             metrics |= await publishing
         finally:
-            self._c.write_rollouts(report.rollouts)
-            self._c.log_histograms(number, report.histograms)
+            self._c.log_histograms(number, histograms)
             self._c.log_metrics(number, metrics)  # also where it is stopped amid a validation
+            self._c.write_rollouts(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
         if scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every):
@@ -256,24 +258,27 @@ class Controller:
         )
         return wall_s
 
-    async def _measure(self, report: StepReport, wall_s: float) -> dict[str, float]:
-        """Metrics of a step that was done."""
+    async def _measure(self, report: StepReport, wall_s: float) -> tuple[dict[str, float], dict[str, Json]]:
+        """Metrics of a step that was done, and distributions."""
         scheduler = self._scheduler
         window, teachers = await asyncio.gather(self._rollouter.window(), self._teachers.window())
         for event in (*window["events"], *teachers["events"]):
-            self._c.say(event.pop("event"), **event)
+            self._c.say(event.pop("event"), **{"step": scheduler.num_steps, **event})
         stats = await asyncio.to_thread(self._c.queue.stats)
         restarts = {"rollouter": self._rollouter.num_restarts, "learner": self._learner.num_restarts}
         if self._c.roles.teachers is not None:
             restarts["teachers"] = self._teachers.num_restarts
-        return self._metrics.of_step(
+        metrics = self._metrics.of_step(
             report,
             {**window["metrics"], **teachers["metrics"]},
             wall_s=wall_s,
             scheduler=scheduler,
             stats=stats,
             restarts=restarts,
-        ) | {"training/epoch": float(self._c.supply.epoch), **self._c.memory.step(scheduler.num_steps)}
+        )
+        metrics |= {"training/epoch": float(self._c.supply.epoch), **self._c.memory.step(scheduler.num_steps)}
+        is_due = has_distributions(self._settings, scheduler.num_steps)
+        return metrics, {**window["histograms"], **report.histograms} if is_due else {}
 
     async def _publish_step(self) -> dict[str, float]:
         """Publish after the last step of a version; wait for it, and validate, where the next step needs that."""

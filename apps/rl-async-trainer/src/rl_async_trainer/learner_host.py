@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.learner_validation import LearnerValidation
-from rl_async_trainer.messages import TRAIN, LearnerInfo, Packed, StepOrder, StepReport
+from rl_async_trainer.messages import TRAIN, LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport
 from rl_async_trainer.role_parts import RANK, rank_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.run_state import read_run_state
@@ -35,7 +35,8 @@ from rl_trainer.learners import Learners, start_learners
 from rl_trainer.learning import LearningParts
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.preparation import adapted_kl, prepare_batch
-from rl_trainer.recording import record_distributions, summarize_step
+from rl_trainer.probing import PolicyScores
+from rl_trainer.recording import has_distributions, record_distributions, summarize_step
 from rl_trainer.rollout_rows import draft_rollouts
 from rl_trainer.speeds import with_speeds
 from rl_trainer.updates import update, with_update
@@ -162,6 +163,14 @@ class LearnerHost:
         """
         await self._validator.answer(self._queue, batch)
 
+    async def probe(self, order: ProbeOrder) -> PolicyScores:
+        """What the policy of the newest validation thinks of tokens.
+
+        Raises:
+            NotReadyError: That was another step's.
+        """
+        return await self._validator.probe(order)
+
     async def report(self) -> RoleView:
         """What it does, for `status`, and for who looks for the reason of a hang."""
         doing, now = self._doing, time.monotonic()
@@ -228,7 +237,7 @@ class LearnerHost:
             batch, kl = self._learn(parts, rows, recorder, step=step, kl=kl)
         self._step = step
         busy_s = time.perf_counter() - started
-        self._record(recorder, batch, version=order.version, busy_s=busy_s)
+        self._record(recorder, batch, order, busy_s=busy_s)
         return StepReport(
             metrics=with_speeds(settings, recorder.reduce(), batch),
             num_trajectories=len(batch),
@@ -291,13 +300,14 @@ class LearnerHost:
             batch = batch.with_columns({"values": found})
         return batch
 
-    def _record(self, recorder: Recorder, batch: Batch, *, version: int, busy_s: float) -> None:
+    def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
-        record_distributions(batch, recorder)
+        if has_distributions(self._settings, order.step):
+            record_distributions(batch, recorder)
         recorder.record_all(
             {
-                **summarize_step(self._settings, batch, version=version, step_s=busy_s),
-                **_staleness(batch, version),
+                **summarize_step(self._settings, batch, version=order.version, step_s=busy_s),
+                **_staleness(batch, order.version),
                 "perf/trainer_tokens_per_s": num_tokens / max(busy_s, 1e-9),
                 **({} if self._memory is None else self._memory.step(self._step)),
             }

@@ -5,13 +5,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import LearnerInfo, Packed, StepOrder, StepReport
+from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import RoleDiedError
 from rl_core.records import Json
 from rl_distill.checkpoint_store import Saved
+from rl_trainer.probing import PolicyScores
 
 IsCurrent = Callable[[], bool]
 """False once the learner has gone back to a checkpoint since something was decided."""
@@ -118,6 +119,14 @@ class LearnerLink:
         """See `LearnerHost.validate`; refused where the weights that were held are lost."""
         await self._call("validate", batch, is_current=self._held[batch.step])
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
+
+    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
+        """See `LearnerHost.probe`; None where the learner died since it answered that step's validation."""
+        try:
+            found: PolicyScores = await self._call("probe", order, is_current=self._held[order.step])
+        except LearnerRestartedError:
+            return None
+        return found
 
     async def _call(self, method: str, *args: Any, is_current: IsCurrent | None = None) -> Any:
         async with self._lock:  # not while it is brought back

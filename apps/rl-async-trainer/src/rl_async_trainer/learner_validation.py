@@ -1,25 +1,28 @@
 """Validation on the learner's side: an engine beside the learner, with the weights of the step that is validated."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from rl_async_trainer.hang_report import Wait
+from rl_async_trainer.messages import ProbeOrder
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch, put_validation
-from rl_core import Prompt, TransferQueue
+from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
 from rl_core.publish import check_receipt
+from rl_core.records import NO_VERSION
 from rl_core.transports import TensorTransport
 from rl_core.weights import WeightUpdate
-from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.registry import engine_class
-from rl_rollout.rollout import GroupResult, Rollout
+from rl_rollout.rollout import Rollout
 from rl_trainer.engines import engine_options
 from rl_trainer.flow import open_rollout
 from rl_trainer.inputs import read_tokenizer
 from rl_trainer.learning import proof_tolerances
+from rl_trainer.probing import PolicyScores, policy_scores
 
 Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
 """Gives the policy's tensors by name, and which names are tied to others."""
@@ -36,6 +39,7 @@ class LearnerValidation:
         self._rollout: Rollout | None = None
         self._held: dict[int, WeightUpdate] = {}
         self._step: int | None = None
+        self._version = NO_VERSION
         self._asked: tuple[str, float] | None = None
 
     async def hold(self, step: int, *, version: int, export: Export) -> None:
@@ -53,18 +57,25 @@ class LearnerValidation:
         update = self._held.pop(batch.step, None)
         if update is not None:
             check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
-            self._step = batch.step
+            self._step, self._version = batch.step, update.version
         elif batch.step != self._step:
             raise NotReadyError(f"no weights are held for the validation of step {batch.step}; call hold first.")
 
-        async def run(prompts: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
-            return await rollout.run(prompts, num_sessions=1, sampling=sampling)
-
         self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
         try:
-            await put_validation(queue, batch, run, settings=self._settings, source="learner")
+            await put_validation(queue, batch, rollout, settings=self._settings, source="learner")
         finally:
             self._asked = None
+
+    async def probe(self, order: ProbeOrder) -> PolicyScores:
+        """What the policy thinks of tokens that answered the validation of that step.
+
+        Raises:
+            NotReadyError: The engine has the weights of another step, or was not started.
+        """
+        if self._engine is None or order.step != self._step:
+            raise NotReadyError(f"the weights of step {order.step} were not validated here last.")
+        return await policy_scores(self._engine, order.sequences, order.top_k, version=self._version)
 
     def waits(self, now: float) -> tuple[Wait, ...]:
         """What it waits for."""

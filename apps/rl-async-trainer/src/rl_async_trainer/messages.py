@@ -1,13 +1,13 @@
 """What the controller and its roles tell one another: orders, reports and events.
 
-Weights never, and of rows the few that people read.
+Weights never, and of rows the few that people read, or that the policy is asked about.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_core import Canary, Prompt
-from rl_core.records import Json
+from rl_core.records import IntArray, Json
 from rl_core.weights import WeightUpdate
 from rl_trainer.rollout_rows import RolloutDraft
 
@@ -115,6 +115,21 @@ class StepReport:
     busy_s: float
     rollouts: Sequence[RolloutDraft] = ()
     histograms: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOrder:
+    """Tokens that the policy is asked about; what it thinks comes as `PolicyScores`.
+
+    Attributes:
+        step: Steps done, at the validation that asks.
+        sequences: [T] int32 tokens each, of a prompt and a response.
+        top_k: Likeliest tokens to give in the place of each token.
+    """
+
+    step: int
+    sequences: Sequence[IntArray]
+    top_k: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 from rl_core.records import Trajectory
 from rl_metrics.async_metrics import summarize_processing_times
+from rl_metrics.distributions import timing_distributions
+from rl_metrics.reduction import Recorder
 from rl_metrics.rollout_metrics import summarize_components, summarize_timings
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.rollout import GroupResult
@@ -18,7 +20,7 @@ class RolloutWindow:
 
     Attributes:
         version: Policy version that the engines serve.
-        replayed: Groups that came from the skip cache.
+        cached: uids of groups that came from the skip cache, and have not settled.
         made_up: Groups that a filter had refused, and that train all the same.
     """
 
@@ -29,6 +31,7 @@ class RolloutWindow:
         self._waits: dict[int, tuple[str, str, float]] = {}
         self._num_waits = 0
         self._last_loads: dict[int, tuple[float, float, int]] = {}
+        self.cached: set[str] = set()
         self._begin()
 
     def _begin(self) -> None:
@@ -37,7 +40,7 @@ class RolloutWindow:
         self._took_s: list[float] = []
         self._counts = {"failed_sessions": 0, "audited_sessions": 0, "audit_failures": 0, "refused_groups": 0}
         self._num_groups = 0
-        self.replayed = 0
+        self._num_replayed = 0
         self.made_up = 0
 
     def say(self, event: str, /, **fields: Any) -> None:
@@ -47,6 +50,9 @@ class RolloutWindow:
     def add(self, group: GroupResult, *, took_s: float, is_refused: bool) -> None:
         """Take a group that has settled."""
         self._num_groups += 1
+        if group.prompt.uid in self.cached:  # counted with the group, whose window may be a later one
+            self.cached.discard(group.prompt.uid)
+            self._num_replayed += 1
         self._took_s.append(took_s)
         self._trajectories.extend(group.trajectories)
         self._counts["failed_sessions"] += len(group.failures)
@@ -76,25 +82,34 @@ class RolloutWindow:
             loads: Of the engines, since they were started.
 
         Returns:
-            `metrics` by name, `events` as dicts.
+            `metrics` by name, `histograms` as `Histogram.to_json` gives them, `events` as dicts.
         """
         elapsed_s = max(time.monotonic() - self._started, 1e-9)
         metrics: dict[str, float] = {f"rollout/{name}": float(count) for name, count in self._counts.items()}
         metrics["rollout/made_up_groups"] = float(self.made_up)
         metrics["fully_async/count/total_generated_samples"] = float(len(self._trajectories))
-        if self.replayed:
-            metrics["rollout/replayed"] = self.replayed / max(self._num_groups, 1)
+        if self._num_replayed:
+            metrics["rollout/replayed"] = self._num_replayed / self._num_groups
         if self._trajectories:
             timings = [trajectory.timings for trajectory in self._trajectories]
             metrics |= summarize_timings(self._trajectories)
             metrics |= summarize_components([trajectory.reward_components for trajectory in self._trajectories])
             metrics["timing_s/reward"] = sum(timing.reward_s for timing in timings) / len(timings)
+            metrics["timing_s/reward_wait"] = sum(timing.reward_wait_s for timing in timings) / len(timings)
             metrics |= summarize_processing_times(self._took_s)
             self.say("slowest_session", **slowest_session(self._trajectories))
         metrics |= self._of_engines(loads, elapsed_s)
+        histograms = self._histograms()
         events, self._events = self._events, []
         self._begin()
-        return {"metrics": metrics, "events": events}
+        return {"metrics": metrics, "histograms": histograms, "events": events}
+
+    def _histograms(self) -> dict[str, Any]:
+        """What the trajectories cost, as distributions."""
+        recorder = Recorder()
+        for name, values in timing_distributions([one.timings for one in self._trajectories]).items():
+            recorder.record_values(name, values)
+        return {name: one.to_json() for name, one in recorder.histograms().items()}
 
     def _of_engines(self, loads: Sequence[EngineLoad], elapsed_s: float) -> dict[str, float]:
         """Idle share and speed of the engines in this window."""

@@ -11,24 +11,25 @@ from typing import Any
 
 from rl_async_trainer.group_events import generated_event, queued_event, refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
-from rl_async_trainer.messages import Dispatch, GroupEvent, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, RollouterInfo
 from rl_async_trainer.refusals import Refusals
 from rl_async_trainer.role_parts import ENGINE, engine_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
+from rl_async_trainer.served_policy import ServedPolicy
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch, put_validation
 from rl_core import Canary, Prompt, TransferQueue
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError, WeightProofError
 from rl_core.publish import ProofTolerances, PublishReport
 from rl_core.weights import WeightUpdate
-from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_rollout.skip import EntryKey
 from rl_trainer.engines import make_engine, make_replica, replica_pool, start_within
 from rl_trainer.flow import open_rollout, sampling_params, settle
 from rl_trainer.inputs import read_tokenizer
+from rl_trainer.probing import PolicyScores
 from rl_trainer.replay import Replay
 
 RunGroups = Callable[[Sequence[Prompt]], Awaitable[list[GroupResult]]]
@@ -94,8 +95,8 @@ class Rollouter:
         self._state = _State()
         self._news = asyncio.Condition()
         self._window = RolloutWindow()
+        self._served = ServedPolicy()
         self._memory = role_memory_watch(settings, "rollouter", say=self._window.say)
-        self._num_windows = 0
 
     async def start(self) -> RollouterInfo:
         """Start engines, rewards and tools.
@@ -137,7 +138,8 @@ class Rollouter:
         engine = self._started[0]
         drained = partial(publish_to, drain=drain, drain_deadline_s=self._settings.rollout.deadline_s)
         give = partial(drained, engine, update, canary=canary, tolerances=tolerances)
-        with self._window.waiting(f"version {update.version} to be taken", on=ENGINE):
+        waiting = self._window.waiting(f"version {update.version} to be taken", on=ENGINE)
+        with waiting, self._served.changing(update.version):
             try:
                 report = await give()
             except WeightProofError as error:
@@ -184,24 +186,23 @@ class Rollouter:
             return found
 
     async def validate(self, batch: ValidationBatch) -> bool:
-        """Answer validation problems greedily, and put what came into the queue's validation partition."""
+        """Answer validation problems, and put what came into the queue's validation partition."""
         rollout = self._started[1]
-
-        async def run(prompts: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
-            return await rollout.run(prompts, num_sessions=1, sampling=sampling)
-
         name = f"validation batch {batch.number} of step {batch.step}"
         self._state.validating[name] = time.monotonic()
         try:
-            await put_validation(self._queue, batch, run, settings=self._settings, source="rollouter")
+            await put_validation(self._queue, batch, rollout, settings=self._settings, source="rollouter")
         finally:
             del self._state.validating[name]
         return True
 
+    async def probe(self, order: ProbeOrder) -> PolicyScores:
+        """What the served policy thinks of tokens."""
+        return await self._served.scores(self._started[0], order)
+
     async def window(self) -> dict[str, Any]:
-        """Metrics and events since the last call; see `RolloutWindow.take`."""
-        self._num_windows += 1
-        memory = {} if self._memory is None else self._memory.step(self._num_windows)
+        """Metrics, distributions and events since the last call; see `RolloutWindow.take`."""
+        memory = {} if self._memory is None else self._memory.step()
         found = self._window.take(self._started[0].loads())
         return {**found, "metrics": {**found["metrics"], **memory}}
 
@@ -331,7 +332,8 @@ class Rollouter:
             sampling=sampling_params(self._settings),
             num_sessions=self._settings.rollout.group_size,
         )
-        self._window.replayed += int(found.is_replayed)
+        if found.is_replayed:
+            self._window.cached.add(one.prompt.uid)
         return found.groups[0]
 
     async def _settle(self, group: GroupResult, orders: dict[str, Dispatch]) -> None:

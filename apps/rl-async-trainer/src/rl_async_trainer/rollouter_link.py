@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
@@ -12,6 +12,7 @@ from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import RoleDiedError
 from rl_core.publish import PublishReport
 from rl_trainer.learning import proof_tolerances
+from rl_trainer.probing import PolicyScores
 
 EVENTS_WAIT_S = 20.0
 
@@ -89,10 +90,15 @@ class RollouterLink:
         while not await self._call("validate", batch, needs_weights=True):
             pass
 
+    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
+        """See `Rollouter.probe`; None where it died meanwhile."""
+        found: PolicyScores | None = await self._call("probe", order, needs_weights=True)
+        return found
+
     async def window(self) -> dict[str, Any]:
-        """See `Rollouter.window`."""
+        """See `Rollouter.window`; of a rollouter that died meanwhile there is nothing."""
         found: dict[str, Any] | None = await self._call("window")
-        return found or {"metrics": {}, "events": []}
+        return found or {"metrics": {}, "histograms": {}, "events": []}
 
     async def set_num_engines(self, count: int) -> int:
         """See `Rollouter.set_num_engines`; a rollouter that is started again has as many."""

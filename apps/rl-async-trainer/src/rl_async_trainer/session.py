@@ -36,6 +36,7 @@ from rl_trainer.distilling import learns_from_rewards
 from rl_trainer.health import watch_health
 from rl_trainer.inputs import Inputs
 from rl_trainer.learning import canary_sequences
+from rl_trainer.probing import Probes
 from rl_trainer.recording import make_memory_watch
 from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
@@ -88,6 +89,7 @@ class Session:
         self._hung = asyncio.get_running_loop().create_future()
         async with AsyncExitStack() as stack:
             stack.callback(self._events.close)
+            stack.enter_context(self._events.copying_warnings())
             stack.callback(self._trackers.close)
             stop = stack.enter_context(StopSignal())
             watch_health(
@@ -172,6 +174,7 @@ class Session:
             queue,
             on_generations=self._log_generations,
             progress=lambda what: self._watchdog.progress(what),
+            probes=Probes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
         )
         rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
         stack.callback(rollouts.close)

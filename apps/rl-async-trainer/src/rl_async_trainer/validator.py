@@ -2,23 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from rl_async_trainer.hang_report import Wait
 from rl_async_trainer.learner_link import LearnerRestartedError
+from rl_async_trainer.messages import ProbeOrder
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import PARTITION, ValidationBatch, collect_validation, split_batches
+from rl_async_trainer.validation_run import (
+    PARTITION,
+    ValidationBatch,
+    collect_validation,
+    split_batches,
+    version_metrics,
+)
 from rl_core import Prompt, TransferQueue
+from rl_core.records import NO_VERSION, IntArray
 from rl_metrics.generations import GenerationSample
 from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
-from rl_trainer.evaluation import chosen_problems, draw_samples, with_accuracies
+from rl_trainer.answers import Answer
+from rl_trainer.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
 from rl_trainer.inputs import Inputs
-
-"""The same problems are shown at every step, as far as the answers' order allows."""
+from rl_trainer.probing import PolicyScores, Probes
 
 OnGenerations = Callable[[int, str, list[GenerationSample]], None]
 OnValidated = Callable[[int, dict[str, float]], None]
@@ -29,6 +39,10 @@ class Answers(Protocol):
 
     async def validate(self, batch: ValidationBatch) -> None:
         """Put an answer to each problem into the queue's validation partition."""
+        ...
+
+    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
+        """Say what the policy thinks of tokens; None where who answered has died since."""
         ...
 
 
@@ -52,6 +66,7 @@ class Validator:
         *,
         on_generations: OnGenerations,
         progress: Callable[[str], None],
+        probes: Probes,
     ) -> None:
         """Hold what is asked.
 
@@ -61,12 +76,14 @@ class Validator:
             queue: Of the run.
             on_generations: Told the samples that were drawn of each validation, with their step.
             progress: Told of each batch that was answered.
+            probes: Asks what the policy thinks of tokens.
         """
         self._settings = settings
         self._inputs = inputs
         self._queue = queue
         self._on_generations = on_generations
         self._progress = progress
+        self._probes = probes
         self._asked: _Asked | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
@@ -92,15 +109,17 @@ class Validator:
         Raises:
             LearnerRestartedError: The learner's side answered, and died.
         """
-        answers = engines if self._settings.schedule.validate_on == "engines" else learner
+        whom = engines if self._settings.schedule.validate_on == "engines" else learner
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         async with self._lock:
             for batches in self._batches(step, with_test=with_test):
-                await self._ask(batches, answers, is_beside=is_beside)
-                found = await self._collect(batches)
+                await self._ask(batches, whom, is_beside=is_beside)
+                found, answers = await self._collect(batches)
                 if batches[0].split == "validation":
                     metrics |= found
+                    with self._asking(f"what the policy of step {step} thinks of tokens", is_beside=is_beside):
+                        await self._probes.ask(partial(_scores, whom, step), answers, step=step)
                 elif (accuracy := headline(found)) is not None:
                     metrics["test/accuracy"] = accuracy
         if metrics:
@@ -167,29 +186,38 @@ class Validator:
                 chosen = chosen_problems(self._settings, problems)
                 yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
-    async def _ask(self, batches: list[ValidationBatch], answers: Answers, *, is_beside: bool) -> None:
+    async def _ask(self, batches: list[ValidationBatch], whom: Answers, *, is_beside: bool) -> None:
         await asyncio.to_thread(self._issue, batches)
+        for batch in batches:
+            what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
+            with self._asking(what, is_beside=is_beside):
+                await whom.validate(batch)
+            self._progress(what)
+
+    @contextmanager
+    def _asking(self, what: str, *, is_beside: bool) -> Iterator[None]:
+        """Note what is waited for, while it is."""
+        self._asked = _Asked(what=what, is_beside=is_beside, since=time.monotonic())
         try:
-            for batch in batches:
-                what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
-                self._asked = _Asked(what=what, is_beside=is_beside, since=time.monotonic())
-                await answers.validate(batch)
-                self._progress(what)
+            yield
         finally:
             self._asked = None
 
-    async def _collect(self, batches: list[ValidationBatch]) -> dict[str, float]:
-        metrics, samples, numbers = await asyncio.to_thread(
-            collect_validation,
-            self._queue,
-            batches,
-            self._inputs.tokenizer,
-            deadline_s=self._settings.rollout.deadline_s,
-        )
-        drawn = draw_samples(self._settings, samples, batches=numbers)
+    async def _collect(self, batches: list[ValidationBatch]) -> tuple[dict[str, float], list[Answer]]:
+        """Metrics of what was answered, and the answers; trackers are given samples of these."""
+        metrics, answers, drawn = await asyncio.to_thread(self._read, batches)
         if drawn:
             self._on_generations(batches[0].step, batches[0].split, drawn)
-        return metrics
+        return metrics, answers
+
+    def _read(self, batches: list[ValidationBatch]) -> tuple[dict[str, float], list[Answer], list[GenerationSample]]:
+        settings = self._settings
+        answers = collect_validation(self._queue, batches, deadline_s=settings.rollout.deadline_s)
+        metrics = summarize_answers(answers) | version_metrics(answers)
+        if not settings.metrics.log_val_generations:
+            return metrics, answers, []
+        number_of = {prompt.uid: batch.number for batch in batches for prompt in batch.prompts}
+        return metrics, answers, draw_samples(settings, answers, self._inputs.tokenizer, batches=number_of)
 
     def _issue(self, batches: list[ValidationBatch]) -> None:
         """Enter the problems; what an attempt left behind that ended amid this validation goes first."""
@@ -201,4 +229,10 @@ class Validator:
             if entry.partition == PARTITION and entry.prompt_uid in uids and entry.state in ("issued", "settled"):
                 self._queue.drop(entry.prompt_uid, reason="the validation is asked again")
         self._queue.forget_finished(partition=PARTITION)
-        self._queue.issue(asked, num_sessions=1, partition=PARTITION)
+        self._queue.issue(asked, num_sessions=self._settings.prompts.validation_samples, partition=PARTITION)
+
+
+async def _scores(whom: Answers, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+    """What a policy thinks; nothing where who knows it has died, and will be asked at the next validation."""
+    found = await whom.probe(ProbeOrder(step=step, sequences=sequences, top_k=top_k))
+    return PolicyScores(version=NO_VERSION, scores=()) if found is None else found

@@ -1,19 +1,23 @@
-"""Greedy accuracy on the validation and test problems, between the steps."""
+"""Validation and test problems, between the steps."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_core import Prompt
 from rl_metrics.validation import headline
-from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.prompts import PromptSet
-from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
+from rl_trainer.answers import answers_of
 from rl_trainer.checkpoints import TrainerState
-from rl_trainer.evaluation import draw_samples, generation_samples, validation_metrics, with_accuracies
-from rl_trainer.probing import CANDIDATES
+from rl_trainer.evaluation import (
+    answer_problems,
+    chosen_problems,
+    draw_samples,
+    summarize_answers,
+    validation_sampling,
+    with_accuracies,
+)
+from rl_trainer.probing import policy_scores
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
@@ -46,29 +50,25 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
 
 
 async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, version: int) -> dict[str, float]:
-    """Greedy responses to prompts, as validation metrics; the trackers are given some, and probes are asked."""
-
-    async def run(chosen: Sequence[Prompt], sampling: SamplingParams) -> Sequence[GroupResult]:
-        found = await parts.replay.rollouts(
-            key,
-            chosen,
-            lambda: parts.rollout.run(chosen, num_sessions=1, sampling=sampling),
-            rollout=parts.rollout,
-            sampling=sampling,
-            num_sessions=1,
-        )
-        return found.groups
-
-    metrics, groups = await validation_metrics(parts.settings, prompts, run)
-    if parts.settings.metrics.log_val_generations:
-        samples = generation_samples(groups, parts.inputs.tokenizer, source="trainer")
-        parts.log_generations(key.step, f"{key.kind}/generations", draw_samples(parts.settings, samples))
+    """Validation metrics of responses to prompts; the trackers are given some, and probes are asked."""
+    settings = parts.settings
+    problems = chosen_problems(settings, prompts)
+    found = await parts.replay.rollouts(
+        key,
+        problems,
+        lambda: answer_problems(settings, parts.rollout, problems),
+        rollout=parts.rollout,
+        sampling=validation_sampling(settings),
+        num_sessions=settings.prompts.validation_samples,
+    )
+    answers = answers_of(found.groups, source="trainer")
+    if settings.metrics.log_val_generations:
+        samples = draw_samples(settings, answers, parts.inputs.tokenizer)
+        parts.log_generations(key.step, f"{key.kind}/generations", samples)
     if parts.probes is not None and key.kind == "validation":
         await parts.probes.ask(
-            lambda sequences, top_k: parts.engine.score_top_k(sequences, top_k=top_k),
-            groups,
+            lambda sequences, top_k: policy_scores(parts.engine, sequences, top_k, version=version),
+            answers,
             step=key.step,
-            version=version,
-            top_k=min(CANDIDATES, parts.engine.traits.max_top_k),
         )
-    return metrics
+    return summarize_answers(answers)

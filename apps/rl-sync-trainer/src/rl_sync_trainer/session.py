@@ -54,6 +54,7 @@ class Session:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
         async with AsyncExitStack() as stack:
             stack.callback(self._events.close)
+            stack.enter_context(self._events.copying_warnings())
             stack.callback(self._trackers.close)
             stop = stack.enter_context(StopSignal())
             watch_health(

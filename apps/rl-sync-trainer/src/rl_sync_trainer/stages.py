@@ -25,7 +25,7 @@ from rl_trainer.distilling import record_teachers
 from rl_trainer.flow import sampling_params, settle
 from rl_trainer.learning import canary_sequences, proof_tolerances
 from rl_trainer.off_policy import groups_of_texts, text_options
-from rl_trainer.recording import record_distributions, slowest_session, summarize_step
+from rl_trainer.recording import has_distributions, record_distributions, slowest_session, summarize_step
 from rl_trainer.replay import record_replay
 from rl_trainer.rollout_rows import draft_rollouts
 
@@ -130,7 +130,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
         groups = await feed.run(
             parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, parts.settings, settled)
         )
-        record_rollouts(parts, groups, recorder, replayed=feed.replayed)
+        record_rollouts(parts, groups, recorder, step=step, replayed=feed.replayed)
         return sum(bool(group.trajectories) for group in groups)
     found = await refill(
         feed.run,
@@ -146,7 +146,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     recorder.record("rollout/num_rounds", found.num_rounds)
     recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
     recorder.record("rollout/made_up_groups", found.num_made_up)
-    record_rollouts(parts, [*found.groups, *found.failed], recorder, replayed=feed.replayed)
+    record_rollouts(parts, [*found.groups, *found.failed], recorder, step=step, replayed=feed.replayed)
     return len(found.groups)
 
 
@@ -174,7 +174,7 @@ async def run_groups(
 
 
 def record_rollouts(
-    parts: Parts, groups: Sequence[GroupResult], recorder: Recorder, *, replayed: Collection[str] = ()
+    parts: Parts, groups: Sequence[GroupResult], recorder: Recorder, *, step: int, replayed: Collection[str] = ()
 ) -> None:
     """Record what sessions cost, and write down which was the slowest.
 
@@ -182,6 +182,7 @@ def record_rollouts(
         parts: Of the run.
         groups: Of the step.
         recorder: Of the step.
+        step: Its number, from 1.
         replayed: uids of the prompts whose sessions cost this step nothing.
 
     Raises:
@@ -192,15 +193,16 @@ def record_rollouts(
     recorder.record("rollout/audited_sessions", sum(group.num_audited for group in groups))
     recorder.record("rollout/audit_failures", sum(group.num_audit_failures for group in groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    timings = [trajectory.timings for trajectory in trajectories]
-    rewards_s = [one.timings.reward_s for one in trajectories if one.prompt_uid not in replayed]
-    if rewards_s:
-        recorder.record("timing_s/reward", math.fsum(rewards_s))
+    scored = [one.timings for one in trajectories if one.prompt_uid not in replayed]
+    if scored:
+        recorder.record("timing_s/reward", math.fsum(one.reward_s for one in scored) / len(scored))
+        recorder.record("timing_s/reward_wait", math.fsum(one.reward_wait_s for one in scored) / len(scored))
     recorder.record_all(summarize_timings(trajectories))
-    for name, values in timing_distributions(timings).items():
-        recorder.record_values(name, values)
+    if has_distributions(parts.settings, step):
+        for name, values in timing_distributions([one.timings for one in trajectories]).items():
+            recorder.record_values(name, values)
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
-    parts.say("slowest_session", **slowest_session(trajectories))
+    parts.say("slowest_session", step=step, **slowest_session(trajectories))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
@@ -253,7 +255,8 @@ def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> No
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
     """Record what the batch says of rewards, lengths, staleness, mismatch and speed, and how much memory there is."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
-    record_distributions(batch, recorder)
+    if has_distributions(parts.settings, step):
+        record_distributions(batch, recorder)
     recorder.record_all(memory_metrics())
     if parts.memory is not None:
         recorder.record_all(parts.memory.step(step))

@@ -112,7 +112,7 @@ class Attempt:
     def stopped(self, state: RunProgress, stop: StopSignal) -> Outcome:
         """The user stopped it, or it paused itself."""
         self.ending = "stopped"
-        if stop.number is None and stop.pause_reason is not None:
+        if stop.is_paused:
             return self._paused(state, stop)
         summary = self._summary("stopped", state)
         self._folder.write_summary(summary)

@@ -48,6 +48,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         _ranges,
         _positive,
         _options,
+        _validation,
         _optional_ranges,
         _arithmetic,
         _names,
@@ -82,6 +83,8 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "rollout.group_size": (rollout.group_size, 1),
         "rollout.max_response_tokens": (rollout.max_response_tokens, 1),
         "prompts.max_tokens": (settings.prompts.max_tokens, 1),
+        "prompts.validation_samples": (settings.prompts.validation_samples, 1),
+        "prompts.validation_temperature": (settings.prompts.validation_temperature, 0),
         "trainer.steps": (trainer.steps, 1),
         "trainer.minibatches": (trainer.minibatches, 1),
         "trainer.epochs": (trainer.epochs, 1),
@@ -109,7 +112,7 @@ def _ranges(settings: Settings) -> Iterator[str]:
         "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
         "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),
         "metrics.probes": (settings.metrics.probes, 0),
-        "metrics.memory_every": (settings.metrics.memory_every, 0),
+        "metrics.details_every": (settings.metrics.details_every, 0),
         "metrics.report_every": (settings.metrics.report_every, 0),
     }
     for name, (value, least) in at_least.items():
@@ -172,6 +175,18 @@ def _skip(settings: Settings) -> Iterator[str]:
                     f'skip.rewards = "again" needs a loop whose stored sessions can be scored again; '
                     f'{settings.rollout.loop!r} is none. Set it to "stored".'
                 )
+
+
+def _validation(settings: Settings) -> Iterator[str]:
+    samples, temperature = settings.prompts.validation_samples, settings.prompts.validation_temperature
+    if samples > 1 and temperature == 0:
+        yield (
+            f"prompts.validation_samples = {samples} with prompts.validation_temperature = 0 gives each problem the "
+            f"same response {samples} times. Set prompts.validation_temperature = {settings.rollout.temperature:g}, as "
+            "in training, or prompts.validation_samples = 1."
+        )
+    if temperature == float("inf"):
+        yield "prompts.validation_temperature must be finite; found inf."
 
 
 def _optional_ranges(settings: Settings) -> Iterator[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import structlog
 
-from rl_core.durable_files import write_durably
 from rl_metrics.events import EventLog, read_events
 from rl_metrics.generations import GenerationSample
 from rl_metrics.health import GUIDE, Finding, GrowingHistory, Verdict, judge, reads, with_thresholds, without
@@ -110,7 +109,7 @@ class HealthWatch:
             self._first_step = step
         self._history.add(step, metrics)
         self._is_judged = False
-        if step % self._settings.every == 0 or step >= self._last_step:
+        if step and (step % self._settings.every == 0 or step >= self._last_step):
             verdict = self._judge()
             if self._may_pause(step):
                 self._pause(verdict)
@@ -143,7 +142,11 @@ class HealthWatch:
         return verdict
 
     def _write(self, verdict: Verdict) -> None:
-        write_durably(self._folder / FILE, (json.dumps(verdict.to_json(), indent=1) + "\n").encode())
+        part = self._folder / f".{FILE}.part"
+        part.write_text(json.dumps(verdict.to_json(), indent=1) + "\n")
+        part.replace(
+            self._folder / FILE
+        )  # not synced: the next verdict is as good, and the loop does not wait for disks
 
     def _tell(self, verdict: Verdict) -> None:
         """Say what is new or worse, and what is over, once each."""

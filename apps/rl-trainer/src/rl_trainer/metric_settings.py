@@ -11,13 +11,15 @@ class MetricSettings:
     Attributes:
         console: "auto" (a progress bar in a terminal, else plain lines), "bar", "lines" or "off".
         strict: Fail on a metric that is not defined, instead of a warning.
-        log_val_generations: Validation responses that are shown, and written down, each time.
-        log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: a draw, and always
-            the worst and the slowest; 0 writes none.
-        log_rollout_tokens: Most tokens of a step's; at least one trajectory is written.
+        log_val_generations: Validation responses that are written down and given to trackers each time, one to a
+            problem; the console shows the worst three.
+        log_rollouts: Trajectories of each step that are written to rollouts.jsonl, token by token: first the worst and
+            the slowest, then a draw; 0 writes none.
+        log_rollout_tokens: Most tokens of their responses together; at least one trajectory is written.
         probes: Tokens of validation responses, those of which the first policy is least sure, that the policy is asked
             about at each validation: what it would rather have had there goes to probes.jsonl.
-        memory_every: Steps between two measurements of each role's memory; 0 makes none.
+        details_every: Steps between two looks at what costs more to see, the first of which is step 1: distributions of
+            rewards, lengths, tokens and times, and each role's memory; 0 makes none.
         report: Write report.html at the end of an attempt.
         report_every: Also each so many steps, by a process beside the run; 0 writes it at the end alone.
         trace_memory: Also note which lines of code made what is in the trainer's memory; exact, and slow.
@@ -37,7 +39,7 @@ class MetricSettings:
     log_rollouts: int = 8
     log_rollout_tokens: int = 8192
     probes: int = 8
-    memory_every: int = 5
+    details_every: int = 5
     report: bool = True
     report_every: int = 50
     trace_memory: bool = False

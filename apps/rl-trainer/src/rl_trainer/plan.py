@@ -140,6 +140,8 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
     yield f"  problems   {counts.train} to train on, {counts.test} to test at both ends,"
     yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
+    if settings.prompts.validation_samples > 1:
+        yield f"             {settings.prompts.validation_samples} responses to each of these"
 
 
 def _memory(settings: Settings) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """probes.jsonl: what the policy thinks at a few tokens of known responses, once a validation."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,23 +9,55 @@ from typing import Any
 import numpy as np
 import structlog
 
-from rl_core.errors import RLError
 from rl_core.records import IntArray
 from rl_metrics.json_lines import JsonLinesWriter, read_json_lines
-from rl_rollout.engines.protocol import TokenScores
+from rl_rollout.engines.protocol import RolloutEngine, TokenScores
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollout import GroupResult
+from rl_trainer.answers import Answer, first_answers
 
 CANDIDATES = 5
 """Likeliest tokens that are written down."""
 
+DEADLINE_S = 120.0
+"""Longest wait for what the policy thinks; then nobody is asked any more."""
+
 MAX_TOKENS = 2048
 """Tokens of a prompt and response up to the one that is asked about; longer ones are not probed."""
 
-Score = Callable[[Sequence[IntArray], int], Awaitable[Sequence[TokenScores]]]
-"""An engine's `score_top_k`: sequences and top_k."""
-
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyScores:
+    """What a policy thinks of sequences.
+
+    Attributes:
+        version: Of its weights.
+        scores: One a sequence; none at all where nobody can tell.
+    """
+
+    version: int
+    scores: Sequence[TokenScores]
+
+
+Score = Callable[[Sequence[IntArray], int], Awaitable[PolicyScores]]
+"""Asks whoever has the policy's weights of now: sequences, and how many of the likeliest tokens."""
+
+
+async def policy_scores(
+    engine: RolloutEngine, sequences: Sequence[IntArray], top_k: int, *, version: int
+) -> PolicyScores:
+    """What an engine thinks of sequences, which gives as many likeliest tokens as it can, up to top_k.
+
+    Args:
+        engine: Serves the policy.
+        sequences: [T] int32 each.
+        top_k: Likeliest tokens to ask for.
+        version: Of the weights that it serves.
+    """
+    top_k = min(top_k, engine.traits.max_top_k)
+    scores = await engine.score_top_k(sequences, top_k=top_k) if top_k > 0 else ()
+    return PolicyScores(version=version, scores=scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,57 +83,65 @@ class Probe:
 class Probes:
     """Chooses tokens at a run's first validation, those of which the policy is least sure, and asks at each one.
 
-    A resumed run goes on with the tokens that it finds in the file. An engine that cannot score, and a file that cannot
-    be written, stop no run: one warning, and no probes from then on.
+    A resumed run goes on with the tokens that it finds in the file. An engine that fails or takes too long, and a file
+    that cannot be written, stop no run: one warning, and no probes from then on.
     """
 
-    def __init__(self, path: Path, tokenizer: PromptTokenizer, *, count: int) -> None:
+    def __init__(self, path: Path, tokenizer: PromptTokenizer, *, count: int, deadline_s: float = DEADLINE_S) -> None:
         """Name the file; it is made with the first probe.
 
         Args:
             path: Such as `run/probes.jsonl`.
             tokenizer: Of the policy.
             count: Tokens that are asked about; 0 asks about none.
+            deadline_s: Longest wait at one validation.
         """
         self._path = path
         self._tokenizer = tokenizer
         self._count = count
         self._probes = _read_probes(path)[:count]
+        self._deadline_s = deadline_s
         self._is_off = count == 0
 
-    async def ask(
-        self, score: Score, groups: Sequence[GroupResult], *, step: int, version: int, top_k: int = CANDIDATES
-    ) -> None:
+    async def ask(self, score: Score, answers: Sequence[Answer], *, step: int) -> None:
         """Ask about the chosen tokens, and write the answers down.
 
         Args:
-            score: Of an engine with the policy's weights of now.
-            groups: Responses of the validation, from which a run's first probes are chosen.
+            score: Asks an engine with the policy's weights of now.
+            answers: Of the validation, from which a run's first probes are chosen.
             step: Optimizer steps done.
-            version: Of the weights.
-            top_k: Likeliest tokens to ask for, as many as the engine gives.
         """
-        if self._is_off or top_k < 1:
+        if self._is_off:
             return
+        asking = asyncio.ensure_future(self._ask(score, answers, step=step))
         try:
-            if not self._probes:
-                self._probes = await self._choose(score, groups)
-            if self._probes:
-                found = await score([np.asarray(one.ids, dtype=np.int32) for one in self._probes], top_k)
-                self._write(found, step=step, version=version)
-        except (RLError, OSError) as error:
+            await asyncio.wait([asking], timeout=self._deadline_s)
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
+        error = _error_of(asking, self._deadline_s)
+        if error is not None:
             self._is_off = True
-            log.warning("probes_failed", error=f"{type(error).__name__}: {error}")
+            log.warning("probes_failed", error=error)
 
-    async def _choose(self, score: Score, groups: Sequence[GroupResult]) -> list[Probe]:
-        """Of the first responses, the tokens of which the policy is least sure, at most two of each."""
-        rows = [group.trajectories[0] for group in groups if group.trajectories]
+    async def _ask(self, score: Score, answers: Sequence[Answer], *, step: int) -> None:
+        if not self._probes:
+            self._probes = await self._choose(score, answers)
+        if not self._probes:
+            return
+        found = await score([np.asarray(one.ids, dtype=np.int32) for one in self._probes], CANDIDATES)
+        if found.scores and not self._is_off:
+            self._write(found, step=step)
+
+    async def _choose(self, score: Score, answers: Sequence[Answer]) -> list[Probe]:
+        """Of the first problems' responses, the tokens of which the policy is least sure, at most two of each."""
+        rows = [one.trajectory for one in first_answers(one for one in answers if one.failure is None)]
         rows = [row for row in rows if len(row.input_ids) <= MAX_TOKENS and row.loss_mask.any()][: self._count]
-        if not rows:
+        found = await score([row.input_ids for row in rows], 1) if rows else None
+        if found is None or not found.scores:
             return []
-        found = await score([row.input_ids for row in rows], 1)
         ranked = []
-        for row, scores in zip(rows, found, strict=True):
+        for row, scores in zip(rows, found.scores, strict=True):
             sampled = np.flatnonzero(row.loss_mask)
             sampled = sampled[sampled > 0]
             likeliest = scores.logprobs[sampled, 1]
@@ -116,10 +157,10 @@ class Probes:
             for _, _, row, place in ranked[: self._count]
         ]
 
-    def _write(self, found: Sequence[TokenScores], *, step: int, version: int) -> None:
+    def _write(self, found: PolicyScores, *, step: int) -> None:
         writer = JsonLinesWriter(self._path)
         try:
-            for probe, scores in zip(self._probes, found, strict=True):
+            for probe, scores in zip(self._probes, found.scores, strict=True):
                 ids, logprobs = scores.token_ids[-1].tolist(), scores.logprobs[-1].tolist()
                 prompt, response = self._texts([probe.ids[: probe.num_prompt_tokens],
                                                 probe.ids[probe.num_prompt_tokens :]])  # fmt: skip
@@ -127,7 +168,7 @@ class Probes:
                 writer.append(
                     {
                         "step": step,
-                        "policy_version": version,
+                        "policy_version": found.version,
                         "probe": probe.name,
                         "prompt": prompt,
                         "response": response,
@@ -145,6 +186,21 @@ class Probes:
     def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         return self._tokenizer.decode(arrays, skip_special_tokens=False)
+
+
+def _error_of(asking: "asyncio.Future[None]", deadline_s: float) -> str | None:
+    """Why nothing was learnt; None where something was.
+
+    What takes too long is left to itself: to cancel it might break off something that others need, such as the restart
+    of a role that died meanwhile.
+    """
+    if not asking.done():
+        asking.add_done_callback(lambda late: late.cancelled() or late.exception())
+        return f"no answer within {deadline_s:g} s"
+    if asking.cancelled():
+        return "who was asked gave up"
+    error = asking.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _read_probes(path: Path) -> list[Probe]:

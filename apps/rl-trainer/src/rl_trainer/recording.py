@@ -51,7 +51,13 @@ def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None
         say: Writes an event; None names no lines of code.
     """
     chosen = settings.metrics
-    return MemoryWatch(owner, say=say, every=chosen.memory_every, is_traced=chosen.trace_memory)
+    return MemoryWatch(owner, say=say, every=chosen.details_every, is_traced=chosen.trace_memory)
+
+
+def has_distributions(settings: Settings, step: int) -> bool:
+    """Whether distributions of a step are due; it counts from 1."""
+    every = settings.metrics.details_every
+    return bool(every) and (step - 1) % every == 0
 
 
 def record_distributions(batch: Batch, recorder: Recorder) -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy as np
 import structlog
@@ -15,8 +16,11 @@ from rl_metrics.rollout_log import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer.settings import Settings
 
-EXTRA = "rollout"
-"""Name among a row's extras of what its columns do not say."""
+EXTRA = "_rollout"
+"""Name among a row's extras of what its columns do not say; an agent loop's own extra of this name is not kept."""
+
+NUM_SAID = 8
+"""Values that are there by this name: a list is made, and travels, quicker than a table."""
 
 COLUMNS = {"versions": "policy_versions"} | {name: name for name in FLOAT_COLUMNS}
 """Columns of a batch by their name in the file."""
@@ -26,22 +30,18 @@ log = structlog.get_logger(__name__)
 
 def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
     """A trajectory's extras with what rollouts.jsonl says of it beside its tokens; it goes through the queue."""
-    timings = trajectory.timings
-    return {
-        **trajectory.extras,
-        EXTRA: {
-            "source": prompt.data_source,
-            "ground_truth": None if prompt.ground_truth is None else str(prompt.ground_truth),
-            "components": dict(trajectory.reward_components),
-            "finish": trajectory.finish_reason,
-            "timings": {
-                "generate_s": timings.generate_s,
-                "tools_s": timings.tools_s,
-                "reward_s": timings.reward_s,
-                "preemptions": timings.preemptions,
-            },
-        },
-    }
+    timings, truth = trajectory.timings, prompt.ground_truth
+    said: list[Json] = [
+        prompt.data_source,
+        None if truth is None else str(truth),
+        dict(trajectory.reward_components),
+        trajectory.finish_reason,
+        timings.generate_s,
+        timings.tools_s,
+        timings.reward_s,
+        timings.preemptions,
+    ]
+    return {**trajectory.extras, EXTRA: said}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +98,13 @@ def _drafts(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
             policy_version=version,
             mask=tuple(mask[index][start:].tolist()),
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
-            **extras.get(EXTRA, {}),
+            **_said(extras),
         )
         yield RolloutDraft(prompt_ids=tuple(ids[index][:start].tolist()), row=row)
 
 
 class RolloutWriter:
-    """Gives drafts their texts and writes them down; a file that cannot be written stops no run: it warns once."""
+    """Gives drafts their texts and writes them down; whatever fails stops no run: it warns once."""
 
     def __init__(self, path: Path, tokenizer: PromptTokenizer) -> None:
         """Name the file; it is made with the first trajectory.
@@ -127,8 +127,8 @@ class RolloutWriter:
             if self._log is None:
                 self._log = RolloutLog(self._path)
             self._log.write(self._rows(drafts))
-        except OSError as error:
-            log.warning("rollout_log_failed", path=str(self._path), error=str(error))
+        except Exception as error:  # of the disk, or of the user's tokenizer
+            log.warning("rollout_log_failed", path=str(self._path), error=f"{type(error).__name__}: {error}")
             self.close()
 
     def close(self) -> None:
@@ -196,5 +196,25 @@ def problem_id(prompt_ids: IntArray) -> str:
 
 
 def _took_s(extras: Mapping[str, Json]) -> float:
-    timings: Mapping[str, float] = extras.get(EXTRA, {}).get("timings", {})
-    return timings.get("generate_s", 0.0) + timings.get("tools_s", 0.0) + timings.get("reward_s", 0.0)
+    said = extras.get(EXTRA)
+    return said[4] + said[5] + said[6] if _is_said(said) else 0.0
+
+
+def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
+    """What `rollout_extras` put there; nothing where the row was put by a run that writes none down."""
+    said = extras.get(EXTRA)
+    if not _is_said(said):
+        return {}
+    source, truth, components, finish, generate_s, tools_s, reward_s, preemptions = said
+    timings = {"generate_s": generate_s, "tools_s": tools_s, "reward_s": reward_s, "preemptions": preemptions}
+    return {
+        "source": source,
+        "ground_truth": truth,
+        "components": components,
+        "finish": finish,
+        "timings": timings,
+    }
+
+
+def _is_said(said: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(said, (list, tuple)) and len(said) == NUM_SAID

@@ -65,6 +65,9 @@ class PromptSettings:
         plain_prompts: Tokenize a prompt that is text as it stands ("raw"), or as a user's message ("chat").
         template_options: Variables of the chat template, such as {enable_thinking = false}.
         validation_limit: Use only the first so many validation problems; none uses all.
+        validation_samples: Responses to each validation and test problem; of several, pass@k, the best, the worst and
+            the majority of n are told.
+        validation_temperature: Of these responses; 0 takes the likeliest token each time.
     """
 
     train: Path
@@ -75,6 +78,8 @@ class PromptSettings:
     plain_prompts: Literal["raw", "chat"] = "raw"
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     validation_limit: int | None = None
+    validation_samples: int = 1
+    validation_temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

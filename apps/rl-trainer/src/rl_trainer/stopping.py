@@ -36,9 +36,14 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     @property
+    def is_paused(self) -> bool:
+        """True where the run asked itself, and no signal came."""
+        return self.number is None and self.pause_reason is not None
+
+    @property
     def exit_status(self) -> int:
         """130 after SIGINT, 143 after SIGTERM, 3 where the run paused itself."""
-        if self.number is None and self.pause_reason is not None:
+        if self.is_paused:
             return PAUSED
         return 128 + (self.number or signal.SIGTERM)
 

@@ -28,7 +28,10 @@ def make_trackers(
         MissingExtraError: A tracker's library is not installed.
         SettingsError: A tracker cannot start.
     """
-    trackers: dict[str, Tracker] = {"jsonl": JsonlTracker(folder / "metrics.jsonl"), "console": console}
+    trackers: dict[str, Tracker] = {}
+    if settings.metrics.report:
+        trackers["report"] = ReportWriter(folder, every=settings.metrics.report_every)  # the first is closed last
+    trackers |= {"jsonl": JsonlTracker(folder / "metrics.jsonl"), "console": console}
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: _tensorboard(folder),
         "wandb": lambda: _wandb(settings, folder),
@@ -36,8 +39,6 @@ def make_trackers(
     }
     for name in settings.metrics.trackers:
         trackers[name] = BackgroundTracker(makers[name](), name=name)
-    if settings.metrics.report:
-        trackers["report"] = ReportWriter(folder, every=settings.metrics.report_every)
     return Fanout(trackers)
 
 

@@ -28,7 +28,7 @@ def update(
 
     Returns:
         "policy_logprobs" and "entropy" of the batch's trained tokens, as they were in their first update; {} where
-        nobody asked for them, or the policy did not train.
+        the policy did not train.
 
     Raises:
         NonFiniteError: Too many updates in a row were not finite.
@@ -54,7 +54,7 @@ def update(
                     objective,
                     temperature=settings.rollout.temperature,
                     with_entropy=True,
-                    with_tokens=settings.metrics.log_rollouts > 0,
+                    with_tokens=True,
                 )
             if all(part is not known for known, _ in seen):  # each epoch has the same parts
                 seen.append((part, result))

@@ -2,15 +2,16 @@
 
 from rl_metrics.validation import headline
 from rl_rollout.rollout import Rollout
+from rl_trainer.answers import answers_of
 from rl_trainer.engines import make_engine, start_within
-from rl_trainer.evaluation import validation_metrics
+from rl_trainer.evaluation import answer_problems, chosen_problems, summarize_answers
 from rl_trainer.flow import open_rollout
 from rl_trainer.inputs import Inputs
 from rl_trainer.settings import Settings
 
 
 async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
-    """Greedy accuracy of the policy on the validation and test problems."""
+    """What a validation says of the policy, on the validation and test problems."""
     engine = make_engine(settings, settings.policy.path)
     try:
         await start_within(engine, settings)
@@ -25,11 +26,8 @@ async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) 
     results: dict[str, float] = {}
     for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
         if prompts is not None:
-            metrics, _ = await validation_metrics(
-                settings,
-                prompts,
-                lambda chosen, sampling: rollout.run(chosen, num_sessions=1, sampling=sampling),
-            )
+            groups = await answer_problems(settings, rollout, chosen_problems(settings, prompts))
+            metrics = summarize_answers(answers_of(groups, source="validate"))
             accuracy = headline(metrics)
             results |= {f"{split}/{name}": value for name, value in metrics.items()}
             if accuracy is not None:
