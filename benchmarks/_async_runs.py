@@ -127,7 +127,8 @@ def make_settings(plan: Plan, workload: Workload, *, num_steps: int, folder: Pat
             "deadline_s": 300.0,
         },
         "trainer": {"steps": num_steps, "validate_first": False, "validate_every": 0, "checkpoint_every": 0},
-        "metrics": {"console": "off"},
+        "metrics": {"console": "off", "report": False, "log_rollouts": 0, "details_every": 0},
+        "health": {"enabled": False},
     }
 
 

@@ -4,15 +4,18 @@
 
 Calls are timed where they enter metrics and trackers, each once: a call within another counts as the outer one's. What
 trackers do on threads of their own counts with the processor's time of these threads, as it takes the main job's turns.
+What is told beside: closing the trackers, which waits for the last report and comes once, after the last step; and the
+questions that probes put to the engine at validations, which is its computing, as the validations' responses are.
 """
 
 import functools
 import json
+import resource
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,13 @@ import rl_distill.megatron.rank_shares as rank_shares
 import rl_sync_trainer.evaluation as sync_evaluation
 import rl_sync_trainer.loop as sync_loop
 import rl_sync_trainer.stages as sync_stages
-import rl_trainer.evaluation as evaluation
 import rl_trainer.flow as flow
 from rl_metrics.events import EventLog
 from rl_metrics.reduction import Recorder
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_sync_trainer.main import main
+from rl_trainer.probing import Probes
 
 ENTRIES: tuple[tuple[Any, str], ...] = (
     (sync_loop, "record_step"),
@@ -34,8 +37,8 @@ ENTRIES: tuple[tuple[Any, str], ...] = (
     (sync_stages, "record_rollouts"),
     (flow, "rollout_extras"),
     (rank_shares, "unpack_trained"),
-    (evaluation, "summarize_validation"),
-    (sync_evaluation, "generation_samples"),
+    (sync_evaluation, "answers_of"),
+    (sync_evaluation, "summarize_answers"),
     (sync_evaluation, "draw_samples"),
     *((Recorder, name) for name in ("record", "record_all", "record_sums", "record_values", "reduce", "histograms")),
     *((Fanout, name) for name in ("log", "log_late", "log_histograms", "log_generations")),
@@ -70,6 +73,19 @@ class Clock:
 
         return wrapper
 
+    def awaited(self, name: str, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        """The call of a coroutine, timed with all that it waits for."""
+
+        @functools.wraps(call)
+        async def wrapper(*args: Any, **kwargs: Any) -> None:
+            began = time.perf_counter()
+            try:
+                await call(*args, **kwargs)
+            finally:
+                self.called_s[name] += time.perf_counter() - began
+
+        return wrapper
+
     def of_thread(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """The work of a thread, whose processor time counts."""
 
@@ -90,8 +106,22 @@ def run(settings_file: str, report_file: Path, words: list[str]) -> int:
     for owner, name in ENTRIES:
         setattr(owner, name, clock.timed(f"{getattr(owner, '__name__', owner)}.{name}", getattr(owner, name)))
     BackgroundTracker._work = clock.of_thread(BackgroundTracker._work)  # type: ignore[method-assign]
+    end = Clock()
+    Probes.ask = end.awaited("probes", Probes.ask)  # type: ignore[method-assign,assignment]
+    Fanout.close = end.timed("close", Fanout.close)  # type: ignore[method-assign]
     status = main(["train", settings_file, *words])
-    report_file.write_text(json.dumps({"called_s": clock.called_s, "threads_s": clock.threads_s}))
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report_file.write_text(
+        json.dumps(
+            {
+                "called_s": clock.called_s,
+                "threads_s": clock.threads_s,
+                "closing_s": end.called_s["close"],
+                "probes_s": end.called_s["probes"],
+                "children_cpu_s": children.ru_utime + children.ru_stime,
+            }
+        )
+    )
     return status
 
 

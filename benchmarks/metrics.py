@@ -49,12 +49,18 @@ class MainJob:
         metrics_s: Seconds a step in metrics and trackers, validations among them.
         parts_ms: The same by where it went, milliseconds a step, the largest first.
         num_metrics: Of a step.
+        closing_s: Seconds after the last step until all trackers are closed and the last report is written.
+        probes_s: Seconds a step in which the engine answered probes.
+        children_cpu_s: Processor time of the processes that wrote reports, and of trackers.
     """
 
     step_s: float
     metrics_s: float
     parts_ms: dict[str, float]
     num_metrics: int
+    closing_s: float
+    probes_s: float
+    children_cpu_s: float
 
 
 def main(words: Sequence[str]) -> int:
@@ -94,8 +100,19 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     num_trajectories = QUICK_TRAJECTORIES if options.quick else NUM_TRAJECTORIES
     validation_s = validation(num_responses, rounds=options.rounds)
     report_s, size_bytes = report_of(folder / "invented", num_trajectories)
-    rows = [row(name, job.metrics_s, job.step_s, parts_ms=job.parts_ms, num_metrics=job.num_metrics)
-            for name, job in jobs.items()]  # fmt: skip
+    rows = [
+        row(
+            name,
+            job.metrics_s,
+            job.step_s,
+            parts_ms=job.parts_ms,
+            num_metrics=job.num_metrics,
+            closing_s=job.closing_s,
+            probes_ms=1e3 * job.probes_s,
+            children_cpu_s=job.children_cpu_s,
+        )
+        for name, job in jobs.items()
+    ]
     rows.append(row("validation_100k", validation_s, step_s, num_responses=num_responses))
     rows.append(row("report_50k", report_s, step_s, num_trajectories=num_trajectories, size_mb=size_bytes / 1e6))
     share = jobs["main_job"].metrics_s / step_s
@@ -154,6 +171,9 @@ def main_job(folder: Path, *, steps: int, trackers: Sequence[str] = ()) -> MainJ
         metrics_s=sum(seconds.values()) / len(rows),
         parts_ms={name: 1e3 * value / len(rows) for name, value in sorted(seconds.items(), key=lambda one: -one[1])},
         num_metrics=len(rows[-1]),
+        closing_s=found["closing_s"],
+        probes_s=found["probes_s"] / len(rows),
+        children_cpu_s=found["children_cpu_s"],
     )
 
 
@@ -194,10 +214,14 @@ def print_report(report: dict[str, Any]) -> None:
     for one in report["results"]:
         say(f"  {one['workload']:24}{one['per_step_ms']:>12.2f}{one['share_of_step']:>18.2%}")
     for name in ("main_job", "main_job_all_trackers"):
-        parts = next(one["parts_ms"] for one in report["results"] if one["workload"] == name)
+        found = next(one for one in report["results"] if one["workload"] == name)
         say(f"\n{name}: a step of {report['step_ms'][name]:.0f} ms, of that")
-        for part, milliseconds in list(parts.items())[:8]:
+        for part, milliseconds in list(found["parts_ms"].items())[:8]:
             say(f"  {part:56}{milliseconds:>8.3f} ms")
+        say(
+            f"  beside: {found['probes_ms']:.1f} ms a step of answering probes, {found['closing_s']:.1f} s to close, "
+            f"{found['children_cpu_s']:.1f} s of reports' processes"
+        )
     say("")
     for target in report["targets"]:
         say(f"  {'met   ' if target['is_met'] else 'missed'}  {target['target']}: {target['value']:.3g}")

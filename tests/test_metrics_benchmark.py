@@ -1,0 +1,81 @@
+"""The benchmark of metrics: its table, with a main job that takes a known time, and the calls that it times."""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module("metrics")
+    for name in set(sys.modules) - before:
+        if name in ("metrics", "_metrics_timing"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def report(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
+    def main_job(folder: Path, *, steps: int, trackers: tuple[str, ...] = ()) -> object:
+        assert steps == 5
+        return benchmark.MainJob(
+            step_s=2.0,
+            metrics_s=0.1 if trackers else 0.01,
+            parts_ms={"Fanout.log": 10.0},
+            num_metrics=100,
+            closing_s=1.0,
+            probes_s=0.004,
+            children_cpu_s=0.5,
+        )
+
+    monkeypatch.setattr(benchmark, "main_job", main_job)
+    options = benchmark.parse(["--quick"])
+    assert isinstance(options, argparse.Namespace)
+    found: dict[str, object] = json.loads(json.dumps(benchmark.measure(options, tmp_path)))
+    return found
+
+
+def test_the_table_has_what_the_issue_names(report: dict[str, object]) -> None:
+    rows = {row["workload"]: row for row in report["results"]}  # type: ignore[attr-defined]
+    assert list(rows) == ["main_job", "main_job_all_trackers", "validation_100k", "report_50k"]
+    assert {row["system"] for row in rows.values()} == {"ours"}
+    assert rows["main_job"]["per_step_ms"] == pytest.approx(10.0)
+    assert rows["main_job"]["share_of_step"] == pytest.approx(0.005)
+    assert rows["main_job_all_trackers"]["share_of_step"] == pytest.approx(0.05)
+    assert rows["main_job"]["probes_ms"] == pytest.approx(4.0)
+    assert rows["validation_100k"]["per_step_ms"] > 0
+    assert rows["report_50k"]["size_mb"] > 0
+    assert [target["is_met"] for target in report["targets"]] == [True, True, True]  # type: ignore[attr-defined]
+
+
+def test_it_prints_its_table(
+    benchmark: ModuleType, report: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark.print_report(report)
+    said = capsys.readouterr().out
+    assert "main_job: a step of 2000 ms, of that" in said
+    assert "4.0 ms a step of answering probes, 1.0 s to close" in said
+
+
+def test_what_it_times_is_there_to_be_timed(benchmark: ModuleType) -> None:
+    timing = importlib.import_module("_metrics_timing")
+    assert benchmark.OURS == "ours"
+    assert all(callable(getattr(owner, name)) for owner, name in timing.ENTRIES)
+    clock = timing.Clock()
+    inner = clock.timed("inner", lambda: 1)
+    assert clock.timed("outer", lambda: inner() + 1)() == 2
+    assert list(clock.called_s) == ["outer"], "a call within another counts as the outer one's"
+
+
+def test_too_few_steps_are_refused(benchmark: ModuleType) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--steps", "4"])
