@@ -63,6 +63,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "pycache")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 """Names of the program, by any of which tests/support/chromium.py finds it."""
+APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
 
 nox.options.sessions = ["lint", "imports", "types", "unit", "wheels"]
@@ -275,11 +276,11 @@ def chromium(session: nox.Session) -> None:
     session.log("Installing Chromium, once: 90 MB to download.")
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for arguments in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
-        done = subprocess.run(
-            [*rights, "apt-get", "--quiet", *arguments], env=env, check=False, capture_output=True, text=True
-        )
-        if done.returncode:
-            said = "\n".join(done.stderr.splitlines()[-5:])
+        command = [*rights, "apt-get", "--quiet", *arguments]
+        try:
+            subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=APT_S)
+        except subprocess.SubprocessError as error:
+            said = "\n".join(str(getattr(error, "stderr", None) or error).splitlines()[-5:])
             session.warn(f"apt-get {arguments[0]} failed; {advice}. It said:\n{said}")
             return
 

@@ -42,6 +42,7 @@ def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> N
     assert rows[0]["memory/controller_gb"] > 0
     histograms = read_histograms(run.run_folder / "histograms.jsonl")
     assert [row.step for row in histograms] == list(range(1, STEPS + 1))
+    assert any("distribution/generate_s" in row.histograms for row in histograms), "of steps in which some were made"
     for row in histograms:
         assert row.histograms["distribution/reward"].count == REWARDS_PER_STEP
         assert row.histograms["distribution/entropy"].min > 0

@@ -43,6 +43,20 @@ def reward(sample):
 """
 """Whoever asks for the reward of a problem of the fifth batch is killed, the first time."""
 
+VOTING = """
+
+from rl_rollout import RewardResult
+
+failing = reward
+
+
+def reward(sample):
+    solved = float(sample.response_text[:1] in "01234")
+    extras = {"pred": sample.response_text[:1]}
+    return RewardResult(reward=failing(sample), components={"acc": solved}, extras=extras)
+"""
+"""Half of the first characters are right, and are what responses vote for."""
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
@@ -134,10 +148,15 @@ def test_all_trackers_show_the_same_samples_at_the_same_step(finished: tuple[Tin
             found[row["training/global_step"]] = [cells[1] for cells in table["data"]]
     assert found == expected
     lines = said.splitlines()
-    for step, uids in expected.items():
-        start = lines.index(f"validation/generations at step {step}: {SHOWN} samples") + 1
-        samples = [line.split()[0] for line in lines[start:] if "  score " in line][:SHOWN]
-        assert samples == uids
+    for table in tables:
+        title = f"validation/generations at step {table.step}: the worst 3 of {SHOWN} samples; all are in"
+        start = lines.index(f"{title} generations.jsonl") + 1
+        worst = [sample for sample in table.samples if sample.failure][:3]
+        assert worst
+        for sample, line in zip(worst, lines[start : start + 3], strict=False):
+            assert line.startswith(f"  failed  {sample.input} -> {sample.output}  expected {sample.ground_truth}  ")
+            assert "ValueError: no verdict" in line
+        assert not lines[start + 3].startswith("  ")
 
 
 def test_each_sample_says_who_made_it_with_which_version(finished: tuple[TinyRun, str]):
@@ -226,6 +245,8 @@ def test_a_validation_whose_role_dies_amid_it_is_asked_again(inputs: TinyRun, tm
         "trainer__steps": 4,
         "trainer__validate_first": False,
         "prompts__test": "none",
+        "prompts__validation_samples": 2,
+        "prompts__validation_temperature": 1.0,
     }
     with async_training(run, **settings) as process:
         assert process.wait() == 0, process.text
@@ -236,6 +257,8 @@ def test_a_validation_whose_role_dies_amid_it_is_asked_again(inputs: TinyRun, tm
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2, 3, 4], "none of the untrained policy, as asked for"
     assert [row.step for row in rows if "timing_s/testing" in row.metrics] == [2, 4]
+    counted = [value for row in rows for name, value in row.metrics.items() if name.endswith("/num_responses")]
+    assert counted == [2.0 * NUM_PROBLEMS, 2.0 * NUM_PROBLEMS], "none is lost, and none counts twice"
     tables = read_generations(run.run_folder / "generations.jsonl")
     assert [(table.step, len(table.samples)) for table in tables] == [(2, SHOWN), (4, SHOWN)]
     if validate_on == "learner":
@@ -258,3 +281,89 @@ def test_the_synchronous_trainers_metrics_reach_every_tracker_too(
     history = wandb_history(wandb_attempts(run.run_folder)[0])
     logged = [row for row in history if "critic/rewards/mean" in row]
     assert [(row["training/global_step"], row["critic/rewards/mean"]) for row in logged] == expected
+
+
+SEVERAL = {
+    "prompts__validation_samples": 3,
+    "prompts__validation_temperature": 1.0,
+    "prompts__validation_limit": 12,
+    "metrics__log_val_generations": 5,
+    "trainer__steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def several(inputs: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
+    """Runs with three responses to each problem, by who answers."""
+    runs = {}
+    for name in ("trainer", "engines", "learner"):
+        run = runs[name] = copy_tiny_run(inputs, tmp_path_factory.mktemp(name))
+        with (run.folder / "reward.py").open("a") as file:
+            file.write(VOTING)
+        if name == "trainer":
+            assert train_here(run, **SEVERAL) == 0
+        else:
+            at_once = {"schedule__max_staleness": 0, "schedule__sync_every": 1}
+            batches = {"schedule__validate_on": name, "schedule__validation_batch": BATCH}
+            assert train_async_here(run, **SEVERAL, **at_once, **batches) == 0
+    return runs
+
+
+def validation_metrics(run: TinyRun) -> dict[int, dict[str, float]]:
+    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    found = {row.step: {name: row.metrics[name] for name in row.metrics if name.startswith("val-")} for row in rows}
+    return {step: metrics for step, metrics in found.items() if metrics}
+
+
+def test_several_responses_to_a_problem_are_best_worst_and_voted_on(several: dict[str, TinyRun]):
+    metrics = validation_metrics(several["engines"])
+    assert list(metrics) == [0, 2]
+    core, rest = "val-core/arithmetic/acc", "val-aux/arithmetic/acc"
+    for row in metrics.values():
+        assert row["val-aux/arithmetic/num_prompts"] == 12
+        assert row["val-aux/arithmetic/num_responses"] == 36
+        assert row[f"{rest}/num_missing"] == 3 * 2, "of the two problems that get no verdict"
+        worst, mean, best = row[f"{rest}/worst@3/mean"], row[f"{core}/mean@3"], row[f"{core}/best@3/mean"]
+        assert worst < mean < best <= row[f"{core}/pass@3"]
+        assert row[f"{core}/mean@3/ci_low"] < mean < row[f"{core}/mean@3/ci_high"]
+        assert row[f"{rest}/std@3"] > 0, "responses to a problem differ"
+        assert 0 <= row[f"{core}/maj@3/mean"] <= 1
+        assert {"val-aux/arithmetic/acc/pass@1", "val-aux/arithmetic/reward/best@2/mean"} <= row.keys()
+    summary = json.loads((several["engines"].run_folder / "summary.json").read_text())
+    accuracies = [summary[f"validation_accuracy_{which}"] for which in ("first", "last")]
+    assert accuracies == [metrics[step][f"{core}/mean@3"] for step in (0, 2)]
+    assert 0 <= summary["test_accuracy_last"] <= 1
+
+
+def test_the_same_responses_are_drawn_whoever_answers(several: dict[str, TinyRun]):
+    expected = validation_metrics(several["trainer"])
+    assert expected[0] != expected[2]
+    assert validation_metrics(several["engines"]) == expected
+    assert validation_metrics(several["learner"]) == expected
+
+
+def test_of_several_responses_the_first_is_shown(several: dict[str, TinyRun]):
+    tables = {name: tables_of(run) for name, run in several.items()}
+    assert [table.step for table in tables["trainer"]] == [0, 2]
+    for found in zip(*tables.values(), strict=True):
+        by_problem = [{sample.prompt_uid: (sample.output, sample.failure) for sample in one.samples} for one in found]
+        assert [len(one) for one in by_problem] == [5, 5, 5], "as many problems as are to be shown"
+        for uid in by_problem[0].keys() & by_problem[1].keys():
+            assert by_problem[0][uid] == by_problem[1][uid]
+        assert by_problem[1] == by_problem[2]
+
+
+def test_several_responses_to_a_problem_when_a_policy_is_evaluated_alone(
+    several: dict[str, TinyRun], capsys: pytest.CaptureFixture[str]
+):
+    from rl_sync_trainer.main import main
+
+    run = several["trainer"]
+    capsys.readouterr()
+    changes = [f"--{name.replace('__', '.')}={value}" for name, value in SEVERAL.items()]
+    assert main(["validate", str(run.settings_file), *changes]) == 0
+    said = dict(line.rsplit(" ", 1) for line in capsys.readouterr().out.splitlines() if line.count(" ") == 1)
+    first = validation_metrics(run)[0]
+    assert {name: said[f"validation/{name}"] for name in first} == {name: f"{first[name]:.4f}" for name in first}
+    assert said["validation_accuracy"] == f"{first['val-core/arithmetic/acc/mean@3']:.4f}"
+    assert "test/val-core/arithmetic/acc/mean@3" in said

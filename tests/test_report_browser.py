@@ -4,20 +4,14 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from chromium import Page, find_chromium
+from report_pages import READY, found, rows_of, show
 
-from rl_metrics.json_lines import JsonLinesWriter
+from rl_metrics.health import judge
 from rl_metrics.report import write_report
-from rl_metrics.report.server import ReportServer
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.invented_runs import InventedRun
-
-pytestmark = pytest.mark.skipif(
-    find_chromium() is None, reason="no Chromium, and `nox -s tests` could not install it: apt-get install chromium"
-)
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -30,7 +24,6 @@ HOSTILE = (
     "<!--<script>",
     "line one\nline two\ttab",
 )
-READY = "document.documentElement.dataset.ready"
 
 
 @pytest.fixture(scope="module")
@@ -41,40 +34,6 @@ def runs(tmp_path_factory):
     write_report([open_run(folder / "first")], folder / "one.html")
     write_report([open_run(folder / "first"), open_run(folder / "second")], folder / "two.html")
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    page = Page(tmp_path_factory.mktemp("browser") / "profile")
-    yield page
-    page.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page that must have come to no error, asked nobody, and run nothing of the run's texts."""
-    browser.requests.clear()
-    browser.errors.clear()
-    yield browser
-    assert browser.errors == []
-    assert [url for url in browser.requests if not url.startswith(("file:", "http://127.0.0.1:"))] == []
-    assert browser.run("window.hacked") is None
-
-
-def show(page: Page, file: Path, hash_: str = "") -> None:
-    page.open("about:blank")
-    page.open(f"{file.as_uri()}#{hash_}")
-    page.wait(READY)
-
-
-def rows_of(folder: Path):
-    return list(open_run(folder).rollouts())
-
-
-def found(page: Page) -> int:
-    """How many trajectories are listed."""
-    text = page.wait("document.querySelector('progress').hidden && document.getElementById('found').textContent")
-    return int(re.match(r"[\d,]+", text)[0].replace(",", ""))
 
 
 NOT_BLANK = """
@@ -94,7 +53,7 @@ def test_it_opens_from_disk_and_asks_nobody(page, runs):
 
 
 @pytest.mark.parametrize(
-    ("view", "least"), [("health", 4), ("curves", 4), ("distributions", 2), ("times", 1), ("probes", 1)]
+    ("view", "least"), [("health", 4), ("curves", 4), ("distributions", 2), ("times", 1), ("worst", 1), ("probes", 1)]
 )
 @pytest.mark.parametrize("report", ["one", "two"])
 def test_charts_are_drawn(page, runs, report, view, least):
@@ -110,6 +69,34 @@ def test_charts_that_are_not_seen_wait(page, runs):
     assert page.run("document.querySelectorAll('canvas').length < document.querySelectorAll('.chart').length")
     last = "[...document.querySelectorAll('.chart')].at(-1)"
     page.wait(f"({last}.scrollIntoView(), {last}.querySelector('canvas') !== null)")
+
+
+def test_findings_with_their_causes(page, tmp_path):
+    InventedRun(steps=30, skill=0.0).write(tmp_path / "run")
+    record = open_run(tmp_path / "run")
+    first, *more = judge(record.history).findings
+    write_report([record], tmp_path / "a.html")
+    show(page, tmp_path / "a.html")
+    assert f"Likeliest cause: {first.causes[0]}." in page.run("document.getElementById('verdicts').innerText")
+    assert page.run("document.querySelectorAll('.finding').length") == 1 + len(more)
+    unfolded = page.run("[...document.querySelectorAll('.finding[open]')].map((one) => one.innerText)")
+    for text in (first.what, *first.causes, *first.advice, *(one.metric for one in first.evidence)):
+        assert [text in one for one in unfolded] == [True]
+    page.run("document.querySelector('.finding a').click()")
+    page.wait(f"document.querySelector('.card h3').textContent === {json.dumps(first.evidence[0].metric)}")
+
+
+def test_a_legend_tells_the_newest_values_until_the_cursor_comes(page, tmp_path):
+    for name, values in (("long", (0.25, 0.5, 0.75)), ("short", (0.125,))):
+        (tmp_path / name).mkdir()
+        rows = [json.dumps({"step": step, "critic/score/mean": value}) for step, value in enumerate(values, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    write_report([open_run(tmp_path / "long"), open_run(tmp_path / "short")], tmp_path / "a.html")
+    show(page, tmp_path / "a.html", "view=curves&chart=critic/score/mean")
+    values = "[...document.querySelectorAll('.u-legend .u-value')].map((one) => one.textContent)"
+    page.wait(f"{values}.join() === '3,0.75,0.125'")
+    page.point(".u-over")
+    page.wait(f"{values}.join() === '2,0.5,0.125'")  # of the other run the nearest that is known
 
 
 def test_metrics_are_found_by_name(page, runs):
@@ -195,6 +182,16 @@ def test_colours_by_column(page, runs):
     assert len(seen) >= 7
 
 
+def test_a_long_response(page, tmp_path):
+    InventedRun(steps=1, trajectories=1, tokens=40_000).write(tmp_path / "run")
+    write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
+    (row,) = rows_of(tmp_path / "run")
+    assert len(row.tokens) > 20_000
+    for color in ("version", "entropy", "advantage"):
+        show(page, tmp_path / "a.html", f"view=rollouts&row=0&color={color}")
+        page.wait(f"document.querySelectorAll('.token').length === {len(row.tokens)}")
+
+
 def test_the_keyboard(page, runs):
     show(page, runs / "one.html", "view=rollouts&row=5")
     page.wait("document.querySelectorAll('.token').length")
@@ -211,6 +208,17 @@ def test_the_keyboard(page, runs):
     page.press("ArrowRight")
     page.wait("document.querySelector('.token.current').dataset.place === '1'")
     assert "token" in page.run("document.querySelector('dl[aria-live]').innerText")
+
+
+def test_the_selected_one_is_in_view(page, runs):
+    show(page, runs / "two.html", "view=rollouts&row=200")
+    page.wait("document.querySelector('[aria-selected=true]') !== null")
+    page.run("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+    list_, item = (
+        page.run(f"(({{top, bottom}}) => [top, bottom])(document.querySelector('{one}').getBoundingClientRect())")
+        for one in (".list", "[aria-selected=true]")
+    )
+    assert list_[0] <= item[0] < item[1] <= list_[1]
 
 
 def test_the_address_keeps_the_view(page, runs):
@@ -244,6 +252,12 @@ def test_worst_cases_lead_to_their_trajectories(page, runs):
     cells = page.wait("[...document.querySelectorAll('tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
     (of_sums,) = [row for row in cells if row[0] == "sums"]
     assert of_sums[1] == str(len(bad))
+    newest = [row for row in bad if row.step == max(row.step for row in bad)][-1]
+    assert f"step {newest.step} {newest.prompt} → {' '.join(newest.response.split())[:40]}" in of_sums[5]
+    label = page.run("document.querySelector('.chart').getAttribute('aria-label')")
+    last = [row for row in rows if row.step == 30]
+    share = sum(row.reward < 0.5 or row.failure is not None for row in last) / len(last)
+    assert label.endswith(f"Newest: first {100 * share:.3g} %.")
     page.run("[...document.querySelectorAll('tbody a')].find((a) => a.textContent === 'sums').click()")
     listed = sum(row.source == "sums" and row.reward < 0.5 for row in rows)
     page.wait(f"document.getElementById('found')?.textContent.startsWith('{listed} of')")
@@ -267,6 +281,55 @@ def test_two_runs_beside_each_other(page, runs):
     page.wait(f"document.getElementById('found').textContent.startsWith('{30 * 16} of')")
 
 
+def test_the_list_tells_what_was_asked_and_answered(page, runs):
+    rows = rows_of(runs / "first")
+    show(page, runs / "one.html", "view=rollouts&sort=newest")
+    item = page.wait("document.querySelector('[role=option]').innerText")
+    newest = next(row for row in rows if row.step == 30)
+    assert newest.prompt in item
+    assert " ".join(newest.response.split())[:40] in item
+
+
+def test_the_same_problem_across_steps(page, tmp_path):
+    InventedRun(steps=60).write(tmp_path / "run")
+    write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
+    rows = rows_of(tmp_path / "run")
+    problem = next(row.problem for row in rows if len({one.step for one in rows if one.problem == row.problem}) > 1)
+    same = [place for place, row in enumerate(rows) if row.problem == problem]
+    show(page, tmp_path / "a.html", f"view=rollouts&row={same[0]}")
+    cells = page.wait(
+        "[...document.querySelectorAll('.same tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
+    )
+    assert [cell[0] for cell in cells] == [f"step {rows[place].step}" for place in same]
+    assert [rows[place].response.split()[0] in cell[2] for place, cell in zip(same, cells, strict=True)]
+    page.run("[...document.querySelectorAll('.same tbody a')].at(-1).click()")
+    page.wait(f"document.querySelector('.pane .facts').innerText.match(/step\\s+{rows[same[-1]].step}\\b/)")
+
+
+def test_the_timeline_of_a_step(page, runs):
+    show(page, runs / "one.html", "view=times&at=7")
+    metrics = open_run(runs / "first").history.values
+    phases = page.wait("[...document.querySelectorAll('.phase')].map((p) => [p.title.split(':')[0], p.clientWidth])")
+    assert [name for name, _ in phases] == ["gen", "old_log_prob", "update_actor", "update_weights"]
+    seconds = [metrics[f"timing_s/{name}"][6] for name, _ in phases]
+    widths = [width for _, width in phases]
+    for width, second in zip(widths, seconds, strict=True):
+        assert width / sum(widths) == pytest.approx(second / sum(seconds), abs=0.03)
+    page.run("document.querySelector('figure input').value = 30")
+    page.run("document.querySelector('figure input').dispatchEvent(new Event('change'))")
+    page.wait("document.querySelectorAll('figure h3')[1].textContent.includes('step 30')")
+
+
+def test_parts_of_the_reward(page, runs):
+    rows = rows_of(runs / "first")
+    show(page, runs / "one.html", "view=worst&group=part")
+    cells = page.wait("[...document.querySelectorAll('tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    wrong = [row for row in rows if row.components.get("acc", 1.0) < 0.5 and (row.reward < 0.5 or row.failure)]
+    assert next(row for row in cells if row[0] == "acc")[1] == str(len(wrong))
+    page.run("[...document.querySelectorAll('tbody a')].find((a) => a.textContent === 'acc').click()")
+    page.wait(f"document.getElementById('found')?.textContent.startsWith('{len(wrong)} of')")
+
+
 def test_light_and_dark(page, runs):
     show(page, runs / "one.html")
     background = "getComputedStyle(document.body).backgroundColor"
@@ -281,9 +344,13 @@ def test_it_prints(page, runs):
     assert len(page.call("Page.printToPDF")["data"]) > 10_000
 
 
-def test_what_can_be_used_has_a_name(page, runs):
-    show(page, runs / "two.html", "view=rollouts&row=5")
-    page.wait("document.querySelectorAll('.pane .tokens').length === 2")
+@pytest.mark.parametrize(
+    ("view", "there"),
+    [("rollouts&row=5", ".pane .tokens"), ("validation", "tbody tr"), ("times", ".phase"), ("curves", "canvas")],
+)
+def test_what_can_be_used_has_a_name(page, runs, view, there):
+    show(page, runs / "two.html", f"view={view}")
+    page.wait(f"document.querySelectorAll('{there}').length > 1")
     page.call("Accessibility.enable")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = ("button", "link", "textbox", "searchbox", "combobox", "spinbutton", "listbox", "option", "img", "meter")
@@ -294,26 +361,6 @@ def test_what_can_be_used_has_a_name(page, runs):
     ]
     page.call("Accessibility.disable")
     assert nameless == []
-
-
-def test_served_it_follows_the_run(page, tmp_path):
-    InventedRun(steps=3, is_finished=False).write(tmp_path / "run")
-    server = ReportServer([tmp_path / "run"])
-    try:
-        page.open("about:blank")
-        page.open(f"{server.url}#view=rollouts&row=3")
-        page.wait(READY)
-        page.wait("document.querySelectorAll('.token').length")
-        page.run("window.isTheSame = true")
-        writer = JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")
-        writer.append({"step": 4, "time": 1.0, "critic/score/mean": 0.5})
-        writer.close()
-        page.wait("document.getElementById('verdicts').textContent.includes('step 4')")
-        page.wait("document.querySelectorAll('.token').length")
-        assert page.run("window.isTheSame && location.hash") == "#view=rollouts&row=3"
-        page.open("about:blank")
-    finally:
-        server.close()
 
 
 @pytest.mark.slow

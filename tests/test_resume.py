@@ -147,6 +147,17 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(
     assert summary(run) == summary(uninterrupted)
 
 
+def test_a_stopped_run_has_its_report(run: TinyRun) -> None:
+    with training(run, hold_after=IN_STEP_3, reward__timeout_s=None, metrics__report=True) as process:
+        wait_until_held(process, run)
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 143, process.text
+        assert process.leftovers() == []
+    page = (run.run_folder / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "report_failed" not in process.text
+
+
 def test_stopped_by_sigterm_and_resumed(
     run: TinyRun, uninterrupted: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

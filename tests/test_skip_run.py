@@ -195,6 +195,25 @@ def test_validation_is_replayed_where_that_is_asked_for(run: TinyRun) -> None:
     assert len(events(run, "skip_hit")) == 6
 
 
+def test_several_responses_to_a_problem_are_replayed_as_they_were_drawn(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__validation": True}
+    several = {"prompts__validation_samples": 3, "prompts__validation_temperature": 1.0, "trainer__steps": 1}
+    assert train_here(run, **several, **options) == 0
+    first = metrics_without_clock(run)
+    assert any(name.endswith("/best@3/mean") for name in first[0][1])
+    assert train_here(run, run__if_exists="archive", **several, **options) == 0
+    assert len(events(run, "skip_hit")) == 5
+    assert _without_mark(metrics_without_clock(run)) == _without_mark(first)
+    for other, says in (
+        ({"prompts__validation_samples": 2}, "group_size: stored 3, now 2"),
+        ({"prompts__validation_temperature": 0.5}, "sampling.temperature: stored 1.0, now 0.5"),
+    ):
+        assert train_here(run, run__if_exists="archive", **(several | other), **options) == 1
+        assert f"validation-00000000-0000 holds rollouts that were made otherwise:\n  {says}" in capsys.readouterr().err
+
+
 def test_mistakes_in_the_settings_are_refused_before_anything_starts(
     run: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

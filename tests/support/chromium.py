@@ -68,6 +68,14 @@ class Page:
         self._session: str | None = None
         self.requests: list[str] = []
         self.errors: list[str] = []
+        try:
+            self._attach(width=width, height=height, dark=dark)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, *, width: int, height: int, dark: bool) -> None:
+        """Have one page, of which everything is told."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):

@@ -88,6 +88,7 @@ checkpoint_every = 2
 console = "lines"
 strict = true
 report = false
+details_every = 1
 """
 
 

@@ -1,0 +1,89 @@
+"""The report in a browser while its run goes on, or hangs."""
+
+import os
+
+from report_pages import READY, show
+
+from rl_async_trainer.hang_report import HangReport, RoleReport, Wait, write_hang_report
+from rl_metrics.json_lines import JsonLinesWriter
+from rl_metrics.report import write_report
+from rl_metrics.report.server import ReportServer
+from rl_metrics.run_record import open_run
+from rl_metrics.testing.invented_runs import InventedRun
+
+
+def test_served_it_follows_the_run(page, tmp_path):
+    InventedRun(steps=3, is_finished=False).write(tmp_path / "run")
+    server = ReportServer([tmp_path / "run"])
+    try:
+        page.open("about:blank")
+        page.open(f"{server.url}#view=rollouts&row=3")
+        page.wait(READY)
+        page.wait("document.querySelectorAll('.token').length")
+        page.run("window.isTheSame = true")
+        writer = JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")
+        writer.append({"step": 4, "time": 1.0, "critic/score/mean": 0.5})
+        writer.close()
+        page.wait("document.getElementById('verdicts').textContent.includes('step 4')")
+        page.wait("document.querySelectorAll('.token').length")
+        assert page.run("window.isTheSame && location.hash") == "#view=rollouts&row=3"
+        page.open("about:blank")
+    finally:
+        server.close()
+
+
+def test_what_a_reader_does_outlives_a_renewal(page, tmp_path):
+    InventedRun(steps=20, skill=0.0, is_finished=False).write(tmp_path / "run")
+    server = ReportServer([tmp_path / "run"])
+    writer = JsonLinesWriter(tmp_path / "run" / "metrics.jsonl")
+
+    def renew(step):
+        writer.append({"step": step, "time": 1.0, "critic/score/mean": 0.5})
+        page.wait(f"document.getElementById('verdicts').textContent.includes('step {step};')")
+
+    try:
+        page.open("about:blank")
+        page.open(f"{server.url}#view=rollouts&row=30&q=carry")
+        page.wait(READY)
+        page.wait("document.querySelectorAll('.token').length && document.querySelector('progress').hidden")
+        page.point(".token:nth-child(2)", click=True)
+        page.run("document.querySelector('.list').scrollTop = 600; document.querySelector('input[name=s0]').focus()")
+        renew(21)
+        page.wait("document.querySelector('progress').hidden")
+        assert page.run("document.querySelector('.list').scrollTop") == 600
+        assert page.run("document.activeElement.name") == "s0"
+        assert page.run("document.querySelector('.token.current').dataset.place") == "1"
+        page.run("location.hash = 'view=health'")
+        page.wait("document.querySelectorAll('details[open]').length")
+        page.run("document.querySelectorAll('details').forEach((one) => { one.open = false; })")
+        page.run("scrollTo(0, 200)")
+        renew(22)
+        assert page.run("[scrollY, document.querySelectorAll('details[open]').length]") == [200, 0]
+        page.open("about:blank")
+    finally:
+        writer.close()
+        server.close()
+
+
+def test_a_run_that_hangs(page, tmp_path):
+    InventedRun(steps=5, is_finished=False).write(tmp_path / "run")
+    waits = Wait(what="12 answers", on="engine 1", since_s=305.0)
+    stack = 'Thread 0x1 (most recent call first):\n  File "/x/link.py", line 44, in receive\n'
+    roles = (RoleReport(name="rollouter", waits=(waits,), stack=stack), RoleReport(name="engine 1", is_answering=False))
+    verdict, causes = "rollouter waits for engine 1", ("engine 1 does not answer",)
+    hang = HangReport(at="2027-01-01", run="run", no_progress_s=312.0, roles=roles, verdict=verdict, causes=causes)
+    file = tmp_path / "run" / "hang.json"
+    write_hang_report(file, hang)
+    os.utime(file, (2e9, 2e9))  # behind the last step
+    write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
+    show(page, tmp_path / "a.html")
+    top = page.run("document.getElementById('verdicts').innerText")
+    assert "It hangs: nothing happened for 5.2 min. rollouter waits for engine 1" in top
+    shown = page.run("document.querySelector('details.hang[open]').innerText")
+    for text in ("engine 1 does not answer", "12 answers on engine 1, for 5.1 min", "receive (link.py:44)"):
+        assert text in shown
+    os.utime(file, (1e9, 1e9))  # the run went on since
+    write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
+    show(page, tmp_path / "a.html")
+    assert "hangs" not in page.run("document.getElementById('verdicts').innerText")
+    assert page.run("document.querySelector('details.hang').open") is False
