@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import selectors
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -104,6 +106,53 @@ def test_work_begun_after_a_signal_does_not_go_on() -> None:
 
     asyncio.run(main())
     assert reached == []
+
+
+def test_a_signal_that_interrupts_no_call_wakes_a_loop_that_sleeps() -> None:
+    """As where it comes between the last look at signals and the sleep: another thread takes it."""
+    falls_asleep = threading.Event()
+    too_late: list[str] = []
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if timeout is None or timeout > 0:
+                falls_asleep.set()
+            return super().select(timeout)
+
+    def take_signal() -> None:
+        falls_asleep.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    async def main() -> None:
+        with StopSignal() as stop:
+            thread = threading.Thread(target=take_signal)
+            thread.start()
+            asyncio.get_running_loop().call_later(20, too_late.append, "only a timer woke the loop")
+            with pytest.raises(StopRequestedError):
+                await stop.run(asyncio.Event().wait(), what="work", deadline_s=60)
+            thread.join()
+            assert not too_late
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(Selector())) as runner:
+        runner.run(main())
+
+
+def test_a_signal_to_a_fork_stops_the_fork_alone() -> None:
+    async def main() -> None:
+        with StopSignal() as stop:
+            pid = os.fork()
+            if not pid:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(stop.number or 0)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == signal.SIGTERM
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            stop.check()
+            with pytest.raises(DeadlineError):
+                await stop.run(asyncio.Event().wait(), what="work", deadline_s=0.01)
+
+    asyncio.run(main())
 
 
 def test_handlers_come_back() -> None:

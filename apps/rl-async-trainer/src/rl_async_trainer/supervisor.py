@@ -21,6 +21,9 @@ from rl_trainer.run_folder import RunFolder
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
 """Descriptor of a pipe that stays open as long as the supervisor lives."""
 
+LOOK_EVERY_S = 1.0
+"""Longest time until a signal is heard that came when the supervisor was about to wait."""
+
 
 def is_supervised() -> bool:
     """True in a process that a supervisor started."""
@@ -121,7 +124,9 @@ class _Supervisor:
         try:
             if self._asked is not None:
                 self._child.send_signal(self._asked)
-            return self._child.wait()
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    return self._child.wait(LOOK_EVERY_S)
         finally:
             os.close(ours)
 

@@ -32,7 +32,6 @@ class StopSignal:
         self.number: int | None = None
         self.pause_reason: str | None = None
         self._event = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._before: dict[int, Any] = {}
 
     @property
@@ -48,15 +47,19 @@ class StopSignal:
         return 128 + (self.number or signal.SIGTERM)
 
     def __enter__(self) -> "StopSignal":
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
+            self._before[number] = signal.getsignal(number)
+            loop.add_signal_handler(number, self._wake)  # wakes the loop also where it is about to fall asleep
+            signal.signal(number, self._receive)  # hears also while the loop is busy
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        loop = asyncio.get_running_loop()
         for number, handler in self._before.items():
+            loop.remove_signal_handler(number)
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -64,8 +67,10 @@ class StopSignal:
         if self.number is not None:
             os._exit(128 + number)
         self.number = number
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._event.set)
+
+    def _wake(self) -> None:
+        if self.number is not None:  # else it was sent to a fork of this process, which has the same wakeup descriptor
+            self._event.set()
 
     def pause(self, reason: str) -> None:
         """Ask the run to stop after what it does now; the first reason counts."""
