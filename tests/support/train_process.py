@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore",
+    "PYTHONFAULTHANDLER": "1",
 }
 
 
@@ -73,6 +74,7 @@ class TrainProcess:
         try:
             return self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
+            self._abort()
             raise AssertionError(f"still running after {deadline_s:g} s; it said:\n{self.text}") from None
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> None:
@@ -82,7 +84,9 @@ class TrainProcess:
             try:
                 status = self._process.wait(TICK_S)
             except subprocess.TimeoutExpired:
-                assert monotonic() < end, f"no {what} within {DEADLINE_S:g} s; it said:\n{self.text}"
+                if monotonic() > end:
+                    self._abort()
+                    raise AssertionError(f"no {what} within {DEADLINE_S:g} s; it said:\n{self.text}") from None
             else:
                 raise AssertionError(f"it ended with {status} before {what}; it said:\n{self.text}")
 
@@ -97,6 +101,12 @@ class TrainProcess:
     def children(self) -> list[int]:
         """Processes that it started and that run."""
         return [pid for pid in marked_processes(self._mark) if pid != self.pid]
+
+    def _abort(self) -> None:
+        """End it, whatever it does; its last words are the stacks of its threads."""
+        self._process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10.0)
 
     def kill_all(self) -> None:
         """Kill it and everything that it started, at once."""
