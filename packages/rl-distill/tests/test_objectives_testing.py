@@ -130,6 +130,19 @@ def metrics_as_means(policy_logprobs, _entropy, micro):
     return -(advantages * logprobs).sum(), {"actor/x": (logprobs.detach().mean(), torch.tensor(1.0))}
 
 
+def gives_an_extreme(policy_logprobs, _entropy, micro):
+    """Of the tokens with a positive advantage, of which a micro-batch may have none."""
+    mask = micro.columns["loss_mask"] & (micro.columns["advantages"] > 0)
+    lowest = torch.where(mask, policy_logprobs.detach(), math.inf).amin()
+    return policy_gradient(policy_logprobs, micro), {"actor/logprob_min": (lowest, mask.sum())}
+
+
+def sums_an_extreme(policy_logprobs, _entropy, micro):
+    mask = micro.columns["loss_mask"]
+    total = torch.where(mask, policy_logprobs.detach(), 0.0).sum()
+    return policy_gradient(policy_logprobs, micro), {"actor/logprob_min": (total, mask.sum())}
+
+
 def policy_gradient(policy_logprobs, micro):
     mask = micro.columns["loss_mask"]
     logprobs, advantages = (torch.where(mask, x, 0.0) for x in (policy_logprobs, micro.columns["advantages"]))
@@ -272,6 +285,7 @@ def test_broken_policy_losses_are_caught(broken, rule):
         (sums_a_mean, "micro-batches must add up.*loss differs"),
         (keeps_the_graph, "metric sums must be detached; actor/pg_loss"),
         (metrics_as_means, "micro-batches must add up.*actor/x differs"),
+        (sums_an_extreme, "micro-batches must add up.*actor/logprob_min differs"),
         (gives_the_loss_alone, r"must return \(loss, metric sums\).*; found a tensor of shape \[\]"),
         (gives_three_things, r"must return \(loss, metric sums\).*; found a tuple of \(.*dict {}, dict {}\)"),
         (gives_a_number, "the loss is float -?[0-9]"),
@@ -289,6 +303,10 @@ def test_broken_policy_losses_are_caught(broken, rule):
 def test_broken_objectives_are_caught(broken, rule):
     with pytest.raises(ConformanceError, match=rule):
         check_objective(broken)
+
+
+def test_extremes_join_as_learners_join_them():
+    check_objective(gives_an_extreme)
 
 
 def test_the_sign_can_be_left_out():

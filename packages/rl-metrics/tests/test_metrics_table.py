@@ -194,7 +194,7 @@ VERL = {
     "dropped_stale_samples staleness_samples",
     "fully_async/partial/": "total_partial_num partial_ratio max_partial_span",
     "fully_async/processing_time/": "avg max min tp50 tp95 tp99",
-    "actor/distillation/": "loss abs_loss student_mass teacher_mass overlap_ratio",
+    "actor/distillation/": "loss abs_loss loss_min loss_max student_mass teacher_mass overlap_ratio",
     "agent_loop/generate_sequences/": "mean max min",
     "agent_loop/tool_calls/": "mean max min",
     "agent_loop/compute_score/": "mean max min",
@@ -219,7 +219,7 @@ def test_a_name_that_trainers_emit_is_defined(name):
 def test_what_is_said_of_all_teachers_is_said_of_each():
     of_all = {metric.name for metric in DEFINITIONS if re.fullmatch("actor/distillation/[a-z_]+", metric.name)}
     of_each = {name.replace("{teacher}/", "") for name in (m.name for m in DEFINITIONS) if "lation/{teacher}/" in name}
-    assert len(of_all) == 9
+    assert len(of_all) == 11
     assert of_each == of_all
     loss = DEFINITIONS.lookup("actor/distillation/math/loss")
     assert (loss.unit, loss.reduction, loss.weighted_by) == ("nats", "mean", "token")

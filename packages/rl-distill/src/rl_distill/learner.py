@@ -15,7 +15,8 @@ from rl_distill.pending_save import PendingSave
 __all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "PendingSave", "StepResult"]
 
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up."""
+"""For each metric the pair (weighted sum, weight), both scalar tensors, so that micro-batches and ranks add up. Of a
+metric whose name ends in `_min` or `_max` the pair (extreme, number of values); the extreme of all counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class StepResult:
         loss: The objective over the whole global batch.
         grad_norm: Global norm before clipping.
         learning_rate: Used by this step.
-        metrics: Weighted means of the objective's metric sums.
+        metrics: Weighted means of the objective's metric sums, and its extremes.
         is_applied: False where loss or gradient norm is not finite: the step was skipped, the weights stay.
         broken_rows: Rows of the batch in which something is not finite, where that was found out.
         tokens: Of each trained token of the batch, aligned with input_ids and 0 elsewhere, float32: "policy_logprobs",

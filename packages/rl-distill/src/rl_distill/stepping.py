@@ -1,7 +1,7 @@
 """What both learners check and add up in an optimizer step."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from rl_core.batch import Batch
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
 from rl_distill.checkpoint import DTYPES, PolicySource
-from rl_distill.learner import MetricSums
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 
@@ -84,23 +83,3 @@ def check_open(is_open: bool) -> None:
     """
     if not is_open:
         raise NotReadyError("the learner was closed; make a new one.")
-
-
-def metric_totals(sums: Iterable[MetricSums]) -> dict[str, tuple[float, float]]:
-    """(weighted sum, weight) of each metric over micro-batches."""
-    totals: dict[str, tuple[float, float]] = {}
-    for part in sums:
-        for name, (value, weight) in part.items():
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = (before[0] + float(value), before[1] + float(weight))
-    return totals
-
-
-def metric_means(totals: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """Weighted means over ranks; a metric without weight is left out."""
-    joined: dict[str, tuple[float, float]] = {}
-    for part in totals:
-        for name, (value, weight) in part.items():
-            before = joined.get(name, (0.0, 0.0))
-            joined[name] = (before[0] + value, before[1] + weight)
-    return {name: value / weight for name, (value, weight) in joined.items() if weight}

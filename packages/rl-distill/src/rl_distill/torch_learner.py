@@ -24,6 +24,7 @@ from rl_distill.checkpoint import (
 )
 from rl_distill.hf_folder import read_policy_tensors
 from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
+from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
 from rl_distill.objectives.logit_divergence import LogitDivergence, teacher_tokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
@@ -34,8 +35,6 @@ from rl_distill.stepping import (
     check_open,
     check_trainable,
     clip_scale,
-    metric_means,
-    metric_totals,
     open_policy,
     parameter_dtype,
 )
@@ -147,7 +146,7 @@ class TorchLearner:
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            metrics=metric_means([metric_totals(metrics)]),
+            metrics=metric_values([metric_totals(metrics)]),
             is_applied=is_applied,
             tokens=unpack_trained(packs, scored, batch) if with_tokens else {},
         )

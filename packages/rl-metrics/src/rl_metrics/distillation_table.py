@@ -14,6 +14,8 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
             f"Absolute value of that divergence{of}; estimates from single tokens can be negative.",
             over="token",
         ),
+        one(f"{stem}/loss_min", "nats", f"Smallest divergence at a token{of}.", reduction="min"),
+        one(f"{stem}/loss_max", "nats", f"Largest divergence at a token{of}; what max_loss bounds.", reduction="max"),
         mean(
             f"{stem}/student_mass",
             "1",

@@ -38,6 +38,7 @@ from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.megatron.token_checks import check_tokens
+from rl_distill.metric_sums import metric_values
 from rl_distill.options import ParallelOptions
 from rl_distill.packing import Rows, plan_ranks
 from rl_distill.parallel_layout import check_layout
@@ -45,7 +46,6 @@ from rl_distill.stepping import (
     check_open,
     check_temperature,
     check_trainable,
-    metric_means,
     open_policy,
     parameter_dtype,
 )
@@ -161,7 +161,7 @@ class RankedModel:
             loss=first.loss,
             grad_norm=first.grad_norm,
             learning_rate=first.learning_rate,
-            metrics=metric_means(part.metrics for part in parts),
+            metrics=metric_values(part.metrics for part in parts),
             is_applied=first.is_applied,
             broken_rows=tuple(sorted(broken)),
             tokens=_in_batch_order(batch, rows, [part.tokens for part in parts]),

@@ -26,10 +26,10 @@ from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks
+from rl_distill.metric_sums import metric_totals
 from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.schedule import learning_rate_at
-from rl_distill.stepping import metric_totals
 from rl_distill.teacher_heads import read_heads
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]

@@ -4,6 +4,7 @@ Sources: on-policy distillation, Agarwal et al. 2023, arXiv:2306.13649, and Gu e
 estimates as a reward, Lu and Thinking Machines Lab 2025, thinkingmachines.ai/blog/on-policy-distillation.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -15,6 +16,7 @@ from rl_core.batch import Batch
 from rl_core.errors import SettingsError
 from rl_core.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison
 from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, TokenDivergence, clamped
@@ -109,9 +111,9 @@ class DistillationObjective:
     Columns: `loss_mask` and `loss_weights`; of teachers `teacher_logprobs`, `teacher_ids` and `teacher_index`, and for
     whole distributions `teacher_hidden`; none of these for "nll". A token that no teacher scored (index -1) adds 0.
 
-    Metrics: `actor/distillation/loss` and the others are means over the tokens that a teacher scored, and again for
-    each teacher, `actor/distillation/NAME/loss`; `actor/distillation/aligned_fraction` is the share of the trained
-    tokens that one scored.
+    Metrics: `actor/distillation/loss` and the others are means over the tokens that a teacher scored, `loss_min` and
+    `loss_max` its extremes, and again for each teacher, `actor/distillation/NAME/loss`;
+    `actor/distillation/aligned_fraction` is the share of the trained tokens that one scored.
 
     Attributes:
         options: As given.
@@ -215,7 +217,7 @@ def estimate(
 def distillation_sums(
     measured: Mapping[str, Tensor], index: Tensor, mask: Tensor, *, teachers: Sequence[str] = ()
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(sum over tokens, their number) of each metric, over all teachers and for each.
+    """(sum over tokens, their number) of each metric, over all teachers and for each; of the loss also its extremes.
 
     Args:
         measured: [T] by name, 0 where no teacher scored; of "loss" its absolute value becomes "abs_loss".
@@ -230,6 +232,9 @@ def distillation_sums(
     for prefix, chosen in of_each.items():
         for name, values in measured.items():
             sums[prefix + name] = (torch.where(chosen, values.detach(), 0.0).sum(), chosen.sum())
+        losses = measured["loss"].detach()
+        sums[prefix + "loss_min"] = (torch.where(chosen, losses, math.inf).amin(), chosen.sum())
+        sums[prefix + "loss_max"] = (torch.where(chosen, losses, -math.inf).amax(), chosen.sum())
     return sums
 
 
@@ -260,8 +265,7 @@ def with_distillation_advantages(
     measured = estimate(batch.tensor(policy_logprobs), batch.tensor("teacher_logprobs"), is_scored, options=options)
     rewards = -options.coefficient * measured["loss"]
     advantages = (batch.tensor("advantages") + rewards) if keep_advantages else rewards
-    sums = distillation_sums(measured, index, mask, teachers=options.teachers)
-    metrics = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
+    metrics = metric_values([metric_totals([distillation_sums(measured, index, mask, teachers=options.teachers)])])
     column = Ragged(advantages.to(torch.float32).numpy(), batch.ragged("loss_mask").offsets)
     return batch.with_columns({"advantages": column}), metrics
 

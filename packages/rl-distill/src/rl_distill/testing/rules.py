@@ -1,12 +1,13 @@
 """The rules that every objective keeps, of the policy or the critic: gradient, zero, sign, mask, micro-batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.metric_sums import metric_totals
 from rl_distill.testing.examples import ExampleBatch, select_rows, tokens_of, with_columns
 from rl_distill.testing.results import ConformanceError, check_objective_result, check_untouched, copies_of
 
@@ -127,15 +128,20 @@ def check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
     expected = evaluate(subject, example)
     rows = list(range(len(example.micro.offsets) - 1))
     for cut in ([[row] for row in rows], [rows[:2], rows[2:]], [rows[::-1]], [rows[::2], rows[1::2]]):
-        loss, gradients, sums = torch.zeros(()), torch.zeros_like(expected[1]), dict[str, tuple[Tensor, Tensor]]()
+        loss, gradients, sums = torch.zeros(()), torch.zeros_like(expected[1]), list[MetricSums]()
         for part in cut:
             part_loss, part_gradients, part_sums = evaluate(subject, select_rows(example, part))
             loss = loss + part_loss
             gradients[:, tokens_of(example, part)] += part_gradients
-            for name, (total, weight) in part_sums.items():
-                before = sums.get(name, (torch.zeros(()), torch.zeros(())))
-                sums[name] = (before[0] + total, before[1] + weight)
-        compare(expected, (loss, gradients, sums), f"micro-batches must add up; cut into rows {cut}")
+            sums.append(part_sums)
+        compare(expected, (loss, gradients, _added(sums)), f"micro-batches must add up; cut into rows {cut}")
+
+
+def _added(sums: Sequence[MetricSums]) -> MetricSums:
+    """Metric sums of micro-batches as learners add them up, extremes among them."""
+    totals = metric_totals(sums)
+    float64 = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in totals.items()}
+    return {name: (pair[0], pair[1]) for name, pair in float64.items()}
 
 
 def compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
@@ -143,9 +149,10 @@ def compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
     if expected[2].keys() != found[2].keys():
         raise ConformanceError(f"{rule}: metrics {sorted(expected[2].keys() ^ found[2].keys())} come and go.")
     pairs = {"loss": (expected[0], found[0]), "gradient": (expected[1], found[1])}
-    for name, sums in expected[2].items():
-        pairs[f"sum of {name}"] = (sums[0], found[2][name][0])
-        pairs[f"weight of {name}"] = (sums[1], found[2][name][1])
+    found_sums = _added([found[2]])  # an extreme of no value may be any
+    for name, sums in _added([expected[2]]).items():
+        pairs[f"sum of {name}"] = (sums[0], found_sums[name][0])
+        pairs[f"weight of {name}"] = (sums[1], found_sums[name][1])
     compare_tensors(pairs, rule)
 
 
