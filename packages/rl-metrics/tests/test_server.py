@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -127,18 +128,35 @@ def test_closing_twice(folder):
     assert not parts.exists()
 
 
-def test_ctrl_c_ends_the_command(folder):
+@contextmanager
+def command(*words):
     process = subprocess.Popen(
-        [sys.executable, "-m", "rl_metrics", "serve", str(folder)],
+        [sys.executable, "-m", "rl_metrics", "serve", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        line = process.stdout.readline()
-        assert line.startswith("http://127.0.0.1:")
+        yield process
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
     assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_ctrl_c_ends_the_command(folder):
+    with command(folder) as process:
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+
+
+def test_the_command_can_wait_for_a_run(tmp_path):
+    with command(tmp_path / "run", "--wait") as process:
+        assert process.stdout.readline() == f"waiting for {tmp_path / 'run'} to be written (Ctrl-C ends)\n"
+        InventedRun(steps=1).write(tmp_path / "run")
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+
+
+def test_ctrl_c_ends_the_command_while_it_waits(tmp_path):
+    with command(tmp_path / "run", "--wait") as process:
+        assert process.stdout.readline().startswith("waiting for")

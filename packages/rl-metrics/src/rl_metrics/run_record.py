@@ -237,9 +237,14 @@ def open_run(path: Path) -> RunRecord:
         return RunRecord(path.parent, metrics=path.name)
     if not path.is_dir():
         raise DataError(f"{path} must be the folder of a run, or its {METRICS}; there is no such folder or file.")
-    if not any((path / name).is_file() for name in FILES):
+    if not has_begun(path):
         raise DataError(f"{path} must be the folder of a run; it has none of {', '.join(FILES)}.")
     return RunRecord(path)
+
+
+def has_begun(path: Path) -> bool:
+    """True where a run has written something: at its folder, or at a file of metrics."""
+    return path.is_file() or any((path / name).is_file() for name in FILES)
 
 
 def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from rl_metrics.trackers.console_views import RunConsole
+
 USAGE_ERROR = 2
 
 Run = Callable[[argparse.Namespace], int]
@@ -26,6 +28,11 @@ class Verbs:
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's name
         """A parser for a verb; what it is for is in the list of verbs, and in its own help."""
         return self._parsers.add_parser(name, help=help, description=help)
+
+
+def say(text: str) -> None:
+    """Print a line as it is, however long."""
+    RunConsole(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def refuse(reason: str) -> int:

@@ -4,10 +4,9 @@ import argparse
 from pathlib import Path
 
 from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.commands.parts import Verbs, refuse, say
 from rl_metrics.report.writing import MAX_TRAJECTORIES, write_report
 from rl_metrics.run_record import open_run
-from rl_metrics.trackers.console_views import RunConsole
 
 FILE = "report.html"
 
@@ -43,5 +42,5 @@ def _run(arguments: argparse.Namespace) -> int:
         write_report(runs, output, max_trajectories=arguments.max_trajectories)
     except (RLError, OSError) as error:
         return refuse(str(error))
-    RunConsole(soft_wrap=True).print(str(output), markup=False, highlight=False)
+    say(str(output))
     return 0

@@ -1,12 +1,14 @@
 """`rl-metrics serve`: runs as a page that is renewed as they write."""
 
 import argparse
+import time
+from pathlib import Path
 
 from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.commands.parts import Verbs, refuse, say
 from rl_metrics.commands.report import add_runs
-from rl_metrics.report.server import ReportServer
-from rl_metrics.trackers.console_views import RunConsole
+from rl_metrics.report.server import LOOK_EVERY_S, ReportServer
+from rl_metrics.run_record import has_begun
 
 
 def add_to(verbs: Verbs) -> None:
@@ -14,19 +16,36 @@ def add_to(verbs: Verbs) -> None:
     parser = verbs.add_parser("serve", help="the report of runs, live, for a browser on this machine")
     add_runs(parser)
     parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; 0, the default, takes a free one")
+    parser.add_argument("--wait", action="store_true", help="wait for runs that have not written anything yet")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
+        return _serve(arguments)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    for path in arguments.runs if arguments.wait else ():
+        _wait_for(path)
+    try:
         server = ReportServer(arguments.runs, port=arguments.port, max_trajectories=arguments.max_trajectories)
     except (RLError, OSError, OverflowError) as error:  # OverflowError: no such port
         return refuse(str(error))
     try:
-        RunConsole(soft_wrap=True).print(f"{server.url}  (Ctrl-C ends)", markup=False, highlight=False)
+        say(f"{server.url}  (Ctrl-C ends)")
         server.wait()
-    except KeyboardInterrupt:
-        pass
     finally:
         server.close()
     return 0
+
+
+def _wait_for(path: Path) -> None:
+    """Return when a run has written something."""
+    if has_begun(path):
+        return
+    say(f"waiting for {path} to be written (Ctrl-C ends)")
+    while not has_begun(path):
+        time.sleep(LOOK_EVERY_S)
