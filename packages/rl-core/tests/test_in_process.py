@@ -92,7 +92,6 @@ def test_a_task_needs_columns_of_its_partition():
 def test_thousands_of_groups_cost_each_put_the_same():
     """Eight times the groups take about eight times as long, not 64 times, in processor time."""
     few, many = _time_puts(250), _time_puts(2000)
-    assert many < 10.0
     assert many / few < 8 * 4
 
 
