@@ -49,6 +49,15 @@ def test_a_loss_that_is_no_number_any_more_is_found(gone):
     )
 
 
+def test_what_never_was_a_number_is_found():
+    values = {**healthy(), "actor/pg_loss": np.full(STEPS, np.nan)}
+    verdict = judge(history(values))
+    [finding] = [finding for finding in verdict.findings if finding.rule == "lost_metrics"]
+    assert (verdict.status, finding.since_step) == ("critical", 1)
+    assert finding.evidence[0].text == f"actor/pg_loss is missing, or not finite, at the last {STEPS} steps"
+    assert judge(history({name: np.full(STEPS, np.nan) for name in values})).findings[0].rule == "lost_metrics"
+
+
 def test_four_steps_without_one_are_no_finding_nor_is_what_few_steps_have():
     assert verdict_of(actor__grad_norm=np.where(np.arange(STEPS) < STEPS - 4, 0.5, np.nan)).findings == ()
     rare = np.where(np.arange(STEPS) % 5 == 0, 0.5, np.nan)

@@ -79,13 +79,16 @@ def never_positive(columns: tuple[Floats, ...], limits: Limits, window: int) -> 
 def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """The running median has fallen from the best before it by more than the share `max`, and by more than `by`.
 
-    The share is of the best value, or of the way from the start to it where that is longer.
+    The share is of the best value, or of the way from the start to it where that is longer. With `errors`, both
+    medians are taken with so many of their standard errors, so that the best of many noisy ones is no gain to be lost.
     """
     smooth = running_median(columns[0], window)
     best = np.maximum.accumulate(smooth)
     scale = np.maximum(np.abs(best), best - smooth[0])
     values = _ratio(best - smooth, scale)
-    is_wrong = (values > limits["max"]) & (best - smooth > limits.get("by", 0.0))
+    margin = limits.get("errors", 0.0) * _median_errors(columns[0], window)
+    is_beyond_noise = np.maximum.accumulate(smooth - margin) > smooth + margin
+    is_wrong = (values > limits["max"]) & (best - smooth > limits.get("by", 0.0)) & is_beyond_noise
     return Measured(values=values, is_wrong=is_wrong, before=float(best[-1]))
 
 
@@ -106,9 +109,26 @@ def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
 
 
 def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running median of the first column is at least the share `min` of the highest value of the second so far."""
-    values = _ratio(running_median(columns[0], window), np.maximum.accumulate(columns[1]))
-    return Measured(values=values, is_wrong=values >= limits["min"])
+    """The running median has come to the share `min` of the top, and was not there all the time.
+
+    The top is the highest value so far of the second column, where given: the largest of each step. Else it is the
+    best running median, if that is at least twice the first. The share is of the top's size, or of the way there from
+    the lowest value where that is longer, so that it also means something where values are negative.
+    """
+    smooth = running_median(columns[0], window)
+    lowest = np.minimum.accumulate(columns[0])
+    if len(columns) > 1:
+        top = np.maximum.accumulate(columns[1])
+        has_come = np.maximum.accumulate(columns[1] - columns[0]) > LEAST_GAIN * np.abs(top)
+    else:
+        top = np.maximum.accumulate(smooth)
+        has_come = (top > smooth[0]) & (top - smooth[0] >= np.abs(top) / 2)
+    values = 1.0 - _ratio(top - smooth, np.maximum(np.abs(top), top - lowest))
+    return Measured(values=values, is_wrong=(values >= limits["min"]) & has_come)
+
+
+LEAST_GAIN = 1e-6
+"""Of a value: less is rounding."""
 
 
 def rises(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -117,7 +137,10 @@ def rises(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
 
 def grows(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """A steady growth over the newest window, in both of its halves, by more than the share `max` of its start."""
+    """A steady growth over the newest window, in both of its halves, by more than the share `max` of its start.
+
+    The first `skip` values of all are left out.
+    """
     return _trend(columns[0], limits, window, is_steady=True)
 
 
@@ -190,7 +213,7 @@ KINDS: dict[str, CheckKind] = {
 """By the name that rules use."""
 
 WITH_GAPS = frozenset({"lost"})
-"""Kinds that get columns as they are, from their first finite value on."""
+"""Kinds that get columns as they are: from their first finite value on, or whole where they have none."""
 
 DENSE = 0.8
 """Share of the steps that have a metric which every step is meant to have; validations are rarer."""
@@ -202,9 +225,14 @@ FIRST_JUMP = 3
 
 
 def num_lost(column: Floats) -> int:
-    """How many of the newest values are not finite, where nearly all from the first finite one on were; else 0."""
+    """How many of the newest values are not finite, where nearly all from the first finite one on were; else 0.
+
+    All, where none ever was: what a run does not record has no column.
+    """
     finite = np.flatnonzero(np.isfinite(column))
-    if not len(finite) or len(finite) < DENSE * (finite[-1] - finite[0] + 1):
+    if not len(finite):
+        return len(column)
+    if len(finite) < DENSE * (finite[-1] - finite[0] + 1):
         return 0
     return len(column) - 1 - int(finite[-1])
 
@@ -220,13 +248,30 @@ def running_median(column: Floats, window: int) -> Floats:
     return np.concatenate([start, np.median(sliding_window_view(column, window), axis=-1)])
 
 
+def _median_errors(column: Floats, window: int) -> Floats:
+    """[n] standard errors of the running median, from how much neighbours differ: a trend is no noise."""
+    if len(column) < 3:
+        return np.zeros(len(column))
+    steps = np.diff(column)
+    spread = MAD_OF_A_DIFFERENCE * float(np.median(np.abs(steps - np.median(steps))))
+    errors: Floats = MEDIAN_ERROR * spread / np.sqrt(np.minimum(np.arange(1, len(column) + 1), window))
+    return errors
+
+
+MAD_OF_A_DIFFERENCE = 1.4826 / math.sqrt(2)
+"""Times the median absolute deviation of differences: the standard deviation of what is normally distributed."""
+
+MEDIAN_ERROR = math.sqrt(math.pi / 2)
+"""Standard error of a median over that of a mean."""
+
+
 def quotient(columns: tuple[Floats, ...]) -> Floats:
     """[n] the first column over the second; the first alone where there is no other."""
     return _ratio(columns[0], columns[1]) if len(columns) > 1 else columns[0]
 
 
 def _trend(column: Floats, limits: Limits, window: int, *, is_steady: bool) -> Measured:
-    newest = column[-window:]
+    newest = column[min(int(limits.get("skip", 0)), len(column) - 1) :][-window:]
     thinned = newest[:: max(1, math.ceil(len(newest) / MAX_TREND_POINTS))]
     growth = _slope(thinned) * (len(thinned) - 1)
     start = float(np.median(newest[: max(1, len(newest) // 5)]))

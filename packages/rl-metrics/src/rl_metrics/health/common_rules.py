@@ -14,6 +14,7 @@ SOLVED = Probe(
     limits={"min": 0.95},
     window=10,
     says="nearly every reward is the best there is",
+    can_do_with_one=True,
 )
 """Nearly every reward is the best there is: nothing is left to learn."""
 
@@ -28,8 +29,9 @@ STANDS_STILL = Probe(
     reads=(SCORE, BEST_SCORE),
     limits={"min": 0.2},
     window=10,
-    says="the reward's best is {value:share} of the way from its start ({before}) to the top",
+    says="the reward has hardly risen: by {value:share} of what it could, from {before}",
     otherwise="the reward has risen",
+    can_do_with_one=True,
 )
 """The reward has hardly risen."""
 
@@ -72,6 +74,11 @@ BROKEN = Cause(
     text="the policy was broken by its updates",
     advice="go back to a checkpoint from before, with a third of the learning rate",
     rule="reward_fell",
+)
+NOT_FINITE = Cause(
+    text="the policy is no longer finite",
+    advice="go back to a checkpoint from before, with a third of the learning rate",
+    rule="lost_metrics",
 )
 RANDOM = Cause(
     text="the policy became random",

@@ -19,6 +19,17 @@ from rl_metrics.health.common_rules import (
 )
 from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
 
+KL_GROWS = Probe(
+    kind="rises",
+    reads=(REFERENCE_KL,),
+    limits={"max": 0.0, "by": 0.001},
+    window=1_000_000,
+    says="{metric} grows, if slowly",
+)
+WARMS_UP = Probe(
+    kind="rises", reads=(("actor/lr",),), limits={"max": 0.0}, window=30, says="the learning rate still rises"
+)
+
 CONVERGENCE = (
     Rule(
         name="policy_loss",
@@ -86,9 +97,9 @@ CONVERGENCE = (
             ),
         ),
         thresholds=(Threshold(name="min", default=0.005, meaning="running median, nats", source=GUIDE),),
-        min_steps=15,
+        min_steps=30,
         needs=(STANDS_STILL,),
-        unless=(SOLVED,),
+        unless=(SOLVED, IMPROVES, KL_GROWS, WARMS_UP),
         causes=(
             REWARD_ZERO,
             EQUAL_REWARDS,

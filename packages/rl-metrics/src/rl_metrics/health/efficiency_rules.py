@@ -26,17 +26,19 @@ EFFICIENCY = (
             Probe(
                 kind="grows",
                 reads=((name,),),
-                limits={"max": "max", "by": "by"},
+                limits={"max": "max", "by": "by", "skip": 10},  # pools and caches fill up
+                window=window,
                 says="{metric} grew by {value:share} within {window} measurements, from {before} GiB, and goes on",
             )
             for name in ("memory/*", "perf/process_memory_gb", "perf/max_memory_allocated_gb")
+            for window in (0, 400, 1_000_000)  # what leaks slowly grows by little within the rule's own window
         ),
         thresholds=(
             Threshold(name="max", default=0.2, meaning="growth over the window, share of its start", source=THUMB),
             Threshold(name="by", default=0.05, meaning="growth over the window, GiB", source=THUMB),
         ),
         window=40,
-        min_steps=50,  # pools and caches fill up in the first ones
+        min_steps=50,
         causes=(
             Cause(
                 text="a leak in the owner that grows: objects of every step are kept",

@@ -17,7 +17,7 @@ from rl_metrics.history import History
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
 NEAR = 10
-"""Steps that an effect may seem to come before its cause, as windows differ."""
+"""Steps that an effect may seem to come before its cause, as windows differ; more where it takes more to be seen."""
 
 
 def judge(
@@ -81,7 +81,7 @@ def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], n
         if excuse is not None:
             reading = f"{wrong[0].evidence.text}, which is let pass: {excuse}"
         return _Opinion(rule=rule, is_known=bool(enough), finding=None, reading=reading)
-    wrong = sorted(wrong, key=lambda look: look.since_step) if is_wrong else []
+    wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
     evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong))
     finding = Finding(
         rule=rule.name,
@@ -96,6 +96,11 @@ def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], n
     return _Opinion(rule=rule, is_known=True, finding=finding, reading="; ".join(one.text for one in evidence))
 
 
+def _without_repeats(looks: Sequence[Look]) -> list[Look]:
+    """The first of those that say the same of a metric, over several windows."""
+    return list({(look.metric, look.probe.says): look for look in reversed(looks)}.values())[::-1]
+
+
 def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
     """Of each finding, the rules whose findings explain it."""
     named = {name: frozenset(cause.rule for cause in rules[name].causes if cause.rule in found) for name in found}
@@ -103,7 +108,8 @@ def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict
     def is_before(cause: str, effect: str) -> bool:
         if effect in named[cause]:  # either may explain the other: the one that was there first does
             return found[cause].since_step < found[effect].since_step
-        return found[cause].since_step <= found[effect].since_step + max(rules[effect].window, NEAR)
+        slack = max(rules[effect].window, rules[effect].min_steps, NEAR)
+        return found[cause].since_step <= found[effect].since_step + slack
 
     return {
         effect: frozenset(cause for cause in causes if cause is not None and is_before(cause, effect))

@@ -1,5 +1,6 @@
 """Looking at a run's metrics with the probes of rules."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ class Look:
         probe: Looked.
         metric: Its first column, or the one that stands for a pattern.
         steps: [n] int64, those at which all columns are finite.
-        newest: Running median of the metric itself at the newest step.
+        newest: Running median of the metric itself at the newest step; NaN where it never was finite.
         limits: As numbers.
         window: In steps.
         measured: What its check says at these steps.
@@ -107,17 +108,16 @@ class Looker:
         looks = []
         for metric, names in self._choices(probe):
             finite = self._finite(names)
-            if not len(finite):
+            rows = self._rows_on(finite) if probe.kind in WITH_GAPS else finite
+            if not len(rows):
                 continue
-            has_gaps = probe.kind in WITH_GAPS
-            rows = np.arange(finite[0], len(self._history.steps)) if has_gaps else finite
             columns = tuple(self._column(name)[rows] for name in names)
             looks.append(
                 Look(
                     probe=probe,
                     metric=metric,
                     steps=self._history.steps[rows],
-                    newest=float(np.median(self._column(metric)[finite][-window:])),
+                    newest=float(np.median(self._column(metric)[finite][-window:])) if len(finite) else math.nan,
                     limits=limits,
                     window=window,
                     measured=KINDS[probe.kind](columns, limits, window),
@@ -137,7 +137,12 @@ class Looker:
         for probe in rule.unless:
             for look in self.found(probe, rule):
                 return look.evidence.text
-        return next((probe.otherwise for probe in rule.needs if not self.found(probe, rule)), None)
+        for probe in rule.needs:
+            if not self.looks(probe, rule):
+                return f"the run does not record {' or '.join(probe.reads[0])}"
+            if not self.found(probe, rule):
+                return probe.otherwise
+        return None
 
     def has(self, names: tuple[str, ...]) -> bool:
         """Whether the run has any of these metrics."""
@@ -146,6 +151,8 @@ class Looker:
     def _choices(self, probe: Probe) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The metric that is meant, and the names of all columns: one choice, or one for each match of a pattern."""
         columns = [self._first_there(names) for names in probe.reads]
+        if probe.can_do_with_one and not columns[-1]:
+            columns.pop()
         if not all(columns):
             return
         patterns = [place for place, matches in enumerate(columns) if any(map(is_pattern, probe.reads[place]))]
@@ -170,6 +177,11 @@ class Looker:
         if name not in self._columns:
             self._columns[name] = self._history.values[name]
         return self._columns[name]
+
+    def _rows_on(self, finite: NDArray[np.intp]) -> NDArray[np.intp]:
+        """All rows from the first finite one on; where there is none, from the first step on: step 0 only validates."""
+        steps = self._history.steps
+        return np.arange(finite[0] if len(finite) else np.searchsorted(steps, 1), len(steps))
 
     def _finite(self, names: tuple[str, ...]) -> NDArray[np.intp]:
         if names not in self._rows:

@@ -40,6 +40,7 @@ class Probe:
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
         needs: Of a rule's own probe: it finds nothing unless each of these finds something too.
         otherwise: Of a rule's `needs`: how it is put that it finds nothing.
+        can_do_with_one: It looks at its first column alone where the run has none of the second.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Probe:
     says: str = "{metric} is at {value}"
     needs: tuple["Probe", ...] = ()
     otherwise: str = ""
+    can_do_with_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

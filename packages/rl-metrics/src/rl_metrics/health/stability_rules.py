@@ -9,6 +9,7 @@ from rl_metrics.health.common_rules import (
     IMPROVES,
     KL_COEFFICIENT,
     MISMATCH,
+    NOT_FINITE,
     PROVED_STALE,
     RANDOM,
     REWARD_ZERO,
@@ -122,7 +123,7 @@ STABILITY = (
         name="lost_metrics",
         side="stability",
         title="what each step has stays there",
-        what="Metrics that each step had are missing, or not finite (NaN, infinite).",
+        what="Metrics that each step is meant to have are missing, or not finite (NaN, infinite).",
         severity="critical",
         probes=tuple(
             Probe(
@@ -230,6 +231,7 @@ STABILITY = (
         window=5,
         min_steps=5,
         causes=(
+            NOT_FINITE,
             RANDOM,
             BROKEN,
             PROVED_STALE,

@@ -9,6 +9,7 @@ from rl_metrics.health.common_rules import (
     IMPROVED,
     MISMATCH,
     NO_SPREAD,
+    NOT_FINITE,
     PROVED_STALE,
     REWARD_ZERO,
     SCORE,
@@ -70,7 +71,7 @@ TASK = (
             Probe(
                 kind="fall",
                 reads=(SCORE,),
-                limits={"max": "max", "by": 0.01},
+                limits={"max": "max", "by": 0.01, "errors": 3.2},
                 says="{metric} is {value:share} below its best, which was {before} (at most {max:share} is healthy)",
             ),
         ),
@@ -80,6 +81,7 @@ TASK = (
             ),
         ),
         causes=(
+            NOT_FINITE,
             PROVED_STALE,
             MISMATCH,
             CUT_SHORT,
@@ -245,7 +247,7 @@ TASK = (
             Probe(
                 kind="fall",
                 reads=(("reward/*/mean",),),
-                limits={"max": "max", "by": 0.05},
+                limits={"max": "max", "by": 0.05, "errors": 3.2},
                 says="{metric} is {value:share} below its best, which was {before} (at most {max:share} is healthy)",
             ),
         ),
