@@ -1,7 +1,10 @@
+import resource
+
 import structlog
 
 from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 
 
 class ListTracker:
@@ -60,6 +63,37 @@ def test_one_that_raises_is_warned_of_once_and_left_out():
     assert logs == [
         {"event": "tracker_failed", "log_level": "warning", "tracker": "bad", "error": "OSError: disk full"}
     ]
+
+
+def test_one_that_is_kept_is_tried_again():
+    kept = ListTracker(fails_at=2)
+    fanout = Fanout({"record": kept}, kept=["record"])
+    with structlog.testing.capture_logs() as logs:
+        for step in (1, 2, 2, 3, 4, 2):
+            fanout.log(step, {})
+    assert [step for step, _ in kept.rows] == [1, 3, 4]
+    assert fanout.active == ("record",)
+    assert [entry["event"] for entry in logs] == ["tracker_failed", "tracker_works_again", "tracker_failed"]
+    fanout.close()
+    assert kept.num_closed == 1
+
+
+def test_a_disk_that_was_full_for_a_while_costs_its_steps_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    fanout = Fanout({"jsonl": JsonlTracker(path)}, kept=["jsonl"])
+    fanout.log(1, {"loss": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with structlog.testing.capture_logs() as logs:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
+        try:
+            fanout.log(2, {"loss": 2.0})
+            fanout.log(3, {"loss": 3.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        fanout.log(4, {"loss": 4.0})
+    fanout.close()
+    assert [row.step for row in read_metrics(path)] == [1, 4]
+    assert [entry["event"] for entry in logs[:2]] == ["tracker_failed", "tracker_works_again"]
 
 
 def test_generations_go_to_all_that_still_work():

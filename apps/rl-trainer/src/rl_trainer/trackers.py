@@ -39,7 +39,7 @@ def make_trackers(
     }
     for name in settings.metrics.trackers:
         trackers[name] = BackgroundTracker(makers[name](), name=name)
-    return Fanout(trackers)
+    return Fanout(trackers, kept=("jsonl",))
 
 
 def _tensorboard(folder: Path) -> Tracker:

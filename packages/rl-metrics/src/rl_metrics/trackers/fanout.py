@@ -1,6 +1,6 @@
 """Several trackers as one; none of them can stop a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -13,19 +13,25 @@ log = structlog.get_logger(__name__)
 
 
 class Fanout:
-    """Passes everything to trackers; one that raises is warned of once, closed and left out from then on."""
+    """Passes everything to trackers; one that raises is warned of once, closed and left out from then on.
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+    One that is kept is tried again at every call: a disk that was full for a while costs its steps, not all the rest.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], *, kept: Collection[str] = ()) -> None:
         """Hold the trackers.
 
         Args:
             trackers: By name, as it appears in the warning.
+            kept: Names of those that are tried again after they raised.
         """
         self._trackers = dict(trackers)
+        self._kept = frozenset(kept)
+        self._failing: set[str] = set()
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the trackers that still work."""
+        """Names of the trackers that still get what comes."""
         return tuple(self._trackers)
 
     def add(self, name: str, tracker: Tracker) -> None:
@@ -57,9 +63,19 @@ class Fanout:
 
     def _pass(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
-            if not self._survives(name, partial(call, tracker)):
+            works = self._survives(name, partial(call, tracker), is_silent=name in self._failing)
+            if name in self._kept:
+                self._note(name, works=works)
+            elif not works:
                 del self._trackers[name]
                 self._survives(name, tracker.close, is_silent=True)
+
+    def _note(self, name: str, *, works: bool) -> None:
+        if not works:
+            self._failing.add(name)
+        elif name in self._failing:
+            self._failing.discard(name)
+            log.warning("tracker_works_again", tracker=name)
 
     def _survives(self, name: str, call: Callable[[], None], *, is_silent: bool = False) -> bool:
         try:
