@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.console_views import RunConsole
+from rl_metrics.trackers.console import ConsoleTracker, run_console
 from rl_trainer.settings import Settings
 
 
@@ -17,5 +16,5 @@ def make_console(settings: Settings) -> ConsoleTracker:
         return ConsoleTracker(console=Console(file=io.StringIO()))
     if kind == "auto":
         return ConsoleTracker(generations_in=generations_in)
-    target = RunConsole(force_terminal=kind == "bar", force_interactive=kind == "bar")
+    target = run_console(force_terminal=kind == "bar", force_interactive=kind == "bar")
     return ConsoleTracker(console=target, generations_in=generations_in)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import IO, Any, cast
 
 import structlog
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
+from rl_metrics.trackers.output_thread import OutputThread, unhurried_stdout
 from rl_metrics.trackers.text import plain_text
 from rl_metrics.validation import headline
 
@@ -56,7 +58,8 @@ class ConsoleTracker:
     """Shows a run: a live display in a terminal, plain lines otherwise.
 
     Nothing that it does can stop a run: when the terminal is gone or cannot show something, it warns once and
-    is silent from then on.
+    is silent from then on. Nor can it hold a run up: the standard output is written by a thread, and what a terminal
+    does not take is dropped.
     """
 
     def __init__(
@@ -71,13 +74,14 @@ class ConsoleTracker:
         """Make a console; nothing is written yet.
 
         Args:
-            console: Where to write; None is the standard output.
+            console: Where to write; None is the standard output, as `run_console` opens it.
             min_interval_s: Outside a terminal, least seconds between the lines of two steps.
             readings: What to show of a step.
             generations_in: Where people find all samples of a table, such as "generations.jsonl".
             clock: Seconds.
         """
-        target = console if console is not None else RunConsole()
+        target = console if console is not None else run_console()
+        self._output = target.file if isinstance(target.file, OutputThread) else None
         self._view: View | None
         if target.is_interactive:
             self._view = LiveView(target, clock=clock)
@@ -183,6 +187,8 @@ class ConsoleTracker:
     def close(self) -> None:
         """Give the terminal back. Can be called twice."""
         self._draw(lambda view: view.close())
+        if self._output is not None:
+            self._output.drain()
 
     def _start(self, done_steps: int) -> None:
         self._first_step = done_steps
@@ -216,6 +222,15 @@ class ConsoleTracker:
             with suppress(Exception):
                 view.close()
             log.warning("console_failed", error=f"{type(error).__name__}: {error}")
+
+
+def run_console(**options: Any) -> RunConsole:
+    """A console on the standard output that never waits for its reader.
+
+    Args:
+        options: Of rich's Console.
+    """
+    return RunConsole(file=cast("IO[str] | None", unhurried_stdout()), **options)
 
 
 def _badness(sample: GenerationSample) -> tuple[bool, float]:

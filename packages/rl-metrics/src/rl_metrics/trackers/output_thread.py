@@ -1,0 +1,118 @@
+"""Standard output that a run never waits for: a terminal that is held (Ctrl-S), or a pipe that nobody reads."""
+
+import atexit
+import io
+import os
+import sys
+import threading
+from collections import deque
+
+CAPACITY_BYTES = 1 << 20
+"""What waits at most; what comes then is dropped, a write at a time."""
+
+DRAIN_S = 2.0
+"""Longest wait at the end for what was written."""
+
+
+class OutputThread(io.TextIOBase):
+    """A text stream whose writes a thread of its own makes, in their order.
+
+    An error of the thread is raised by the next write, once. A process that is killed loses what was written in its
+    last moment.
+    """
+
+    def __init__(self, descriptor: int, *, encoding: str = "utf-8", errors: str = "strict") -> None:
+        """Write to a descriptor, which is not closed.
+
+        Args:
+            descriptor: Of an open file, pipe or terminal.
+            encoding: Of the text.
+            errors: What happens with text that it has not, as `str.encode` takes it.
+        """
+        self._descriptor = descriptor
+        self._encoding = encoding
+        self._errors = errors
+        self._changed = threading.Condition()
+        self._writes: deque[bytes] = deque()
+        self._num_waiting_bytes = 0
+        self._error: OSError | None = None
+        self._thread: threading.Thread | None = None
+        self.num_dropped = 0
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the text."""
+        return self._encoding
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """True for a terminal."""
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Queue some text.
+
+        Raises:
+            OSError: What the thread met, such as a pipe without a reader.
+            UnicodeEncodeError: The encoding has not this text.
+        """
+        content = text.encode(self._encoding, self._errors)
+        with self._changed:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._num_waiting_bytes + len(content) > CAPACITY_BYTES:
+                self.num_dropped += 1
+                return len(text)
+            self._writes.append(content)
+            self._num_waiting_bytes += len(content)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="console-output", daemon=True)
+                self._thread.start()
+                atexit.register(self.drain)
+            self._changed.notify_all()
+        return len(text)
+
+    def drain(self, deadline_s: float = DRAIN_S) -> bool:
+        """Wait until all is written, or the deadline; gives whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_waiting_bytes, deadline_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._writes))
+                content = self._writes.popleft()
+            error = self._written(content)
+            with self._changed:
+                self._num_waiting_bytes -= len(content)
+                self._error = error or self._error
+                self._changed.notify_all()
+
+    def _written(self, content: bytes) -> OSError | None:
+        view = memoryview(content)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as error:
+            return error
+        return None
+
+
+def unhurried_stdout() -> OutputThread | None:
+    """Standard output through a thread; None where it is no file of the system's, such as in a notebook or a test."""
+    stream = sys.stdout
+    if stream is not sys.__stdout__ or stream is None:
+        return None
+    try:
+        stream.flush()
+        return OutputThread(stream.fileno(), encoding=stream.encoding, errors=stream.errors or "strict")
+    except (OSError, ValueError):
+        return None
