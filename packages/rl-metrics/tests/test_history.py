@@ -117,6 +117,32 @@ def test_torn_lines_in_the_middle_are_warned_of_once(tmp_path):
     ]
 
 
+def test_whole_steps_that_are_written_as_floats_are_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step":1,"a":1}\n{"step":2.0,"a":2}\n{"step":3e0,"late":false,"a":3}\n{"step":2.0,"late":true,"b":4}\n'
+    )
+    with structlog.testing.capture_logs() as logs:
+        history = same_as_read_metrics(path)
+    assert history.steps.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(history.get("b"), [math.nan, 4.0, math.nan])
+    assert logs == []
+
+
+def test_lines_without_a_step_are_warned_of_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    steps = ["1", "1.5", '"2"', "null", "true", "1e300", "NaN", str(2**63), "2"]
+    path.write_text(
+        '{"late":true,"time":1}\n\n{"step":0' + "".join(f',"a":1}}\n{{"step":{step}' for step in steps) + "}\n"
+    )
+    for read in (read_history, read_metrics):
+        with structlog.testing.capture_logs() as logs:
+            read(path)
+        assert logs == [
+            {"event": "lines_without_step", "log_level": "warning", "path": str(path), "count": 7, "first_line": 5}
+        ]
+
+
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_metrics.json_lines.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "metrics.jsonl"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.cli import main
-from rl_metrics.importers import naming, trl, verl
+from rl_metrics.importers import naming, verl
 from rl_metrics.importers.naming import SameAs, translation
 from rl_metrics.importers.run_writer import RunWriter
 from rl_metrics.importers.trl import import_trl
@@ -86,17 +86,11 @@ def test_the_console_of_verl_says_the_same_as_its_files(tmp_path):
     ("line", "read"),
     [
         ("step:1 - actor/lr:1e-06", (1, {"actor/lr": 1e-06})),
-        ("step:12 - a:-0.5 - b:np.float64(0.25) - c:3", (12, {"a": -0.5, "b": 0.25, "c": 3.0})),
-        ("\x1b[36m(TaskRunner pid=1)\x1b[0m step:2 - a:1.0 ", (2, {"a": 1.0})),
-        ("  5%|#   | 1/6 [00:45<03:45]\r(main_task pid=7) step:3 - val/test_score/x:y:0.104", None),
-        ("step:1 - a:text - b:0.104", (1, {"b": 0.104})),
-        ("step:1 - a:1.0 and more", None),
-        ("a step:1 of many", None),
-        ("substep:1 - a:1", None),
-        ("step:x - a:1", None),
         ('{"step": 4, "data": {"a": 1}}', (4, {"a": 1})),
         ('{"step": 4, "data": {"a": NaN}}', None),
-        ('{"step": 4.0, "data": {"a": 1}}', None),
+        ('{"step": 4.0, "data": {"a": 1}}', (4, {"a": 1})),
+        ('{"step": 4.5, "data": {"a": 1}}', None),
+        ('{"step": -4, "data": {"a": 1}}', None),
         ('{"step": 4, "data": [1]}', None),
         ('{"step": 4, "data": {"a"', None),
         ('{"step": 4, "a": 1}', None),
@@ -106,10 +100,15 @@ def test_lines_of_verl(line, read):
     found = logged(line.encode(), is_ended=True)
     if "NaN" in line:
         assert np.isnan(found[1]["a"])
-    elif "x:y" in line:
-        assert found == (3, {"val/test_score/x:y": 0.104})
     else:
         assert found == read
+
+
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b" \t", b"\xef\xbb\xbf "])
+def test_a_byte_order_mark_and_white_space_before_a_line_are_passed_over(before):
+    for line in (b'{"step": 4, "data": {"a/x": 0.5}}', b"step:4 - a/x:0.5"):
+        assert logged(before + line, is_ended=True) == (4, {"a/x": 0.5})
+    assert logged(before, is_ended=True) is None
 
 
 def test_a_torn_last_line_of_a_console_has_no_number():
@@ -189,14 +188,17 @@ def test_what_is_no_state_of_a_trainer_is_refused(tmp_path, content):
 
 
 def test_rows_of_a_history_that_are_none_are_left_out(tmp_path):
-    history = [3, None, {}, {"step": True, "loss": 1}, {"step": 2**70, "loss": 1}, {"step": 1, "loss": "low"}]
+    history = [3, None, {}, {"reward": None, "step": 1}, {"step": True, "loss": 1}, {"step": 2**70, "loss": 1}]
+    history += [{"step": 1, "loss": "low"}]
     history += [{"step": 2, "loss": NAN, "note": "text", "nested": {"a": 1}, "on": True}, {"step": 3, "loss": 10**400}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    import_trl([tmp_path], tmp_path / "run")
+    with structlog.testing.capture_logs() as logs:
+        import_trl([tmp_path], tmp_path / "run")
     run = open_run(tmp_path / "run")
     assert run.history.steps.tolist() == [2, 3]
     assert np.isnan(column(run, "actor/loss")).all()
     assert list(run.history.values) == ["actor/loss"]
+    assert [(one["event"], one["count"], one["first_row"]) for one in logs] == [("rows_without_step", 2, 3)]
 
 
 def test_completions_as_parquet(tmp_path):
@@ -245,7 +247,7 @@ def test_an_import_replaces_an_earlier_one_and_nothing_else(tmp_path):
 
 
 def test_files_without_anything_leave_no_trace(tmp_path):
-    (tmp_path / "log.txt").write_text("nothing of it\n" * 3)
+    (tmp_path / "log.txt").write_text("nothing of it\n" * 3 + "step:1 - a:1\n")
     with pytest.raises(DataError, match="nothing was found"):
         import_verl([tmp_path / "log.txt"], tmp_path / "run")
     with pytest.raises(FileNotFoundError):
@@ -258,7 +260,14 @@ def test_files_without_anything_leave_no_trace(tmp_path):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"step:1 - a:1", b'{"step":1,"data":{"a":1}}']))))
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=60),
+            st.sampled_from([b"step:1 - a/b:1", b"[x] step:2 - a/b:1", b'{"step":1,"data":{"a":1}}']),
+        )
+    )
+)
 def test_any_bytes_are_read_or_refused(tmp_path_factory, lines):
     folder = tmp_path_factory.mktemp("any")
     log = folder / "log"
@@ -282,10 +291,9 @@ def test_of_a_dump_so_many_are_taken(tmp_path, monkeypatch):
     assert import_verl([], tmp_path / "run", rollouts=VERL / "rollouts").num_rollouts == 8
 
 
-@pytest.mark.parametrize("module", [verl, trl])
-def test_every_name_of_a_table_is_defined_here(module):
+def test_every_name_of_verls_table_is_defined_here():
     parts = {"source": "openai/gsm8k", "component": "accuracy", "role": "actor"}
-    for one in module.NAMES:
+    for one in verl.NAMES:
         for name in one.ours:
             assert name.format(**parts) in DEFINITIONS, name
 
@@ -379,3 +387,50 @@ def test_every_name_without_a_meaning_here_is_listed(tmp_path, capsys):
     assert main(["import", "verl", str(tmp_path / "a.jsonl"), "--into", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out.splitlines()[1]
     assert said.removeprefix("kept as other/NAME, as they have no meaning here: ").split(", ") == ["\\x1b[31m", *names]
+
+
+def test_lines_of_verl_without_a_step_are_said_once(tmp_path):
+    log = tmp_path / "log.jsonl"
+    rows = [{"step": step, "data": {"actor/entropy": 0.5}} for step in (1.0, 2.5, None, 2.0, -1, 1e300)]
+    rows += [{"data": {"actor/entropy": 0.5}}, {"step": "9", "data": {}}, {"step": "9"}]
+    log.write_bytes(b"\xef\xbb\xbf" + b"\n \t".join(json.dumps(row).encode() for row in rows))
+    with structlog.testing.capture_logs() as logs:
+        import_verl([log], tmp_path / "run")
+    assert open_run(tmp_path / "run").history.steps.tolist() == [1, 2]
+    assert logs == [
+        {"event": "lines_without_step", "log_level": "warning", "path": str(log), "count": 5, "first_line": 2}
+    ]
+
+
+PHASES = {"gen": 30.0, "reward": 0.5, "old_log_prob": 5.0, "adv": 0.1, "update_actor": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("beside", "within", "left"),
+    [
+        ({"testing": 200.0}, 200.0, 58.0),  # 00401103: within the step
+        ({"testing": 200.0}, 0.0, 58.0),  # 0094eb20: beside it
+        ({"testing": 200.0, "save_checkpoint": 30.0}, 230.0, 58.0),
+        ({"testing": 200.0, "save_checkpoint": 30.0}, 30.0, 58.0),
+        ({"testing": 0.0}, 0.0, 58.0),
+        ({"testing": "long", "save_checkpoint": NAN}, 0.0, 58.0),
+        ({"testing": -5.0}, 0.0, 58.0),
+    ],
+)
+def test_a_step_of_verl_is_without_its_validation_and_checkpoint(beside, within, left):
+    step = left + within
+    values = {f"timing_s/{name}": seconds for name, seconds in (PHASES | beside | {"step": step}).items()}
+    values |= {"perf/time_per_step": step, "perf/throughput": 1000.0 / step, "actor/entropy": 0.5}
+    alone = verl.step_alone(values)
+    assert alone["timing_s/step"] == alone["perf/time_per_step"] == pytest.approx(left)
+    assert alone["perf/throughput"] == pytest.approx(1000.0 / left)
+    changed = {"timing_s/step", "perf/time_per_step", "perf/throughput"}
+    assert alone == values | {name: alone[name] for name in changed}
+
+
+def test_a_step_of_verl_is_never_without_all_its_time():
+    alone = {"timing_s/step": 10.0, "timing_s/testing": 10.0}
+    assert verl.step_alone(alone) == alone
+    assert verl.step_alone({"timing_s/testing": 10.0}) == {"timing_s/testing": 10.0}
+    short = {"timing_s/step": 10.0, "timing_s/testing": 4.0, "perf/time_per_step": 3.0}
+    assert verl.step_alone(short) == short | {"timing_s/step": 6.0}

@@ -13,7 +13,14 @@ from rl_core.errors import DataError, NotReadyError
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, number_or_none, read_json_lines
-from rl_metrics.trackers.jsonl import JsonlTracker, MetricRow, read_generations, read_histograms, read_metrics
+from rl_metrics.trackers.jsonl import (
+    JsonlTracker,
+    MetricRow,
+    as_step,
+    read_generations,
+    read_histograms,
+    read_metrics,
+)
 
 ENDLESS = """
 import sys
@@ -255,6 +262,42 @@ def test_histograms_of_repeated_steps_torn_lines_and_nonsense(tmp_path):
     assert list(rows[-1].histograms) == ["b"]
     assert np.isnan(rows[-1].time)
     assert [row.step for row in replaced] == [1, 2, 3, 4, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("value", "step"),
+    [
+        (3, 3),
+        (3.0, 3),
+        (-1.0, -1),
+        (2**63 - 1, 2**63 - 1),
+        *((value, None) for value in (3.5, True, "3", None, [3], 2**63, 2.0**63, math.inf, math.nan)),
+    ],
+)
+def test_steps_that_were_read(value, step):
+    assert as_step(value) == step
+    assert type(as_step(value)) is type(step)
+
+
+def test_every_reader_takes_a_whole_float_as_a_step_and_says_which_lines_have_none(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=lambda: 1.0)
+    tracker.log(3, {"a": 1.0})
+    tracker.log_generations(3, "val", [generation("p")])
+    tracker.log_histograms(3, {"distribution/reward": histogram(1.0)})
+    tracker.close()
+    for name, read in (
+        ("metrics.jsonl", read_metrics),
+        ("generations.jsonl", read_generations),
+        ("histograms.jsonl", read_histograms),
+    ):
+        path = tmp_path / name
+        line = path.read_text()
+        path.write_text(line.replace('"step":3', '"step":3.0') + line.replace('"step":3', '"step":3.5') * 2)
+        with structlog.testing.capture_logs() as logs:
+            assert [row.step for row in read(path)] == [3]
+        assert logs == [
+            {"event": "lines_without_step", "log_level": "warning", "path": str(path), "count": 2, "first_line": 2}
+        ]
 
 
 @pytest.mark.parametrize(

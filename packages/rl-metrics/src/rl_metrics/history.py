@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines
-from rl_metrics.trackers.jsonl import LATE, is_step
+from rl_metrics.json_lines import number_or_nan, parse_line
+from rl_metrics.trackers.jsonl import LATE, read_step_lines
 
 FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]
@@ -55,8 +55,8 @@ def read_history(path: Path) -> History:
         OSError: The file cannot be read.
     """
     lines = _Lines()
-    for row in read_json_lines(path, decode=_decode):
-        lines.add(row)
+    for step, row in read_step_lines(path, decode=_decode):
+        lines.add(step, row)
     return lines.history()
 
 
@@ -126,11 +126,9 @@ class _Lines:
         self._late = array("q")
         self._layouts: dict[tuple[str, ...], _Layout] = {}
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, step: int, row: dict[str, Any]) -> None:
         is_late = row.pop(LATE, False) is True
-        step, written = row.pop("step", None), row.pop("time", None)
-        if not is_step(step):
-            return
+        written = row.pop("time", None)
         index = len(self._steps)
         self._steps.append(step)
         self._times.append(number_or_nan(written))

@@ -18,12 +18,15 @@ from rl_metrics.importers.naming import OTHER
 from rl_metrics.json_lines import number_or_nan
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_record import FILES
-from rl_metrics.trackers.jsonl import JsonlTracker, is_step
+from rl_metrics.trackers.jsonl import JsonlTracker
 
 log = structlog.get_logger(__name__)
 
 IMPORTED = "run_imported"
 """The first event of a run that was imported: its trainer, files, and the names without a meaning here."""
+
+MAX_FALLS = 10
+"""Of the falls of a file's steps, so many are warned of."""
 
 MAX_NAMES = 1_000
 """Of the names without a meaning here, so many are listed."""
@@ -67,11 +70,14 @@ class RunWriter:
         into.parent.mkdir(parents=True, exist_ok=True)
         self._into = into
         self._trainer = trainer
-        self._names = names
+        self._names = self._names_of_run = names
         self._aside = Path(tempfile.mkdtemp(prefix=f".{into.name}.", dir=into.parent))
         self._metrics = JsonlTracker(self._aside / "metrics.jsonl", clock=lambda: math.nan)
         self._rollouts: RolloutLog | None = None
-        self._attempt: Path | None = None
+        self._file: Path | None = None
+        self._num_falls = 0
+        self._is_begun = False
+        self._step_of_file: int | None = None
         self._starts: list[tuple[Path, int]] = []
         self._written = 0.0
         self._step: int | None = None
@@ -90,34 +96,38 @@ class RunWriter:
         self._close()
         shutil.rmtree(self._aside, ignore_errors=True)
 
-    def begin_attempt(self, file: Path) -> None:
+    def begin_attempt(self, file: Path, *, names: Callable[[str], tuple[str, ...]] | None = None) -> None:
         """What is added from now on is of this file; a warning says when the one before it seems to be the later one.
 
         Args:
             file: With the metrics of one attempt of the run.
+            names: Gives the names here of a metric in this file; those of the run when left out.
         """
-        self._attempt = file
+        self._file = file
+        self._num_falls = 0
+        self._is_begun = False
+        self._step_of_file = None
+        self._names = self._names_of_run if names is None else names
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Add what was logged of a step, in the order in which it was logged.
 
         What was logged of one step in parts is put together. A metric that the step has already was logged by a
-        resumed attempt: as in `read_metrics`, it takes the place of the step and of all later ones.
+        resumed attempt: as in `read_metrics`, it takes the place of the step and of all later ones. A warning says so
+        where that is within one file, as a line of a response that looks like a step does it too.
 
         Args:
             step: From the trainer's own count.
             values: By the names there; what is no number is left out.
         """
         row = self._translated(values)
-        if not row or not is_step(step) or step < 0:
+        if not row or step < 0:
             return
-        if self._attempt is not None:
-            self._starts.append((self._attempt, step))
-            self._attempt = None
-            self._warn_of_order()
+        self._begin(step)
         self._num_rows += 1
         if step == self._step and not row.keys() & self._row.keys():
             self._row |= row
+            self._step_of_file = step
             return
         self._flush()
         is_earlier = self._step is not None and step < self._step
@@ -125,7 +135,8 @@ class RunWriter:
             self._metrics.log_late(step, row)
             self._known[step] |= row.keys()
             return
-        self._step, self._row = step, row
+        self._warn_of_fall(step)
+        self._step, self._row, self._step_of_file = step, row, step
 
     def add_generations(self, step: int, samples: Sequence[GenerationSample]) -> None:
         """Add the samples of a validation."""
@@ -181,6 +192,27 @@ class RunWriter:
                     self._other[name.removeprefix(OTHER)] = None
                 row.setdefault(name, number_or_nan(value))
         return row
+
+    def _begin(self, step: int) -> None:
+        if self._file is not None and not self._is_begun:
+            self._is_begun = True
+            self._starts.append((self._file, step))
+            self._warn_of_order()
+
+    def _warn_of_fall(self, step: int) -> None:
+        """Say it where a file goes back to an earlier step, and so replaces what it had from there on."""
+        if self._file is None or self._step_of_file is None or step >= self._step_of_file:
+            return
+        self._num_falls += 1
+        if self._num_falls <= MAX_FALLS:
+            log.warning(
+                "steps_begin_again",
+                file=str(self._file),
+                step=step,
+                after_step=self._step_of_file,
+                advice="taken as a resumed attempt, which replaces the steps from there on; if it is text of a "
+                "response, cut it from the file",
+            )
 
     def _warn_of_order(self) -> None:
         """Say it where the newest attempt begins before the one before it, whose steps it replaces."""

@@ -1,6 +1,8 @@
 """Runs of TRL's trainers: the history in `trainer_state.json`, and the completions that they log.
 
-Sources: the logged metrics in TRL's documentation of GRPOTrainer, `TrainerState` of transformers.
+A history does not say which trainer wrote it; its names do. What the names of trainers mean here is in `trl_names`.
+
+Source: `TrainerState` of transformers.
 """
 
 import itertools
@@ -11,41 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
-from rl_metrics.importers.naming import SameAs, translation
+from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
+from rl_metrics.importers.trl_names import names_of
 from rl_metrics.json_lines import parse_line, read_json_lines
-from rl_metrics.trackers.jsonl import is_step
+from rl_metrics.trackers.jsonl import as_step
+
+log = structlog.get_logger(__name__)
 
 STATE = "trainer_state.json"
 MAX_STATE_BYTES = 1 << 30
-NAMES = (
-    SameAs("loss", ("actor/loss",)),
-    SameAs("grad_norm", ("actor/grad_norm",)),
-    SameAs("learning_rate", ("actor/lr",)),
-    SameAs("entropy", ("actor/entropy",)),
-    SameAs("kl", ("actor/kl_loss",)),
-    SameAs("clip_ratio/region_mean", ("actor/pg_clipfrac",)),
-    SameAs("clip_ratio", ("actor/pg_clipfrac",)),  # until 0.16
-    SameAs("reward", ("critic/score/mean", "critic/rewards/mean")),  # it has no penalties in the reward
-    SameAs("reward_std", ("rollout/group_reward_std",)),
-    SameAs("rewards/{component}/mean", ("reward/{component}/mean",)),
-    SameAs("rewards/{component}", ("reward/{component}/mean",)),  # until 0.15
-    SameAs("frac_reward_zero_std", ("rollout/groups_without_spread_ratio",)),
-    SameAs("completions/mean_length", ("response_length/mean",)),
-    SameAs("completions/max_length", ("response_length/max",)),
-    SameAs("completions/min_length", ("response_length/min",)),
-    SameAs("completions/clipped_ratio", ("response_length/clip_ratio",)),
-    SameAs("completion_length", ("response_length/mean",)),  # until 0.16
-    SameAs("sampling/importance_sampling_ratio/mean", ("rollout_corr/rollout_is_mean",)),
-    SameAs("sampling/importance_sampling_ratio/max", ("rollout_corr/rollout_is_max",)),
-    SameAs("sampling/importance_sampling_ratio/min", ("rollout_corr/rollout_is_min",)),
-    SameAs("step_time", ("timing_s/step", "perf/time_per_step")),
-    SameAs("eval_reward", ("val-core/eval/reward/mean@1",)),
-    SameAs("eval_rewards/{component}/mean", ("val-aux/eval/{component}/mean@1",)),
-)
-"""TRL's names. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
+NOT_METRICS = frozenset({"step", "epoch"})
+"""`epoch` is a fraction here, and each part of a step has it again."""
 
 NOT_REWARDS = frozenset({"step", "mode", "prompt", "completion", "advantage", "entropy"})
 
@@ -70,13 +53,13 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
         OSError: A file cannot be read.
     """
     is_finished = False
-    with RunWriter(into, trainer="trl", names=translation(NAMES, has_our_names=False)) as run:
+    with RunWriter(into, trainer="trl", names=translation((), has_our_names=False)) as run:
         for path in files:
-            run.begin_attempt(path)
-            for row in _history(path):
+            history = _history(path)
+            run.begin_attempt(path, names=translation(names_of(history), has_our_names=False))
+            for step, row in _with_step(history, path):
                 is_finished = "train_runtime" in row
-                step = row.pop("step")
-                run.add_metrics(step, {name: value for name, value in row.items() if name != "epoch"})
+                run.add_metrics(step, {name: value for name, value in row.items() if name not in NOT_METRICS})
         for step, file in _completion_files(completions):
             rows = _rows(file)
             trained = [_dumped(row) for row in rows if row.get("mode") != "eval"]
@@ -99,7 +82,20 @@ def _history(path: Path) -> list[dict[str, Any]]:
     history = None if state is None else state.get("log_history")
     if not isinstance(history, list):
         raise DataError(f"{file} must be a {STATE}, with a log_history; a file that is torn cannot be read.")
-    return [dict(row) for row in history if isinstance(row, dict) and is_step(row.get("step"))]
+    return [row for row in history if isinstance(row, dict)]
+
+
+def _with_step(history: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows that have a step; the others are warned of."""
+    bad = []
+    for number, row in enumerate(history, start=1):
+        step = as_step(row.get("step"))
+        if step is not None and step >= 0:
+            yield step, row
+        elif row.keys() - NOT_METRICS:
+            bad.append(number)
+    if bad:
+        log.warning("rows_without_step", path=str(path), count=len(bad), first_row=bad[0])
 
 
 def _newest_state(folder: Path) -> Path:

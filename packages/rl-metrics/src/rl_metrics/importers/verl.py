@@ -1,20 +1,29 @@
 """Runs of verl: its metric files, its console, and the folders into which it dumps generations.
 
-Sources: `FileLogger` and `LocalLogger` in verl/utils, `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
+verl's step has the time of a checkpoint in it, and in versions such as 00401103 that of a validation (0094eb20 has it
+beside the step). Where the other phases of a row leave room for them, they are taken off `timing_s/step` and
+`perf/time_per_step`, and `perf/throughput` is by the time that is left: such steps are no jumps.
+
+Sources: `FileLogger` and `LocalLogger` in verl/utils, `fit` and `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
 """
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from rl_core.errors import DataError
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
 from rl_metrics.importers.naming import SameAs, translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
+from rl_metrics.importers.verl_console import seems_step, step_of_line
 from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
-from rl_metrics.trackers.jsonl import is_step
+from rl_metrics.trackers.jsonl import as_step, warn_of_lines_without_step
+
+log = structlog.get_logger(__name__)
 
 MISMATCH = (
     *("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio"),
@@ -40,9 +49,20 @@ FOLDER = (
     "trainer.rollout_data_dir to --rollouts (rollouts=...), its trainer.validation_data_dir to --validation."
 )
 
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-STEP_LINE = re.compile(r"(?:^|[\s)\]])step:(\d{1,18}) - (\S.*)")
-VALUE = re.compile(r"(?:(?:np|numpy)\.\w+\()?([^()\s]+)\)?")
+STEP_TIMES = ("timing_s/step", "perf/time_per_step")
+NOT_OF_A_STEP = ("timing_s/save_checkpoint", "timing_s/testing")
+"""The first is within the step of more versions, so it has the room first."""
+
+PHASES = (
+    *("gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"),
+    *("update_weights", "dump_rollout_generations"),
+)
+"""Phases within a step, one after another."""
+
+ROUNDING = 0.01
+"""Of a step, so much its phases may be longer than it."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def import_verl(
@@ -66,10 +86,8 @@ def import_verl(
             if file.is_dir():
                 raise DataError(FOLDER.format(path=file))
             run.begin_attempt(file)
-            for line, is_ended in read_lines(file):
-                read = logged(line, is_ended=is_ended)
-                if read is not None:
-                    run.add_metrics(*read)
+            for step, values in _logged(file):
+                run.add_metrics(step, step_alone(values))
         for step, file in _dumps(rollouts):
             run.add_rollouts(as_rollouts(step, _dumped(file)), written=file.stat().st_mtime)
         for step, file in _dumps(validation):
@@ -85,28 +103,76 @@ def logged(line: bytes, *, is_ended: bool) -> tuple[int, dict[str, Any]] | None:
         line: Without its end.
         is_ended: False for a last line without end: on the console its last number may be torn.
     """
-    if line.startswith(b"{"):
-        row = parse_line(line)
-        if row is None or not is_step(row.get("step")) or not isinstance(row.get("data"), dict):
-            return None
-        return row["step"], row["data"]
-    if not is_ended or b"step:" not in line:
-        return None
-    found = STEP_LINE.search(ESCAPES.sub("", line.decode(errors="replace")))
-    if found is None:
-        return None
-    values = {name: value for part in found[2].split(" - ") for name, value in _console_metric(part)}
-    return (int(found[1]), values) if values else None
+    line = _bare(line)
+    if _is_json(line):
+        row = _row(line)
+        step = None if row is None else as_step(row["step"])
+        return None if row is None or step is None or step < 0 else (step, row["data"])
+    return step_of_line(line.decode(errors="replace")) if is_ended and b"step:" in line else None
 
 
-def _console_metric(part: str) -> Iterator[tuple[str, float]]:
-    name, _, written = part.rpartition(":")
-    value = VALUE.fullmatch(written.strip())
-    if name and value:
-        try:
-            yield name.strip(), float(value[1])
-        except ValueError:
-            return
+def step_alone(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a step, its time without that of its checkpoint and validation where that was in it."""
+    alone = dict(values)
+    step = number_or_nan(values.get("timing_s/step"))
+    room = step * (1 + ROUNDING) - _sum(values, [f"timing_s/{phase}" for phase in PHASES])
+    extra = 0.0
+    for name in NOT_OF_A_STEP:
+        seconds = _sum(values, [name])
+        if extra + seconds < min(room, step):
+            extra += seconds
+    if not extra:
+        return alone
+    for name in STEP_TIMES:
+        if number_or_nan(values.get(name)) > extra:
+            alone[name] = values[name] - extra
+    if number_or_nan(values.get("perf/throughput")) > 0:
+        alone["perf/throughput"] = values["perf/throughput"] * step / (step - extra)
+    return alone
+
+
+def _sum(values: Mapping[str, Any], names: Sequence[str]) -> float:
+    """Of the seconds that there are, each at least 0."""
+    seconds = (number_or_nan(values.get(name)) for name in names)
+    return sum(one for one in seconds if one > 0)
+
+
+def _logged(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Steps and values of a file, with a warning of lines that have values and were left out."""
+    without_step: list[int] = []
+    passed_over: list[int] = []
+    for number, (line, is_ended) in enumerate(read_lines(file), start=1):
+        read = logged(line, is_ended=is_ended)
+        if read is not None:
+            yield read
+        elif _is_json(_bare(line)):
+            without_step += [number] if _row(_bare(line)) else []
+        elif is_ended and b"step:" in line and seems_step(line.decode(errors="replace")):
+            passed_over.append(number)
+    if without_step:
+        warn_of_lines_without_step(file, count=len(without_step), first_line=without_step[0])
+    if passed_over:
+        log.warning(
+            "console_lines_passed_over",
+            path=str(file),
+            count=len(passed_over),
+            first_line=passed_over[0],
+            advice="they seem to be text with a step in it; if they are metrics, cut what is before step:",
+        )
+
+
+def _bare(line: bytes) -> bytes:
+    return line.removeprefix(BYTE_ORDER_MARK).lstrip()
+
+
+def _is_json(line: bytes) -> bool:
+    return line.startswith(b"{")
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of the file logger, whatever its step is."""
+    row = parse_line(line)
+    return {"step": None, **row} if row is not None and row.get("data") and isinstance(row["data"], dict) else None
 
 
 def _dumps(folder: Path | None) -> list[tuple[int, Path]]:

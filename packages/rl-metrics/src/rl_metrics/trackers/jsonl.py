@@ -3,17 +3,20 @@
 import bisect
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeGuard
+from typing import Any, SupportsIndex
 
 import msgspec
+import structlog
 
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
-from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, read_json_lines
+from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, parse_line, read_json_lines
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +69,14 @@ class StepHistograms:
 LATE = "late"
 """Marks a line whose metrics came after those of later steps."""
 
+RESERVED = frozenset({"step", "time", LATE})
+"""What a line says of itself; a metric of such a name is left out."""
+
 
 class JsonlTracker:
     """Writes `{"step": 1, "time": ..., "actor/entropy": ...}` lines; non-finite values are null.
+
+    Metrics named `step`, `time` and `late` are left out, with a warning: the line says these of itself.
 
     Generations are in a file of their own: `{"step": 1, "name": ..., "index": 0, "prompt_uid": ...}`, a line a sample,
     with whole texts. So are distributions: `{"step": 1, "time": ..., "histograms": {"distribution/reward": {...}}}`.
@@ -86,6 +94,7 @@ class JsonlTracker:
         self._beside: dict[str, JsonLinesWriter] = {}
         self._clock = clock
         self._is_closed = False
+        self._has_warned = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line.
@@ -93,8 +102,7 @@ class JsonlTracker:
         Raises:
             DataError: The step is no count of steps.
         """
-        values = {name: float(value) for name, value in metrics.items()}
-        self._writer.append({"step": _checked_step(step), "time": round(self._clock(), 3), **values})
+        self._append(step, metrics)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line that adds to the step's own, and replaces none.
@@ -102,8 +110,7 @@ class JsonlTracker:
         Raises:
             DataError: The step is no count of steps.
         """
-        values = {name: float(value) for name, value in metrics.items()}
-        self._writer.append({"step": _checked_step(step), "time": round(self._clock(), 3), LATE: True, **values})
+        self._append(step, metrics, **{LATE: True})
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Append one line for each sample.
@@ -138,6 +145,14 @@ class JsonlTracker:
         for file in self._beside.values():
             file.close()
 
+    def _append(self, step: int, metrics: Mapping[str, float], **place: bool) -> None:
+        values = {name: float(value) for name, value in metrics.items() if name not in RESERVED}
+        if len(values) < len(metrics) and not self._has_warned:
+            self._has_warned = True
+            names = sorted(RESERVED.intersection(metrics))
+            log.warning("reserved_metric_names", path=str(self._writer.path), left_out=names)
+        self._writer.append({"step": _checked_step(step), "time": round(self._clock(), 3), **place, **values})
+
     def _file_beside(self, name: str) -> JsonLinesWriter:
         path = self._writer.path.with_name(name)
         if self._is_closed:
@@ -147,9 +162,51 @@ class JsonlTracker:
         return self._beside[name]
 
 
-def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a value that was read can be a step: a whole number that int64 holds."""
-    return type(value) is int and -(2**63) <= value < 2**63
+def as_step(value: Any) -> int | None:
+    """The step that a value which was read stands for: a whole number that int64 holds, 3.0 too; None for others."""
+    if type(value) is not int:
+        if type(value) is not float or not value.is_integer():
+            return None
+        value = int(value)
+    return value if -(2**63) <= value < 2**63 else None
+
+
+def read_step_lines(
+    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The step of each line of a file, and what else the line has.
+
+    Lines that have something, but no step, are left out, with one warning.
+
+    Args:
+        path: A file of JsonlTracker.
+        decode: As in `read_json_lines`.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    decode = parse_line if decode is None else decode
+    number = num_bad = first_bad = 0
+
+    def numbered(line: bytes) -> dict[str, Any] | None:
+        nonlocal number
+        number += 1
+        return decode(line)
+
+    for row in read_json_lines(path, decode=numbered):
+        step = as_step(row.pop("step", None))
+        if step is not None:
+            yield step, row
+        elif row.keys() - RESERVED:
+            num_bad += 1
+            first_bad = first_bad or number
+    if num_bad:
+        warn_of_lines_without_step(path, count=num_bad, first_line=first_bad)
+
+
+def warn_of_lines_without_step(path: Path, *, count: int, first_line: int) -> None:
+    """Say that lines of a file have metrics, and no whole number as their step."""
+    log.warning("lines_without_step", path=str(path), count=count, first_line=first_line)
 
 
 def _checked_step(step: SupportsIndex) -> int:
@@ -174,11 +231,9 @@ def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
         with_replaced: True keeps the replaced lines, in the order of the file.
     """
     rows: list[MetricRow] = []
-    for line in read_json_lines(path):
+    for step, line in read_step_lines(path):
         is_late = line.pop(LATE, False) is True
-        row = _metric_row(line)
-        if row is None:
-            continue
+        row = _metric_row(step, line)
         if is_late:
             _add_late(rows, row, is_rising=not with_replaced)
             continue
@@ -199,8 +254,8 @@ def read_generations(path: Path, *, with_replaced: bool = False) -> list[Generat
         with_replaced: True keeps the replaced tables, in the order of the file.
     """
     tables: list[tuple[GenerationTable, list[GenerationSample]]] = []
-    for line in read_json_lines(path):
-        read = _generation_row(line)
+    for step, line in read_step_lines(path):
+        read = _generation_row(step, line)
         if read is None:
             continue
         index, row, sample = read
@@ -223,9 +278,9 @@ def read_histograms(path: Path, *, with_replaced: bool = False) -> list[StepHist
         with_replaced: True keeps the replaced lines, in the order of the file.
     """
     rows: list[StepHistograms] = []
-    for line in read_json_lines(path):
-        step, sketches = line.get("step"), line.get("histograms")
-        if not is_step(step) or not isinstance(sketches, dict):
+    for step, line in read_step_lines(path):
+        sketches = line.get("histograms")
+        if not isinstance(sketches, dict):
             continue
         while not with_replaced and rows and rows[-1].step >= step:
             rows.pop()
@@ -249,9 +304,9 @@ def _add_late(rows: list[MetricRow], late: MetricRow, *, is_rising: bool) -> Non
             rows[index] = replace(rows[index], metrics={**rows[index].metrics, **late.metrics})
 
 
-def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable, GenerationSample] | None:
-    step, index, name = line.get("step"), line.get("index"), line.get("name")
-    if type(step) is not int or type(index) is not int or not isinstance(name, str):
+def _generation_row(step: int, line: dict[str, Any]) -> tuple[int, GenerationTable, GenerationSample] | None:
+    index, name = line.get("index"), line.get("name")
+    if type(index) is not int or not isinstance(name, str):
         return None
     try:
         sample = GenerationSample.from_json(line)
@@ -260,9 +315,7 @@ def _generation_row(line: dict[str, Any]) -> tuple[int, GenerationTable, Generat
     return index, GenerationTable(step=step, name=name, time=number_or_nan(line.get("time")), samples=()), sample
 
 
-def _metric_row(line: dict[str, Any]) -> MetricRow | None:
-    step, written = line.pop("step", None), line.pop("time", None)
-    if not is_step(step):
-        return None
+def _metric_row(step: int, line: dict[str, Any]) -> MetricRow:
+    written = line.pop("time", None)
     metrics = {name: number_or_nan(value) for name, value in line.items()}
     return MetricRow(step=step, time=number_or_nan(written), metrics=metrics)

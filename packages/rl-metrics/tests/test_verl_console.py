@@ -1,0 +1,92 @@
+import pytest
+import structlog
+
+from rl_metrics.importers.verl import import_verl
+from rl_metrics.importers.verl_console import seems_step, step_of_line
+from rl_metrics.run_record import open_run
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("step:1 - actor/lr:1e-06", (1, {"actor/lr": 1e-06})),
+        ("step:12 - a/x:-0.5 - b:np.float64(0.25) - c:3", (12, {"a/x": -0.5, "b": 0.25, "c": 3.0})),
+        ("\x1b[36m(TaskRunner pid=1)\x1b[0m step:2 - a/x:1.0 ", (2, {"a/x": 1.0})),
+        (" \tstep:2 - a/x:1.0\r", (2, {"a/x": 1.0})),
+        (
+            "(TaskRunner pid=1, ip=10.0.0.1) step:2 - a/x:1.\x1b[32m [repeated 2x across cluster]\x1b[0m",
+            (2, {"a/x": 1.0}),
+        ),
+        ("(TaskRunner(n=2) pid=1) (pid=2) step:2 - a/x:1.0", (2, {"a/x": 1.0})),
+        ("2025-11-02 10:00:01,123 step:2 - a/x:1.0", (2, {"a/x": 1.0})),
+        ("[2025-11-02T10:00:01Z] step:2 - a/x:1.0", (2, {"a/x": 1.0})),
+        ("Steps:   5%|#   | 1/6 [00:45<03:45, 45.1s/it]step:2 - a/x:1.0", (2, {"a/x": 1.0})),
+        ("(main_task pid=7) Steps: 5%|#   | 1/6 [00:4\r10it [00:01, 9.9it/s]step:2 - a/x:1.0", (2, {"a/x": 1.0})),
+        ("step:2 - a/x:tensor(0.5000) - a/y:tensor(1.)", (2, {"a/x": 0.5, "a/y": 1.0})),
+        ("step:2 - a/x:tensor(-5e-1, device='cuda:0', dtype=torch.float64)", (2, {"a/x": -0.5})),
+        ("step:2 - a/x:tensor([0.5]) - a/y:tensor(0.5", None),
+        ("(TaskRunner pid=1) [response] my plan: step:0 - x/y:1", None),
+        ("(TaskRunner pid=1) the model: step:0 - a/x:1.0", None),
+        ('(TaskRunner pid=1) "step:0 - a/x:1.0"', None),
+        ("(TaskRunner pid=1) step:0 - x:1 - and / or:2", None),
+        (
+            "  5%|#   | 1/6 [00:45<03:45]\r(main_task pid=7) step:3 - val/test_score/x:y:0.104",
+            (3, {"val/test_score/x:y": 0.104}),
+        ),
+        ("step:1 - a:text - b/x:0.104", (1, {"b/x": 0.104})),
+        ("step:1 - a:1.0 and more", None),
+        ("a step:1 of many", None),
+        ("substep:1 - a:1", None),
+        ("step:x - a:1", None),
+    ],
+)
+def test_lines_of_a_console(line, read):
+    assert step_of_line(line) == read
+
+
+@pytest.mark.parametrize(
+    ("line", "seems"),
+    [
+        ("pod-1 | step:2 - a/x:1.0", True),
+        ("(TaskRunner pid=1) [response] step:0 - x/y:1", True),
+        ("[response] in step:2 - we add", False),
+        ("[response] step:0 - x:1", False),
+    ],
+)
+def test_what_seems_a_step_after_other_text(line, seems):
+    assert step_of_line(line) is None
+    assert seems_step(line) == seems
+
+
+def console(steps, before_last=""):
+    lines = [f"(TaskRunner pid=1) step:{step} - critic/score/mean:{step / 100} - actor/entropy:0.4" for step in steps]
+    return "\n".join([*lines[:-1], *([before_last] if before_last else []), lines[-1]]) + "\n"
+
+
+def test_a_response_that_looks_like_a_step_replaces_nothing(tmp_path):
+    log = tmp_path / "log.txt"
+    for response, expected in (
+        ("(TaskRunner pid=1) [response] my plan: step:0 - x:1", []),
+        ("(TaskRunner pid=1) step:0 - x:1", []),
+        ("(TaskRunner pid=1) [response] step:0 - x/y:1", [("console_lines_passed_over", 1, 100)]),
+    ):
+        log.write_text(console(range(1, 101), response))
+        with structlog.testing.capture_logs() as logs:
+            import_verl([log], tmp_path / "run")
+        assert open_run(tmp_path / "run").history.steps.tolist() == list(range(1, 101))
+        assert [(one["event"], one["count"], one["first_line"]) for one in logs] == expected
+
+
+def test_steps_that_begin_again_within_a_file_are_a_resumed_attempt_and_said(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(console([1, 2, 3, 4, 2, 3, 4, 5]))
+    with structlog.testing.capture_logs() as logs:
+        import_verl([log], tmp_path / "run")
+    assert open_run(tmp_path / "run").history.steps.tolist() == [1, 2, 3, 4, 5]
+    (warning,) = logs
+    assert (warning["event"], warning["file"]) == ("steps_begin_again", str(log))
+    assert (warning["step"], warning["after_step"]) == (2, 4)
+    log.write_text(console([2, 1] * 50))
+    with structlog.testing.capture_logs() as logs:
+        import_verl([log], tmp_path / "run")
+    assert [one["event"] for one in logs] == ["steps_begin_again"] * 10
