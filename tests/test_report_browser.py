@@ -190,6 +190,10 @@ def test_a_long_response(page, tmp_path):
     for color in ("version", "entropy", "advantage"):
         show(page, tmp_path / "a.html", f"view=rollouts&row=0&color={color}")
         page.wait(f"document.querySelectorAll('.token').length === {len(row.tokens)}")
+    page.run("document.querySelector('.tokens').focus()")
+    for key, place in (("Home", 0), ("PageDown", 50), ("PageDown", 100), ("PageUp", 50), ("End", len(row.tokens) - 1)):
+        page.press(key)
+        page.wait(f"document.querySelector('.token.current').dataset.place === '{place}'")
 
 
 def test_the_keyboard(page, runs):
@@ -208,6 +212,10 @@ def test_the_keyboard(page, runs):
     page.press("ArrowRight")
     page.wait("document.querySelector('.token.current').dataset.place === '1'")
     assert "token" in page.run("document.querySelector('dl[aria-live]').innerText")
+    page.press("End")
+    page.wait("document.querySelector('.token.current') === [...document.querySelectorAll('.token')].at(-1)")
+    page.press("Home")
+    page.wait("document.querySelector('.token.current').dataset.place === '0'")
 
 
 def test_the_selected_one_is_in_view(page, runs):
@@ -259,8 +267,7 @@ def test_worst_cases_lead_to_their_trajectories(page, runs):
     share = sum(row.reward < 0.5 or row.failure is not None for row in last) / len(last)
     assert label.endswith(f"Newest: first {100 * share:.3g} %.")
     page.run("[...document.querySelectorAll('tbody a')].find((a) => a.textContent === 'sums').click()")
-    listed = sum(row.source == "sums" and row.reward < 0.5 for row in rows)
-    page.wait(f"document.getElementById('found')?.textContent.startsWith('{listed} of')")
+    page.wait(f"document.getElementById('found')?.textContent.startsWith('{len(bad)} of')")
 
 
 def test_two_runs_beside_each_other(page, runs):

@@ -1,10 +1,12 @@
 """The report in a browser while its run goes on, or hangs."""
 
+import json
 import os
 
 from report_pages import READY, show
 
 from rl_async_trainer.hang_report import HangReport, RoleReport, Wait, write_hang_report
+from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.json_lines import JsonLinesWriter
 from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer
@@ -62,6 +64,66 @@ def test_what_a_reader_does_outlives_a_renewal(page, tmp_path):
         page.open("about:blank")
     finally:
         writer.close()
+        server.close()
+
+
+OPEN = "[...document.querySelectorAll('.finding')].map((one) => [one.dataset.key, one.open])"
+
+
+def test_what_is_open_and_what_has_the_focus_outlives_a_renewal(page, tmp_path):
+    InventedRun(steps=20, is_finished=False).write(tmp_path / "run")
+    steps = iter(range(21, 100))
+
+    def judge(step):
+        evidence = (Evidence(metric="actor/entropy", text="0.5"), Evidence(metric="critic/score/mean", text="0.1"))
+        findings = tuple(
+            Finding(rule=rule, side="task", severity="warning", what=f"{rule} is {step}", since_step=1, causes=("x",),
+                    advice=("y",), evidence=evidence) for rule in ("first", "second", "third")
+        )  # fmt: skip
+        verdict = Verdict(status="warning", step=step, checks=(), findings=findings)
+        (tmp_path / "run" / "health.json").write_text(json.dumps(verdict.to_json()))
+
+    def renew():
+        judge(step := next(steps))
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": 1.0, "critic/score/mean": 0.5}) + "\n")
+        page.wait(f"document.getElementById('verdicts').textContent.includes('step {step};')")
+
+    def keeps_the_focus(selector, told="textContent"):
+        """The element that has the focus is another one then, and says the same."""
+        page.run(f"(({selector}).focus(), document.activeElement.isBefore = true)")
+        before = page.run(f"[document.activeElement.localName, document.activeElement.{told}]")
+        assert before[0] != "body", selector
+        renew()
+        page.wait("document.activeElement !== document.body && document.activeElement.isBefore !== true")
+        assert page.run(f"[document.activeElement.localName, document.activeElement.{told}]") == before
+
+    judge(20)
+    server = ReportServer([tmp_path / "run"])
+    try:
+        page.open("about:blank")
+        page.open(server.url)
+        page.wait(READY)
+        page.wait("document.querySelectorAll('.finding').length > 1")
+        page.run("document.querySelectorAll('.finding').forEach((one) => { one.open = !one.open; })")
+        before = page.run(OPEN)
+        assert {is_open for _, is_open in before} == {True, False}
+        renew()
+        after = dict(page.run(OPEN))
+        assert [[key, after[key]] for key, _ in before] == before
+        keeps_the_focus("document.querySelectorAll('.finding summary')[1]", "dataset.key")
+        for selector in (
+            "document.querySelectorAll('nav a')[2]",
+            "document.querySelectorAll('.finding[open] a')[1]",
+        ):
+            keeps_the_focus(selector)
+        page.run("location.hash = 'view=validation'")
+        page.wait("document.querySelectorAll('tbody a').length > 3")
+        keeps_the_focus("document.querySelectorAll('tbody a')[2]", "hash")
+        keeps_the_focus("document.querySelector('select[aria-label=Order]')", "ariaLabel")
+        keeps_the_focus("document.querySelector('form button')")
+        page.open("about:blank")
+    finally:
         server.close()
 
 

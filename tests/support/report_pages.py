@@ -1,13 +1,15 @@
 """What tests of reports in a browser share."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from chromium import Page
 
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.report import write_report
+from rl_metrics.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_record import open_run
+from rl_metrics.trackers.jsonl import JsonlTracker
 
 READY = "document.documentElement.dataset.ready"
 
@@ -27,6 +29,27 @@ def show(page: Page, file: Path, hash_: str = "") -> None:
     page.open("about:blank")
     page.open(f"{file.as_uri()}#{hash_}")
     page.wait(READY)
+
+
+def write_run(
+    folder: Path, *, rows: Sequence[RolloutRow] = (), metrics: Sequence[Mapping[str, float]] = ({"loss": 0.5},)
+) -> None:
+    """A run with these trajectories, and these metrics of its steps from 1 on."""
+    folder.mkdir()
+    tracker = JsonlTracker(folder / "metrics.jsonl")
+    for step, of_step in enumerate(metrics, 1):
+        tracker.log(step, of_step)
+    tracker.close()
+    log = RolloutLog(folder / "rollouts.jsonl")
+    log.write(rows)
+    log.close()
+
+
+def report_of(folder: Path, *more: Path) -> Path:
+    """The report of runs, beside the first one's folder."""
+    file = folder.with_suffix(".html")
+    write_report([open_run(one) for one in (folder, *more)], file)
+    return file
 
 
 def rows_of(folder: Path) -> list[RolloutRow]:

@@ -38,6 +38,22 @@ def test_numbers_that_can_be_worked_out():
     assert histogram.quantile(0.8) == pytest.approx(1.0, rel=ACCURACY)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [[0.0, 1.0, 0.0, 1.0, 1.0], [7.3] * 5, [-0.3, 0.0, 0.0, -0.3], [0.1, 5.0, 5.0], [1e-12, 3.3, 3.3, 3.3]],
+)
+def test_quantiles_are_exact_where_the_sum_leaves_no_doubt(values):
+    quantiles = [of(*values).quantile(rank / (len(values) - 1) + 1e-9 * (rank + 1 < len(values)))
+                 for rank in range(len(values))]  # fmt: skip
+    assert quantiles == sorted(values)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=30), st.floats(0, 1))
+def test_quantiles_lie_between_the_least_and_the_largest_value(values, q):
+    assert min(values) <= of(*values).quantile(q) <= max(values)
+    assert of(*values[:1] * 5).quantile(q) == values[0]
+
+
 def test_the_json_is_compact_and_exact():
     assert of(1.0, 1.0, -0.5, 0.0, math.nan).to_json() == {
         "accuracy": 0.02,

@@ -66,10 +66,28 @@ def test_the_rounding_is_to_the_nearest():
     ]
 
 
-def test_what_is_not_finite_is_unknown():
-    values = unpack(pack({}, {"a": ("f32", [math.nan, math.inf, -math.inf, 1e300, 3.4e38])}))[1]["a"]
-    assert np.isnan(values[:4]).all()
-    assert values[4] == pytest.approx(3.4e38, rel=1e-4) or math.isnan(values[4])
+@pytest.mark.parametrize("kind", [[], [2.0**24 + 1], [1e300]])
+def test_what_is_not_finite_is_unknown(kind):
+    values = unpack(pack({}, {"a": ("f32", [math.nan, math.inf, -math.inf, *kind])}))[1]["a"]
+    assert np.isnan(values[:3]).all()
+    assert values[3:].tolist() == kind
+
+
+@given(st.lists(st.integers(-(2**53), 2**53) | st.floats(allow_infinity=False)))
+def test_whole_numbers_stay_as_they_are_beside_others(values):
+    near = unpack(pack({}, {"a": ("f32", values)}))[1]["a"].tolist()
+    assert [kept for kept, value in zip(near, values, strict=True) if isinstance(value, int)] == [
+        value for value in values if isinstance(value, int)
+    ]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.floats(8000, 9000), min_size=2))
+def test_the_rounding_keeps_the_order(values):
+    assert (np.diff(rounded(np.array(sorted(values)))) >= 0).all()
+
+
+def test_what_float32_holds_takes_no_more():
+    assert len(gzip.decompress(pack({}, {"a": ("f32", [0.1] * 1000 + [2.0**24])}))) < 4100
 
 
 def test_the_same_input_gives_the_same_bytes():

@@ -48,6 +48,8 @@ def test_the_manifest_ends_no_script():
 
 def test_names_of_runs_differ():
     assert run_names(["a", "b", "a"]) == ["a (1)", "b", "a (2)"]
+    assert run_names(["run", "run", "run (1)"]) == ["run (2)", "run (3)", "run (1)"]
+    assert run_names(["a", "a", "a (1)", "a (1)"]) == ["a (2)", "a (3)", "a (1) (1)", "a (1) (2)"]
 
 
 @pytest.mark.parametrize("name", OWN)

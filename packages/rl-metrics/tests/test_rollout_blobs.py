@@ -112,7 +112,9 @@ def test_none_at_all(tmp_path):
 
 def test_names_for_filters_are_cut_and_texts_are_not(tmp_path):
     header, _, ((texts, _, _),) = packed([row(failure="f" * 5000)], tmp_path)
-    assert header["names"]["failure"] == ["", "f" * 200]
+    (_, failure) = header["names"]["failure"]
+    assert failure.startswith("f" * 200 + "…")
+    assert len(failure) < 220
     assert texts[0][7] == "f" * 5000
 
 
@@ -165,3 +167,17 @@ def test_very_many_parts_of_rewards(tmp_path):
     assert header["parts"] == [f"part {n}" for n in range(16)]
     assert len(texts[0][8]) == 100
     assert "part16" not in index
+
+
+def test_long_names_that_begin_alike_are_told_apart(tmp_path):
+    names = ["same " * 60 + end for end in ("one", "two", "one", "\ud800")]
+    rows = [row(problem=name, components={name: 1.0}) for name in names]
+    header, index, _ = packed(rows, tmp_path)
+    assert index["problem"].tolist() == [0, 1, 0, 2]
+    assert len(set(header["names"]["problem"])) == len(set(header["parts"])) == 3
+    assert max(map(len, header["names"]["problem"])) < 220
+
+
+def test_whole_numbers_are_kept_as_they_are(tmp_path):
+    _, index, _ = packed([row(reward=reward) for reward in (123462.0, math.nan, 2.0**24 + 1)], tmp_path)
+    np.testing.assert_array_equal(index["reward"], [123462.0, math.nan, 2.0**24 + 1])

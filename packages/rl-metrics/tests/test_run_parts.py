@@ -38,6 +38,16 @@ def test_the_runs_own_verdict_wins(folder):
     assert described == {**written, "checks": [{**check, "finding": finding}]}
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_verdict_of_another_step_is_made_anew(folder, step):
+    """Of before the newest steps, or of one that a resume took back."""
+    check = {"rule": "kl", "side": "convergence", "title": "KL", "status": "critical", "reading": "9"}
+    written = {"status": "critical", "step": step, "checks": [check], "findings": []}
+    (folder / "health.json").write_text(json.dumps(written))
+    verdict = read_verdict(open_run(folder))
+    assert (verdict.step, verdict.status) == (3, "unknown")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"status": "great"}', b"\xff", b"[" * 100_000, b'{"step": 1e999}']
 )

@@ -129,6 +129,9 @@ class Histogram:
     def quantile(self, q: float) -> float:
         """The value of rank q * (count - 1), to 2 %; NaN without values.
 
+        It is exact where the sum tells that a bucket holds nothing but the least or the largest value, as of rewards
+        that are 0 or 1.
+
         Args:
             q: From 0, the least value, to 1, the largest; both are exact.
 
@@ -139,11 +142,11 @@ class Histogram:
             raise DataError(f"a quantile must be from 0 to 1; found {q}.")
         if not self.count or q in (0, 1):
             return self.max if q == 1 else self.min
-        lows, highs, counts = self._buckets()
+        lows, highs, counts = self._narrowed(self._buckets())
         found = int(np.searchsorted(np.cumsum(counts), math.floor(q * (self.count - 1)), side="right"))
         low, high = float(lows[found]), float(highs[found])
         # Of a bucket's values this one is nearest to all of them, relatively; low + high may be beyond floats.
-        value = low / (low / 2 + high / 2) * high if low else 0.0
+        value = low / (low / 2 + high / 2) * high if low < high and low else low
         return min(max(value, self._min), self._max)
 
     def bins(self, limit: int = 30) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -241,6 +244,25 @@ class Histogram:
     def _check_room(self, num_more: int) -> None:
         if self.count + num_more > MAX_COUNT:
             raise DataError(f"a histogram can hold {MAX_COUNT} values; found {self.count + num_more}. Begin another.")
+
+    def _narrowed(self, buckets: _Buckets) -> _Buckets:
+        """The buckets, those of the least and of the largest value with their only value where they have but one."""
+        lows, highs, counts = buckets
+        if counts[0] == 1:
+            lows[0] = highs[0] = self._min
+        if counts[-1] == 1:
+            lows[-1] = highs[-1] = self._max
+        (wide,) = np.nonzero(lows < highs)
+        if len(wide) != 1:
+            return buckets
+        place = int(wide[0])
+        others = [int(count) * Fraction(low) for low, count in zip(lows.tolist(), counts.tolist(), strict=True)]
+        rest = _exact(self._sum) - sum(others) + others[place]
+        if place == 0 and rest == int(counts[0]) * Fraction(self._min):
+            lows[0] = highs[0] = self._min
+        if place == len(counts) - 1 and rest == int(counts[-1]) * Fraction(self._max):
+            lows[-1] = highs[-1] = self._max
+        return buckets
 
     def _buckets(self) -> _Buckets:
         rows = [(-_high(key), -_high(key - 1), count) for key, count in reversed(list(_filled(self._negative)))]

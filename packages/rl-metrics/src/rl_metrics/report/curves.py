@@ -19,7 +19,7 @@ Columns = dict[str, tuple[Kind, NDArray[Any]]]
 def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
     """What is known of each metric, by chapter, and its columns: `x{i}` are steps, `y{i}` values.
 
-    A metric without any finite value is left out.
+    A metric without any finite value is left out: `never_finite` has those.
     """
     described: list[dict[str, Any]] = []
     columns: Columns = {}
@@ -40,6 +40,15 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
         columns[f"x{number}"] = ("i32", steps)
         columns[f"y{number}"] = ("f32", values)
     return described, columns
+
+
+def never_finite(history: History) -> list[dict[str, Any]]:
+    """What is known of each metric that was written, but never as a finite number."""
+    return [
+        {"name": name, "chapter": chapter_of(name), "is_thinned": False, **meaning_of(name)}
+        for name in history.values
+        if not len(_known(history, name)[0])
+    ]
 
 
 def thin(steps: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool]:

@@ -10,10 +10,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Kind = Literal["f32", "f64", "i32", "u8"]
-"""Of a column: "f32" keeps about 4 significant digits; what "i32" cannot hold becomes the nearest that it can."""
+"""Of a column: "f32" keeps whole numbers, and about 4 significant digits of others; where some are too large for it,
+the column is packed as "f64". What "i32" cannot hold becomes the nearest that it can."""
 
 KEPT_BITS = 13
 """Of a float32's 23 bits behind the leading one: an error of 2**-14 at most, and two of four bytes that compress."""
+
+LEAST_WHOLE = 2.0**13
+"""From here on numbers are rounded to whole ones, which `KEPT_BITS` would not hold all."""
+
+MOST_WHOLE = 2.0**24
+"""Up to here a float32 holds all whole numbers."""
 
 LEVEL = 6
 
@@ -39,8 +46,9 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[Kind, ArrayLike]
     parts: list[bytes] = []
     for name, (kind, values) in columns.items():
         numbers = _numbers(kind, values)
-        places.append({"name": name, "kind": kind, "count": len(numbers)})
-        parts.append(numbers.view(np.uint8).reshape(len(numbers), DTYPES[kind].itemsize).T.tobytes())
+        kept = "f64" if numbers.dtype == DTYPES["f64"] else kind
+        places.append({"name": name, "kind": kept, "count": len(numbers)})
+        parts.append(numbers.view(np.uint8).reshape(len(numbers), numbers.dtype.itemsize).T.tobytes())
     text = json.dumps({"header": _finite(header), "columns": places}, allow_nan=False, separators=(",", ":")).encode()
     return gzip.compress(b"".join((struct.pack("<I", len(text)), text, *parts)), LEVEL, mtime=0)
 
@@ -59,20 +67,26 @@ def unpack(packed: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     return described["header"], columns
 
 
-def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The nearest values with `KEPT_BITS`; what is not finite is NaN."""
+def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The nearest values with `KEPT_BITS`, or, from `LEAST_WHOLE` on, whole ones; what is not finite is NaN.
+
+    No two values change their order. `asKept` of assets/packed.js does the same.
+    """
     cut = 23 - KEPT_BITS
-    bits = np.ascontiguousarray(values).view(np.uint32)
+    is_small = np.abs(values) < LEAST_WHOLE
+    bits = np.where(is_small, values, 0.0).astype(np.float32).view(np.uint32)
     near = ((bits + np.uint32(1 << (cut - 1))) & np.uint32(~((1 << cut) - 1) & 0xFFFFFFFF)).view(np.float32)
-    return np.where(np.isfinite(values) & np.isfinite(near), near, np.float32(np.nan)).astype(np.float32)
+    whole = np.rint(np.where(np.isfinite(values), values, np.nan))
+    return np.where(is_small, near.astype(np.float64), whole)
 
 
 def _numbers(kind: Kind, values: ArrayLike) -> NDArray[Any]:
     if kind not in get_args(Kind):
         raise ValueError(f"a column's kind must be one of {', '.join(get_args(Kind))}; found {kind!r}.")
     if kind == "f32":
-        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and so unknown
-            return rounded(np.asarray(values, np.float64).astype(DTYPES[kind]))
+        near = rounded(np.asarray(values, np.float64))
+        is_large = bool((np.abs(near) > MOST_WHOLE).any())
+        return np.ascontiguousarray(near, DTYPES["f64" if is_large else "f32"])
     if kind == "f64":
         return np.ascontiguousarray(values, DTYPES[kind])
     limits = np.iinfo(DTYPES[kind])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from itertools import count
 from typing import Any
 
 STYLES = ("uPlot.min.css", "base.css", "charts.css", "viewer.css")
@@ -80,10 +81,13 @@ def page_tail(manifest: Mapping[str, Any] | None) -> bytes:
 
 def run_names(names: Sequence[str]) -> list[str]:
     """Names that differ, for runs whose folders may be called the same."""
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
-        for index, name in enumerate(names)
-    ]
+    taken, found = set(names), []
+    for name in names:
+        if names.count(name) > 1:
+            name = next(one for number in count(1) if (one := f"{name} ({number})") not in taken)
+            taken.add(name)
+        found.append(name)
+    return found
 
 
 def visible(text: str) -> str:

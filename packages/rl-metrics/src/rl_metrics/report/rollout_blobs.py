@@ -3,6 +3,7 @@
 import math
 from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ CHUNK_CHARACTERS = 1 << 21
 
 NAME_CHARACTERS = 200
 """Of names by which trajectories are filtered, such as why a session failed; the trajectory itself shows it whole."""
+
+UNNAMED = "(none)"
+"""A source or finish without a name."""
 
 MAX_PARTS = 16
 """Parts of rewards by which trajectories are filtered, the first ones; the trajectory itself shows all."""
@@ -60,7 +64,7 @@ class _Names:
     codes: dict[str, int] = field(default_factory=dict)
 
     def code(self, name: str) -> int:
-        return self.codes.setdefault(name[:NAME_CHARACTERS], len(self.codes))
+        return self.codes.setdefault(_short(name), len(self.codes))
 
 
 @dataclass(slots=True)
@@ -167,9 +171,9 @@ class RolloutPacker:
         ):
             self._index[name].append(value)
         for name, text in (
-            ("source", row.source),
+            ("source", row.source or UNNAMED),
             ("problem", row.problem or row.prompt_uid),
-            ("finish", row.finish),
+            ("finish", row.finish or UNNAMED),
             ("failure", row.failure or ""),
         ):
             self._index[name].append(self._names[name].code(text))
@@ -204,9 +208,9 @@ class RolloutPacker:
 
     def _add_parts(self, row: RolloutRow) -> None:
         for name in row.components:
-            if len(self._parts) < MAX_PARTS and name[:NAME_CHARACTERS] not in self._parts:
-                self._parts[name[:NAME_CHARACTERS]] = array("d", (math.nan,) * self._count)
-        known = {name[:NAME_CHARACTERS]: value for name, value in row.components.items()}
+            if len(self._parts) < MAX_PARTS and _short(name) not in self._parts:
+                self._parts[_short(name)] = array("d", (math.nan,) * self._count)
+        known = {_short(name): value for name, value in row.components.items()}
         for name, values in self._parts.items():
             values.append(known.get(name, math.nan))
 
@@ -225,6 +229,13 @@ class RolloutPacker:
                 }
             )
             self._chunk = _Chunk()
+
+
+def _short(name: str) -> str:
+    """The name; of a long one its beginning, and a digest, so that it is no other's."""
+    if len(name) <= NAME_CHARACTERS:
+        return name
+    return f"{name[:NAME_CHARACTERS]}… {blake2b(name.encode(errors='surrogatepass'), digest_size=6).hexdigest()}"
 
 
 def _told_apart(prompts: list[str]) -> list[str]:

@@ -30,9 +30,14 @@ MAX_CANDIDATES = 8
 
 
 def read_verdict(run: RunRecord) -> Verdict:
-    """The verdict that the run wrote, as its own thresholds may differ; else what the rules say of its metrics."""
+    """The verdict that the run wrote of its newest step, as its rules may be its own; else what ours say of it.
+
+    Another is of before the newest steps, or of later ones that a resume from an older checkpoint took back.
+    """
     with suppress(DataError):
-        return Verdict.from_json(run.health)
+        written = Verdict.from_json(run.health)
+        if not len(run.history.steps) or written.step == run.history.steps[-1]:
+            return written
     return judge_run(run)
 
 

@@ -13,7 +13,7 @@ from rl_core.durable_files import sync_file, sync_folder
 from rl_core.errors import SettingsError
 from rl_metrics.output_file import check_output
 from rl_metrics.report.blobs import BlobSink, PageBlobs
-from rl_metrics.report.curves import pack_curves
+from rl_metrics.report.curves import never_finite, pack_curves
 from rl_metrics.report.generation_blobs import pack_generations
 from rl_metrics.report.hang_part import describe_hang
 from rl_metrics.report.packing import pack
@@ -105,10 +105,11 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "folder": str(run.folder),
         "step": int(history.steps[-1]) if len(history.steps) else 0,
         "steps": int((history.steps > 0).sum()),  # at step 0 only validation ran
+        "num_rows": len(history.steps),
         "times": [float(history.times[0]), float(history.times[-1])] if len(history.times) else [None, None],
         "is_finished": run.is_finished,
         "verdict": describe_verdict(read_verdict(run)),
-        "curves": curves,
+        "curves": [*curves, *never_finite(history)],  # these have no columns
         "distributions": distributions,
         "probes": probes,
         "events": notable_events(run),

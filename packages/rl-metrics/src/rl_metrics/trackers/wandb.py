@@ -38,8 +38,8 @@ class WandbTracker:
     """Logs rows and tables to one run of wandb, at the trainer's steps.
 
     The run's id lies in the run's folder, so that a resumed run goes on with it. Offline, each attempt is a folder of
-    its own under `wandb/`, all with this id; nothing reaches the network, and `wandb sync` sends them later. wandb keeps
-    the newest 32 KiB or so of an attempt in memory, and a process that is killed at once loses them.
+    its own under `wandb/`, all with this id; nothing reaches the network, and `wandb sync` sends them later. The newest
+    32 KiB or so of an attempt are in memory alone, and a process that is killed at once loses them.
     """
 
     def __init__(

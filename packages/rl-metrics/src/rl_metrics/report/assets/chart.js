@@ -37,13 +37,51 @@ const resized = new ResizeObserver((entries) => {
 
 /** A figure whose chart `draw(place, width)` makes when it is seen. `label` tells what it shows without eyes. */
 function chartCard(title, note, label, draw) {
-  const place = make("div", { class: "chart", role: "img", "aria-label": visible(label) });
+  const place = make("div", {
+    class: "chart", "data-key": title, role: "group", "aria-label": visible(label), tabindex: "0",
+    "aria-keyshortcuts": "ArrowLeft ArrowRight Escape", onkeydown: onChartKey, onblur: onChartBlur,
+  });
   const figure = make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note), place);
   place.card = { title, place, draw, chart: null };
   cards.add(place.card);
   inView.observe(place);
   resized.observe(place);
   return figure;
+}
+
+/** A figure that has nothing to draw. */
+function plainCard(title, note) {
+  return make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note));
+}
+
+/** Left and right move the cursor by a step; escape shows all steps, in all charts, as a double click does. */
+function onChartKey(event) {
+  const { chart } = event.currentTarget.card;
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!chart || event.target !== event.currentTarget || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.key === "Escape") for (const card of cards) showAllSteps(card);
+  if (!by) return;
+  event.preventDefault();
+  legendOf(chart).setAttribute("aria-live", "polite"); // only what keys bring under the cursor is told
+  const [first, last] = chart.series[0].idxs;
+  const place = Math.min(Math.max((chart.cursor.idx ?? last + 1) + by, first), last);
+  chart.setCursor({ left: chart.valToPos(chart.data[0][place], "x"), top: chart.over.clientHeight / 2 });
+}
+
+function onChartBlur({ currentTarget }) {
+  const { chart } = currentTarget.card;
+  legendOf(chart)?.removeAttribute("aria-live");
+  chart?.setCursor({ left: -10, top: -10 });
+}
+
+function legendOf(chart) {
+  return chart?.root.querySelector(".u-legend");
+}
+
+function showAllSteps({ title, chart }) {
+  zooms.delete(title);
+  const steps = chart?.data[0];
+  if (steps?.length) chart.setScale("x", { min: steps[0], max: steps[steps.length - 1] });
 }
 
 function drawCard(card) {
@@ -111,7 +149,10 @@ function stepChart(place, width, data, series, more = {}) {
         { ...axis, size: tickRoom, values: (_, ticks) => ticks.map(number) },
       ],
       series: [{ label: "step" }, ...series.map((one) => seriesOf(one, data[0].length))],
-      hooks: { ready: [tellNewest], setCursor: [tellNewest], drawClear: band ? [(chart) => drawBand(chart, band)] : [] },
+      hooks: {
+        ready: [tellNewest, makeSwitches], setCursor: [tellNewest], setSeries: [tellShown],
+        drawClear: band ? [(chart) => drawBand(chart, band)] : [],
+      },
     },
     data,
     place,
@@ -123,6 +164,28 @@ function tellNewest(chart) {
   if (Number.isInteger(chart.cursor.idx)) return;
   const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
   chart.setLegend({ idxs: chart.data.map((values) => values.findLastIndex(isKnown)) }, false);
+}
+
+/** The names of a legend hide and show their curves, also by keyboard. */
+function makeSwitches(chart) {
+  for (const name of switches(chart)) {
+    name.setAttribute("role", "button");
+    name.tabIndex = 0;
+    name.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      name.click();
+    });
+  }
+  tellShown(chart);
+}
+
+function switches(chart) {
+  return [...legendOf(chart).querySelectorAll(".u-label")].slice(1); // the first is the step's
+}
+
+function tellShown(chart) {
+  switches(chart).forEach((name, place) => name.setAttribute("aria-pressed", String(chart.series[place + 1].show)));
 }
 
 /** Room for the longest label of an axis. */

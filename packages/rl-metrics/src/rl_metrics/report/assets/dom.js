@@ -13,6 +13,12 @@ function make(tag, properties = {}, ...children) {
   return node;
 }
 
+/** Something to fold. By the key it, and its summary, are known when the page is renewed. */
+function foldable(key, isOpen, name, summary, ...children) {
+  const head = make("summary", { "data-key": key }, summary);
+  return make("details", { "data-key": key, class: name, open: isOpen }, head, children);
+}
+
 function asNode(child) {
   return child instanceof Node ? child : document.createTextNode(visible(String(child)));
 }
@@ -26,6 +32,7 @@ function makeSelect(label, options, value, onchange) {
   const select = make("select", { "aria-label": label, onchange: () => onchange(select.value) });
   for (const [key, text] of options) select.append(make("option", { value: key }, text));
   select.value = value;
+  if (select.selectedIndex < 0) select.selectedIndex = 0;
   return select;
 }
 

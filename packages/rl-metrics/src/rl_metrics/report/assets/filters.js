@@ -12,22 +12,29 @@ const SORTS = {
   stale: ["stalest first", "staleness", -1],
 };
 
-const FILTERS = ["s0", "s1", "r0", "r1", "part", "p0", "p1", "source", "finish", "failure", "problem", "sort", "q"];
+const WORST = {
+  "": "all",
+  any: `failed or below ${BAD_BELOW}`,
+  part: `those, with that part below ${BAD_BELOW}`,
+};
+
+const FILTERS = ["s0", "s1", "r0", "r1", "worst", "part", "p0", "p1", "source", "finish", "failure", "problem", "sort", "q"];
 
 /** Rows that the filters of the URL let through, without the search of texts. */
 function matchingRows(trajectories) {
   const { step, reward, source, finish, failure, problem } = trajectories.columns;
   const code = (kind) => (viewState.get(kind) === "" ? null : trajectories.names[kind].indexOf(viewState.get(kind)));
   const [firstStep, lastStep] = [viewState.number("s0", -Infinity), viewState.number("s1", Infinity)];
-  const [low, high] = [viewState.number("r0", -Infinity), viewState.number("r1", Infinity)];
-  const isAnyReward = low === -Infinity && high === Infinity;
+  const inReward = viewState.range("r0", "r1");
+  const isWorst = worstFilter(trajectories);
   const [ofSource, ofFinish, failed] = [code("source"), code("finish"), failureFilter(trajectories)];
   const problems = problemFilter(trajectories);
   const inPart = partFilter(trajectories);
   const rows = [];
   for (let row = 0; row < trajectories.count; row++) {
     if (step[row] < firstStep || step[row] > lastStep) continue;
-    if (!isAnyReward && !(reward[row] >= low && reward[row] <= high)) continue;
+    if (inReward && !inReward(reward[row])) continue;
+    if (isWorst && !isWorst(row)) continue;
     if (inPart && !inPart(row)) continue;
     if (ofSource !== null && source[row] !== ofSource) continue;
     if (ofFinish !== null && finish[row] !== ofFinish) continue;
@@ -47,22 +54,33 @@ function failureFilter(trajectories) {
   return (code) => code === of;
 }
 
+/** Whether it failed or scored low, and, where asked for, the part of the reward that is looked at is low too. */
+function worstFilter(trajectories) {
+  const wanted = viewState.key("worst", WORST);
+  if (wanted === "") return null;
+  const values = wanted === "part" ? trajectories.part(viewState.get("part")) : undefined;
+  return (row) => trajectories.isBad(row) && (!values || values[row] < BAD_BELOW);
+}
+
 /** Whether a part of the reward is in the range that is looked for. */
 function partFilter(trajectories) {
   const values = trajectories.part(viewState.get("part"));
-  const [low, high] = [viewState.number("p0", -Infinity), viewState.number("p1", Infinity)];
-  if (!values || (low === -Infinity && high === Infinity)) return null;
-  return (row) => values[row] >= low && values[row] <= high;
+  const isIn = viewState.range("p0", "p1");
+  return values && isIn ? (row) => isIn(values[row]) : null;
 }
 
-/** By code of a problem, whether its name has the text that is looked for. */
+/** By code of a problem, whether its name has the text that is looked for, or, behind "=", is it. */
 function problemFilter(trajectories) {
-  const text = viewState.get("problem").toLowerCase();
-  return text === "" ? null : trajectories.names.problem.map((name) => name.toLowerCase().includes(text));
+  const wanted = viewState.get("problem");
+  const { problem } = trajectories.names;
+  if (wanted === "") return null;
+  if (wanted.startsWith("=")) return problem.map((name) => name === wanted.slice(1));
+  const text = wanted.toLowerCase();
+  return problem.map((name) => name.toLowerCase().includes(text));
 }
 
 function sortedRows(trajectories, rows) {
-  const [, name, direction] = SORTS[viewState.get("sort")] ?? SORTS[""];
+  const [, name, direction] = SORTS[viewState.key("sort", SORTS)];
   if (!name) return rows;
   const values = trajectories.columns[name];
   const worth = (row) => (Number.isNaN(values[row]) ? Infinity : direction * values[row]);
@@ -85,29 +103,35 @@ function filterForm(runs, trajectories, changed) {
   };
   const field = (name, properties) => stateInput(name, properties, set(name));
   const choice = (name, label, all) => {
-    const options = all.map((value) => [value, snippet(value, 60)]);
-    return labelled(label, makeSelect(label, [["", name === "part" ? "none" : "all"], ...options], viewState.get(name), set(name)));
+    const wanted = viewState.get(name);
+    const known = wanted === "" || all.includes(wanted) ? all : [...all, wanted];
+    const options = known.map((value) => [value, snippet(value, 60)]);
+    return labelled(label, makeSelect(label, [["", name === "part" ? "none" : "all"], ...options], wanted, set(name)));
   };
   const { source, finish, failure } = trajectories.names;
   const failures = [["", "all"], ["none", "not failed"], ["any", "failed"]];
   for (const why of failure.slice(1, 100)) failures.push([`=${why}`, snippet(why, 60)]);
+  const wantedFailure = viewState.get("failure");
+  if (!failures.some(([key]) => key === wantedFailure)) failures.push([wantedFailure, snippet(wantedFailure.replace(/^=/, ""), 60)]);
   const range = (first, last, label, step) =>
     labelled(label, make("span", { class: "range" },
       field(first, { type: "number", step, "aria-label": `${label} from` }), "–",
       field(last, { type: "number", step, "aria-label": `${label} to` })));
+  const worsts = Object.entries(WORST).filter(([key]) => key !== "part" || trajectories.parts.length);
   const sorts = Object.entries(SORTS).map(([key, [text]]) => [key, text]);
   return make(
     "form",
     { class: "filters", role: "search", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
-    runs.length > 1 ? runChoice(runs) : null,
+    runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.trajectories === trajectories)) : null,
     labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
     range("s0", "s1", "Steps", 1),
     range("r0", "r1", "Reward", "any"),
+    labelled("Worst cases", makeSelect("Worst cases", worsts, viewState.get("worst"), set("worst"))),
     trajectories.parts.length ? choice("part", "Part of the reward", trajectories.parts) : null,
     trajectories.parts.length ? range("p0", "p1", "That part", "any") : null,
     source.length > 1 ? choice("source", "Source", source) : null,
     finish.length > 1 ? choice("finish", "Finish", finish) : null,
-    failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, viewState.get("failure"), set("failure"))) : null,
+    failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, wantedFailure, set("failure"))) : null,
     labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
     labelled("Order", makeSelect("Order", sorts, viewState.get("sort"), set("sort"))),
     make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "" }, { isStep: true }) }, "Clear"),
@@ -118,8 +142,8 @@ function noFilters() {
   return Object.fromEntries(FILTERS.map((name) => [name, ""]));
 }
 
-function runChoice(runs) {
+function runChoice(runs, chosen) {
   const options = runs.map(({ header }, place) => [String(place), header.name]);
   const select = (value) => viewState.set({ run: value, row: "" }, { isStep: true });
-  return labelled("Run", makeSelect("Run", options, viewState.get("run", "0"), select));
+  return labelled("Run", makeSelect("Run", options, String(chosen), select));
 }

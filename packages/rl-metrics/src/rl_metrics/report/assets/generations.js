@@ -34,14 +34,13 @@ function matchingSamples(generations) {
   const chosen = viewState.get("vproblem") === "" ? chosenValidation(generations) : "all";
   const code = (kind, name) => (viewState.get(name) === "" ? null : generations.names[kind].indexOf(viewState.get(name)));
   const [ofTable, ofProblem] = [code("table", "vtable"), code("problem", "vproblem")];
-  const [low, high] = [viewState.number("v0", -Infinity), viewState.number("v1", Infinity)];
-  const isAnyScore = low === -Infinity && high === Infinity;
+  const inScore = viewState.range("v0", "v1");
   const rows = [...Array(generations.count).keys()].filter(
     (row) =>
       (chosen === "all" || step[row] === chosen) &&
       (ofTable === null || table[row] === ofTable) &&
       (ofProblem === null || problem[row] === ofProblem) &&
-      (isAnyScore || (score[row] >= low && score[row] <= high)),
+      (!inScore || inScore(score[row])),
   );
   const worth = (row) => (Number.isNaN(score[row]) ? Infinity : score[row]);
   const orders = {
@@ -49,6 +48,6 @@ function matchingSamples(generations) {
     best: (one, other) => worth(other) - worth(one),
     problem: (one, other) => problem[one] - problem[other],
   };
-  const order = orders[viewState.get("vsort")];
+  const order = orders[viewState.key("vsort", orders)];
   return order ? rows.sort((one, other) => order(one, other) || one - other) : rows;
 }

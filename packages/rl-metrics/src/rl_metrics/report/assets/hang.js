@@ -20,22 +20,21 @@ function hangSection({ header }, isOneOfMany) {
     ["queue", hang.queue.map(([what, count]) => `${what} ${number(count)}`).join(", ") || "–"],
   ];
   const causes = hang.causes.length ? [make("h5", {}, "Where the waits end"), make("ol", {}, hang.causes.map((cause) => make("li", {}, cause)))] : [];
-  return make(
-    "details",
-    { class: hang.is_over ? "hang over" : "hang", open: !hang.is_over },
-    make("summary", {}, statusBadge(hang.is_over ? "warning" : "critical"), make("strong", {}, title)),
+  return foldable(
+    title, !hang.is_over, hang.is_over ? "hang over" : "hang",
+    [statusBadge(hang.is_over ? "warning" : "critical"), make("strong", {}, title)],
     make("p", { class: "verdict" }, hang.verdict),
     causes,
     make("dl", { class: "facts" }, factNodes(facts)),
-    hang.roles.length ? makeTable("Roles", ["role", "state", ["for", "number"], ["waits for", "long"], "holds", ["stands in", "long"]], hang.roles.map(roleLine)) : null,
+    hang.roles.length ? makeTable("Roles", ["role", "state", ["for", "number"], ["waits for", "long"], "holds", ["stands in", "long"]], hang.roles.map((role) => roleLine(role, header.name))) : null,
     hang.groups.length ? makeTable("Groups that are not done, the oldest first", ["group", "state", ["age", "number"], ["attempt", "number"], "missing sessions", "holder"], hang.groups.map(groupLine)) : null,
   );
 }
 
-function roleLine({ name, state, since_s: since, is_answering: isAnswering, waits, leases, counts, where, stack }) {
+function roleLine({ name, state, since_s: since, is_answering: isAnswering, waits, leases, counts, where, stack }, run) {
   const waiting = waits.map(({ what, on, since_s: waited }) => make("div", {}, `${what} on ${on}, for ${seconds(waited)}`));
   const holds = [leases.length ? plural(leases.length, "group") : "", ...counts.map(([what, count]) => `${what} ${number(count)}`)];
-  const full = make("details", {}, make("summary", {}, where[0] ?? "stack"), make("pre", { class: "text" }, stack));
+  const full = foldable(`stack of ${name}, ${run}`, false, null, where[0] ?? "stack", make("pre", { class: "text" }, stack));
   return [
     name, make("span", { class: isAnswering ? null : "failure" }, isAnswering ? state : `${state}, does not answer`),
     seconds(since), waiting.length ? waiting : "–", holds.filter(Boolean).join(", ") || "–", stack ? full : "–",

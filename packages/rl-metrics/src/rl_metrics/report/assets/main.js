@@ -55,8 +55,7 @@ function showPage({ isRenewed = false } = {}) {
   } else if (page.view !== view || isRenewed || view.id !== "curves") {
     page.view = view;
     main.className = `view-${view.id}`;
-    if (isRenewed) keepingPlace(main, () => view.render(main, page.runs, { isRenewed }));
-    else view.render(main, page.runs);
+    view.render(main, page.runs, { isRenewed });
     dropCards();
   }
   markView();
@@ -79,8 +78,10 @@ function showFailure(error) {
 async function follow() {
   try {
     if (await loadReport()) {
-      showTitle();
-      showPage({ isRenewed: true });
+      keepingPlace(byId("main"), () => {
+        showTitle();
+        showPage({ isRenewed: true });
+      });
     }
     document.body.classList.remove("offline");
   } catch {

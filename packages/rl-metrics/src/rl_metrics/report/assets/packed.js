@@ -3,6 +3,22 @@
 
 const KINDS = { f32: [4, Float32Array], f64: [8, Float64Array], i32: [4, Int32Array], u8: [1, Uint8Array] };
 
+const LEAST_WHOLE = 2 ** 13;
+
+/** A number as "f32" columns keep it, `rounded` of packing.py: what a reader types is compared with those. */
+function asKept(value) {
+  if (Math.abs(value) >= LEAST_WHOLE) return nearestWhole(value);
+  const bits = new Uint32Array(Float32Array.of(value).buffer);
+  bits[0] = (bits[0] + (1 << 9)) & ~((1 << 10) - 1);
+  return new Float32Array(bits.buffer)[0];
+}
+
+/** As numpy's rint: of two that are as near the even one. */
+function nearestWhole(value) {
+  const near = Math.round(value);
+  return near - value === 0.5 && near % 2 ? near - 1 : near;
+}
+
 function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const binary = atob(text);

@@ -3,7 +3,7 @@
 
 const PHASE_ORDER = [
   "wait_rollouts", "gen", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor", "update_weights",
-  "testing", "save_checkpoint", "dump_rollout_generations",
+  "dump_rollout_generations",
 ];
 const LABELLED_SHARE = 0.07;
 
@@ -25,7 +25,7 @@ function stepTimeline(run, phases) {
   const bar = make("div", { class: "timeline" }, parts.map((part) => timelinePart(part, sum)));
   const curve = curveOf(run, "timing_s/step");
   const whole = curve ? curve.y[curve.x.indexOf(step)] : undefined;
-  const input = make("input", { type: "number", min: steps[0], max: steps.at(-1), step: 1 });
+  const input = make("input", { name: "at", type: "number", min: steps[0], max: steps.at(-1), step: 1 });
   input.value = step;
   input.addEventListener("change", () => viewState.set({ at: input.value }));
   const times = parts.map(({ name, time }) => `${name} ${seconds(time)}`).join(", ");
@@ -33,7 +33,7 @@ function stepTimeline(run, phases) {
     "figure",
     { class: "card" },
     make("figcaption", {}, make("h3", {}, `Timeline of step ${step} · ${run.header.name}`),
-      make("p", { class: "note" }, `${whole === undefined ? "" : `The step took ${seconds(whole)}. `}${times || "No phase was timed"}.`)),
+      make("p", { class: "note" }, `${whole === undefined ? "" : `The step took ${seconds(whole)}. `}${times || "No phase was timed"}.${besideStep(run, step)}`)),
     labelled("Step", input),
     bar,
   );

@@ -2,19 +2,20 @@
 // Where the time of each step went, and the slowest samples.
 
 const PHASE = /^timing_s\/[^/]+$/;
-const NO_PHASE = /^timing_s\/(step|load_rollouts|replayed_gen|reward)$/; // the whole, parts of gen, a session's mean
+const NO_PHASE = /^timing_s\/(step|load_rollouts|replayed_gen|reward|reward_wait)$/; // the whole, parts of gen, a session's mean
+const BESIDE = ["testing", "save_checkpoint"]; // not in the time of the step
 const MAX_PHASES = 12;
 
 /** Phases of the steps of a run, the longest first: [{name, of: Map(step -> seconds), total}]. */
 function phasesOf(run) {
   const phases = run.header.curves
-    .filter(({ name }) => PHASE.test(name) && !NO_PHASE.test(name))
+    .filter(({ name }) => PHASE.test(name) && !NO_PHASE.test(name) && !BESIDE.includes(phaseName(name)) && curveOf(run, name))
     .map(({ name }) => {
       const { x, y } = curveOf(run, name);
       const of = new Map();
       let total = 0;
       x.forEach((step, place) => of.set(step, y[place]) && (total += y[place]));
-      return { name: name.slice("timing_s/".length), of, total };
+      return { name: phaseName(name), of, total };
     });
   phases.sort((one, other) => other.total - one.total);
   const rest = phases.splice(MAX_PHASES);
@@ -23,6 +24,17 @@ function phasesOf(run) {
     for (const [step, time] of phase.of) kept.at(-1).of.set(step, (kept.at(-1).of.get(step) ?? 0) + time);
     return kept;
   }, phases);
+}
+
+function phaseName(metric) {
+  return metric.slice("timing_s/".length);
+}
+
+/** "Beside the step: testing 3 s", of what is not in its time; "" where a step had none. */
+function besideStep(run, step) {
+  const known = BESIDE.map((name) => [name, curveOf(run, `timing_s/${name}`)]).filter(([, curve]) => curve);
+  const times = known.map(([name, { x, y }]) => [name, y[x.indexOf(step)]]).filter(([, time]) => time > 0);
+  return times.length ? ` Beside the step: ${times.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}.` : "";
 }
 
 const STAIRS = uPlot.paths.stepped({ align: -1 });
@@ -40,7 +52,7 @@ function phaseCard(run, phases) {
   }
   const total = phases.reduce((sum, phase) => sum + phase.total, 0);
   const shares = phases.map((phase) => `${phase.name} ${percent(phase.total / total)}`).join(", ");
-  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Phases that run at once add up to more than the step. Click a step to see it alone.`);
+  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Phases that run at once add up to more than the step; validation and checkpoints are beside it. Click a step to see it alone.`);
   return chartCard(`Phases of the steps · ${run.header.name}`, note, `Phases of the steps. ${shares}`, (place, width) => {
     const fill = (index) => cssColor(`--phase-${index % 12}`);
     const series = phases

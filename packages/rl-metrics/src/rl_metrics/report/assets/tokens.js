@@ -2,6 +2,7 @@
 // A response, token by token: coloured, told of on hover and by the arrow keys.
 
 const LINE_ENDS = /\n/g;
+const MOVES = new Map([["ArrowRight", 1], ["ArrowLeft", -1], ["PageDown", 50], ["PageUp", -50], ["End", Infinity], ["Home", -Infinity]]);
 
 /** The element; `coloring()` names the colouring. Its `paint` colours anew. */
 function tokenView(part, learnerVersion, coloring) {
@@ -14,7 +15,7 @@ function tokenView(part, learnerVersion, coloring) {
   const detail = make("dl", { class: "facts", "aria-live": "polite" });
   const box = make(
     "div",
-    { class: "tokens", tabindex: "0", role: "group", "aria-label": "Response, token by token: arrow keys move" },
+    { class: "tokens", tabindex: "0", role: "group", "aria-label": "Response, token by token: arrow keys, page up, page down, home and end move" },
     spans,
   );
   let current = -1;
@@ -34,8 +35,8 @@ function tokenView(part, learnerVersion, coloring) {
     if (span) tell(Number(span.dataset.place));
   });
   box.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by || !spans.length) return;
+    const by = MOVES.get(event.key);
+    if (!by || !spans.length || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
     event.stopPropagation();
     tell(Math.min(Math.max(current + by, 0), spans.length - 1));

@@ -9,7 +9,7 @@ const validationView = {
   title: "Validation",
   isThere: (runs) => runs.some(({ generations }) => generations.count),
   render(place, runs) {
-    const number_ = Math.min(Math.max(viewState.number("run", runs.findIndex(({ generations }) => generations.count)), 0), runs.length - 1);
+    const number_ = viewState.place("run", runs.length, runs.findIndex(({ generations }) => generations.count));
     const { generations } = runs[number_];
     const status = make("p", { class: "muted", role: "status", id: "found" });
     const progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Search" });
@@ -34,7 +34,7 @@ function sampleForm(runs, generations, changed) {
   return make(
     "form",
     { class: "filters", role: "search", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
-    runs.length > 1 ? runChoice(runs) : null,
+    runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.generations === generations)) : null,
     labelled("Text in prompt or response", field("vq", { type: "search", id: "search", placeholder: "search" }), "grow"),
     labelled("Validation", makeSelect("Validation", [...steps, ["all", "all steps"]], String(chosenValidation(generations)), set("vstep"))),
     tables.length > 1 ? labelled("Table", makeSelect("Table", [["", "all"], ...tables], viewState.get("vtable"), set("vtable"))) : null,

@@ -45,9 +45,9 @@ function checkItem({ status, title, reading }) {
 }
 
 /** The findings, what explains others first; the first one is unfolded. */
-function findingList({ findings }) {
+function findingList({ name, verdict: { findings } }) {
   if (!findings.length) return null;
-  const items = findings.map((one, place) => make("details", { class: "finding", open: place === 0 }, findingNodes(one)));
+  const items = findings.map((one, place) => foldable(`${one.rule}, ${name}`, place === 0, "finding", ...findingNodes(one)));
   return make("section", {}, make("h3", {}, "Findings, what explains others first"), items);
 }
 
@@ -61,7 +61,7 @@ function findingNodes({ severity, what, since_step: since, evidence, causes, adv
   const tried = (one, what) => [one, what ? make("div", { class: "muted" }, `Try: ${what}`) : null];
   const cause = causes.length ? make("span", { class: "muted" }, ` Likeliest cause: ${causes[0]}.`) : null;
   return [
-    make("summary", {}, statusBadge(severity), make("strong", {}, what), ` Since step ${since}.`, cause),
+    [statusBadge(severity), make("strong", {}, what), ` Since step ${since}.`, cause],
     list("ul", "Evidence", shown),
     list("ol", "Likely causes, the likeliest first, and what to try", causes.map((one, at) => tried(one, advice[at]))),
   ];
@@ -85,7 +85,7 @@ const healthView = {
       return make(
         "section", { class: "checked" },
         runs.length > 1 ? make("h2", {}, header.name) : null,
-        findingList(header.verdict),
+        findingList(header),
         make("h3", {}, "Checklist"),
         make("div", { class: "checklist" }, sides),
       );

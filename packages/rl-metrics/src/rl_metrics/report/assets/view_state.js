@@ -9,8 +9,26 @@ const viewState = {
   },
 
   number(name, otherwise = NaN) {
+    const text = this.get(name).trim();
+    return text === "" || !Number.isFinite(Number(text)) ? otherwise : Number(text);
+  },
+
+  /** A place among so many; any other number is none. */
+  place(name, count, otherwise = -1) {
+    const number_ = this.number(name);
+    return Number.isInteger(number_) && number_ >= 0 && number_ < count ? number_ : otherwise;
+  },
+
+  /** A key of a table; any other text is none. */
+  key(name, table, otherwise = "") {
     const text = this.get(name);
-    return text === "" || Number.isNaN(Number(text)) ? otherwise : Number(text);
+    return Object.hasOwn(table, text) ? text : otherwise;
+  },
+
+  /** Whether a number lies from one that was typed to another, both included; null where none was. */
+  range(first, last) {
+    const [low, high] = [asKept(this.number(first, -Infinity)), asKept(this.number(last, Infinity))];
+    return low === -Infinity && high === Infinity ? null : (value) => value >= low && value <= high;
   },
 
   /** Change some of it; "" and null take a name out. A step of the history only where asked for;

@@ -7,7 +7,7 @@ const rolloutsView = {
   id: "rollouts",
   title: "Rollouts",
   render(place, runs, { isRenewed = false } = {}) {
-    const number_ = Math.min(Math.max(viewState.number("run", 0), 0), runs.length - 1);
+    const number_ = viewState.place("run", runs.length, 0);
     const { trajectories } = runs[number_];
     const status = make("p", { class: "muted", role: "status", id: "found" });
     const progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Search" });
@@ -32,7 +32,7 @@ const rolloutsView = {
   /** Follow the URL without making everything anew, where only the trajectory is another. */
   follow(place, runs) {
     if (filterText() !== viewer.shown) return this.render(place, runs);
-    const row = viewState.number("row", -1);
+    const row = viewState.place("row", runs[viewState.place("run", runs.length, 0)].trajectories.count);
     if (viewer.list && row !== viewer.list.selected) viewer.list.select(row, { isQuiet: true });
     return viewer.show();
   },
@@ -48,7 +48,7 @@ async function listRows(trajectories, list, status, progress, before) {
   const isOver = () => generation !== viewer.generation;
   const rows = matchingRows(trajectories);
   const text = viewState.get("q");
-  const selected = viewState.number("row", -1);
+  const selected = viewState.place("row", trajectories.count);
   if (text === "") {
     progress.hidden = true;
     list.show(rows, selected, { stays: before !== undefined });
@@ -81,8 +81,8 @@ function foundText(trajectories, count) {
 /** The chosen trajectory, and beside it the same problem of the other run. */
 function showPanes(panes, runs, number_) {
   const { trajectories } = runs[number_];
-  const row = viewState.number("row", -1);
-  if (!(row >= 0 && row < trajectories.count)) {
+  const row = viewState.place("row", trajectories.count);
+  if (row < 0) {
     const text = trajectories.count
       ? "Choose a trajectory: arrow keys go through the list, left and right through the tokens."
       : "The run recorded no trajectories.";
@@ -114,8 +114,8 @@ function besideChoice(runs, number_, chosen) {
 
 /** The run beside, and its trajectory of the same problem at the nearest step. */
 function otherRun(runs, number_, row) {
-  const wanted = viewState.number("beside", number_ === 0 ? 1 : 0);
-  const other = wanted === number_ || !runs[wanted] ? Number(number_ === 0) : wanted;
+  const wanted = viewState.place("beside", runs.length, number_);
+  const other = wanted === number_ ? Number(number_ === 0) : wanted;
   const { trajectories } = runs[number_];
   const beside = runs[other].trajectories;
   return [other, beside.nearest(trajectories.name("problem", row), trajectories.columns.step[row])];

@@ -4,7 +4,6 @@
 const GROUPINGS = { source: "source", finish: "finish", failure: "failure", problem: "problem", part: "part of the reward" };
 const MAX_GROUPS = 200;
 const MAX_EXAMPLES = 3;
-const JUST_BELOW = "0.4999";
 
 /** Codes of the groups that a trajectory is in: of a part of the reward where that part is low. */
 function groupsOf(trajectories, kind) {
@@ -70,11 +69,10 @@ function badTable(runs, number_, kind) {
   const groups = badGroups(run, kind);
   if (!groups.length) return make("p", { class: "muted" }, `${run.header.name}: no recorded trajectory of such a group failed or scored below ${BAD_BELOW}.`);
   const rows = groups.slice(0, MAX_GROUPS).map((group) => {
-    const name = (run.trajectories.names[kind] ?? run.trajectories.parts)[group.code] || "not failed";
+    const name = kind === "failure" && !group.code ? "not failed" : (run.trajectories.names[kind] ?? run.trajectories.parts)[group.code];
     const asked = kind === "problem" ? run.trajectories.prompts[group.code] : "";
-    const key = kind === "failure" ? (group.code ? `=${name}` : "none") : name;
-    const ofPart = kind === "part" ? { p1: JUST_BELOW } : {};
-    const filters = { view: "rollouts", run: number_, [kind]: key, ...ofPart, sort: "newest", r1: kind === "failure" && group.code ? "" : JUST_BELOW };
+    const key = { failure: group.code ? `=${name}` : "none", problem: `=${name}` }[kind] ?? name;
+    const filters = { view: "rollouts", run: number_, [kind]: key, worst: kind === "part" ? "part" : "any", sort: "newest" };
     const examples = group.examples.slice(-MAX_EXAMPLES).reverse().map((row) => badExample(run.trajectories, row, filters));
     return [
       make("a", { href: viewState.link(filters, { isFresh: true }) }, asked || snippet(name, 90)),
@@ -93,7 +91,7 @@ const worstView = {
   title: "Worst cases",
   isThere: (runs) => runs.some(({ trajectories }) => trajectories.count),
   render(place, runs) {
-    const kind = GROUPINGS[viewState.get("group")] ? viewState.get("group") : "source";
+    const kind = viewState.key("group", GROUPINGS, "source");
     const kinds = Object.entries(GROUPINGS).filter(([name]) => name !== "part" || runs.some((run) => run.trajectories.parts.length));
     const choice = makeSelect("Group by", kinds, kind, (value) => viewState.set({ group: value }));
     const tables = runs.map((_, number_) => badTable(runs, number_, kind));
