@@ -12,7 +12,8 @@ from rl_metrics.events import EventLog
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
-from rl_metrics.run_record import ProbeRow, open_run
+from rl_metrics.run_record import ProbeRow, RunRecord, open_run
+from rl_metrics.testing.invented_runs import InventedRun
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 SCRIPT = "<script>alert(1)</script>\x1b[31m"
@@ -161,6 +162,19 @@ def test_the_newest_history_of_distributions_and_probes(tmp_path):
         (10, "p", 0, "5"),
         (10, "p", 2, "6"),
     ]
+
+
+def test_what_a_resume_took_back_is_no_more(tmp_path):
+    InventedRun(steps=5, trajectories=2).write(tmp_path)
+    whole = open_run(tmp_path)
+    began = {"event": "run_resumed", "time": whole.history.times[-1] + 1e6}
+    for name, row in (("events.jsonl", began), ("metrics.jsonl", {"step": 3, "time": began["time"] + 1})):
+        with (tmp_path / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    resumed = open_run(tmp_path)
+    for rows in (lambda run: run.generations, lambda run: run.histograms, lambda run: run.probes, RunRecord.rollouts):
+        assert max(row.step for row in rows(whole)) > 3
+        assert [row.step for row in rows(resumed)] == [row.step for row in rows(whole) if row.step <= 3]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The folder of a run, each file read when it is first asked for."""
 
 import json
+import math
 import os
 import stat
 import tomllib
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -76,6 +77,19 @@ class ProbeRow:
     candidates: tuple[tuple[str, float], ...]
 
 
+class _Dated(Protocol):
+    """What was written of a step."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def time(self) -> float: ...
+
+
+_AnyDated = TypeVar("_AnyDated", bound=_Dated)
+
+
 class RunRecord:
     """What a run wrote, also one that is still writing, or was imported; files that are not there are empty.
 
@@ -112,19 +126,19 @@ class RunRecord:
     def generations(self) -> tuple[GenerationTable, ...]:
         """The samples of each validation."""
         path = self._file("generations.jsonl")
-        return () if path is None else tuple(read_generations(path))
+        return () if path is None else self._standing(read_generations(path))
 
     @cached_property
     def histograms(self) -> tuple[StepHistograms, ...]:
         """The distributions by rising step."""
         path = self._file("histograms.jsonl")
-        return () if path is None else tuple(read_histograms(path))
+        return () if path is None else self._standing(read_histograms(path))
 
     @cached_property
     def probes(self) -> tuple[ProbeRow, ...]:
         """What the policy thinks at chosen tokens, by rising step."""
         path = self._file("probes.jsonl")
-        return () if path is None else tuple(_standing_probes(read_json_lines(path)))
+        return () if path is None else self._standing(_standing_probes(read_json_lines(path)))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -165,7 +179,7 @@ class RunRecord:
     def rollouts(self) -> Iterator[RolloutRow]:
         """The trajectories, one at a time, by rising step."""
         path = self._file("rollouts.jsonl")
-        return iter(()) if path is None else read_rollouts(path)
+        return iter(()) if path is None else filter(self._stands, read_rollouts(path))
 
     def most_rollouts(self) -> int:
         """How many trajectories there are at most: quickly counted, replaced and torn ones too."""
@@ -177,6 +191,20 @@ class RunRecord:
             while block := file.read(1 << 20):
                 count, last = count + block.count(b"\n"), block
         return count + (not last.endswith(b"\n"))
+
+    @cached_property
+    def _began(self) -> float:
+        """When the newest attempt began; NaN where that is unknown."""
+        times = [number_or_nan(event.get("time")) for event in self.events if event["event"] in BEGUN]
+        return times[-1] if times else math.nan
+
+    def _stands(self, row: _Dated) -> bool:
+        """False of what an earlier attempt wrote of steps that a resume took back, and that were not done again yet."""
+        steps = self.history.steps
+        return not (len(steps) and row.step > steps[-1] and row.time < self._began)
+
+    def _standing(self, rows: Iterable[_AnyDated]) -> tuple[_AnyDated, ...]:
+        return tuple(filter(self._stands, rows))
 
     def _json_document(self, name: str) -> dict[str, Any]:
         content = self._document(name)
