@@ -62,6 +62,12 @@ def test_the_seed_decides_the_draws():
     assert intervals(values, seed=7).tolist() != intervals(values, seed=2**64 - 1).tolist()
 
 
+def test_last_bits_do_not_change_the_draws():
+    values = np.repeat([0.1, 0.7, 0.9, 1 / 3, 0.0], 20)
+    noise = 1e-16 * np.random.default_rng(0).normal(size=100)
+    np.testing.assert_allclose(intervals(values + noise), intervals(values), rtol=1e-12)
+
+
 def test_memory_is_bounded():
     values = np.random.default_rng(0).random(100_000)
     tracemalloc.start()

@@ -1,11 +1,14 @@
 import itertools
+import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_metrics import majority
 from rl_metrics.majority import vote_weights, winning_probabilities
 from rl_metrics.validation_responses import response_table
 
@@ -29,6 +32,30 @@ def enumerated(sizes, silent, num_votes):
             wins[winner] += 1 / len(winners)
         wins[-1] += not winners
     return wins / len(responses) ** num_votes
+
+
+def multiplied(polynomial, sizes, largest):
+    """A product with what `sizes` give: coefficients by votes and ties, where `largest` votes are a tie."""
+    product = {}
+    for size, (votes, ties) in itertools.product(sizes, polynomial):
+        new = votes + size, ties + (size == largest)
+        product[new] = product.get(new, 0) + polynomial[votes, ties] * sizes[size]
+    return product
+
+
+def counted(sizes, silent, num_votes):
+    """How likely each prediction wins, by the multinomial distribution in exact fractions."""
+    wins = [Fraction(0)] * len(sizes)
+    for index, count in itertools.product(range(len(sizes)), range(1, num_votes + 1)):
+        found = {(count, 0): Fraction(sizes[index] ** count, math.factorial(count))}
+        for size in sizes[:index] + sizes[index + 1 :]:
+            terms = {drawn: Fraction(size**drawn, math.factorial(drawn)) for drawn in range(count + 1)}
+            found = multiplied(found, terms, count)
+        terms = {drawn: Fraction(silent**drawn, math.factorial(drawn)) for drawn in range(num_votes + 1)}
+        found = multiplied(found, terms, None)
+        wins[index] += sum((found[votes, ties] / (ties + 1) for votes, ties in found if votes == num_votes), Fraction())
+    scale = Fraction(math.factorial(num_votes), (sum(sizes) + silent) ** num_votes)
+    return [float(win * scale) for win in wins]
 
 
 def test_hand_computed():
@@ -60,6 +87,13 @@ def test_agrees_with_all_draws(sizes, silent, num_votes):
     assert found[0] == pytest.approx(expected[-1], abs=1e-13)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 5), st.integers(1, 9))
+def test_agrees_with_exact_fractions(sizes, silent, num_votes):
+    found = winning_probabilities(pattern(sizes, silent)[None], num_votes=num_votes)[0]
+    np.testing.assert_allclose([found[size] for size in sizes], counted(sizes, silent, num_votes), atol=1e-14)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(0, 12), st.integers(1, 40))
 def test_somebody_wins_and_more_responses_win_more_often(sizes, silent, num_votes):
@@ -87,3 +121,29 @@ def test_weights_of_responses_are_those_of_their_predictions():
     # Prompt 0: A A B with values 0.2, 0.4, 1.0; prompt 1 has too few; prompt 2: no predictions.
     table = response_table([0.2, 0.4, 1.0, 5.0, 7.0, 8.0], prompt_of=[0, 0, 0, 1, 2, 2], votes=[4, 4, 9, 4, -1, -1])
     np.testing.assert_allclose(vote_weights(table, 2), [1 / 3, 1 / 3, 1 / 3, 0.0, 0.5, 0.5], atol=1e-15)
+
+
+RAGGED = st.lists(st.tuples(st.lists(st.integers(1, 7), max_size=4), st.integers(0, 3)), min_size=1, max_size=5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(RAGGED, st.integers(1, 6))
+def test_weights_of_prompts_with_different_numbers_of_responses_are_exact(prompts, num_votes):
+    prompts = [(sizes, silent) for sizes, silent in prompts if sizes or silent]
+    columns, expected = [], []
+    for row, (sizes, silent) in enumerate(prompts):
+        total = sum(sizes) + silent
+        chances = [*counted(sizes, silent, num_votes), (silent / total) ** num_votes]
+        for vote, (size, chance) in enumerate(zip([*sizes, silent], chances, strict=True)):
+            columns += [(row, -1 if vote == len(sizes) else vote)] * size
+            expected += [chance / max(size, 1) if total >= num_votes else 0.0] * size
+    rows, votes = np.array(columns).reshape(-1, 2).T
+    table = response_table(np.arange(len(rows)), prompt_of=rows, votes=votes)
+    np.testing.assert_allclose(vote_weights(table, num_votes), expected, atol=1e-14)
+
+
+def test_blocks_of_counts_and_rows_add_up(monkeypatch):
+    patterns = np.stack([pattern([20, 7, 2, 1]), pattern([3] * 10), pattern([1] * 25, 5), pattern([15, 14], 1)])
+    together = winning_probabilities(patterns, num_votes=30)
+    monkeypatch.setattr(majority, "CHUNK", 1)  # each count and each row alone
+    np.testing.assert_allclose(winning_probabilities(patterns, num_votes=30), together, rtol=0, atol=1e-15)

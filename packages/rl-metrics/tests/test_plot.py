@@ -160,6 +160,21 @@ def test_a_metric_with_a_star_in_its_name_is_itself(tmp_path):
     assert ("actor/*" in shown, "actor/lr" in shown) == (True, False)
 
 
+def test_names_that_are_no_text_are_shown_with_the_replacement_character(tmp_path):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    write(folder, [{"step": 1, "a\ud800b": 1.0, "c\x00d": 1.0, "😀": 1.0}])
+    write(other, [{"step": 1, "😀": 2.0}])
+    svg = drawn([folder, other], tmp_path, metrics=["*"], labels=["a\udcff", "b"])
+    assert {"a\ufffdb", "c\ufffdd", "😀", "a\ufffd"} <= set(texts(svg))
+
+
+def test_a_file_of_metrics_is_a_run(runs, tmp_path):
+    file = runs[0] / "metrics.jsonl"
+    assert drawn([file, runs[1]], tmp_path) == drawn(runs, tmp_path)
+    file.rename(runs[0] / "old.jsonl")
+    assert {"old", "distilled"} <= set(texts(drawn([runs[0] / "old.jsonl", runs[1]], tmp_path)))
+
+
 def test_globs_that_fit_nothing_or_too_much_are_refused(tmp_path):
     write(tmp_path / "run", [{"step": 1, "time": 1.0, **{f"a/{index}": 0.5 for index in range(51)}}])
     with pytest.raises(SettingsError, match=r"at most 50 panels; found 51 metrics that fit a/\*"):

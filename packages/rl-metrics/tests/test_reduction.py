@@ -150,6 +150,18 @@ def test_a_metric_of_nothing_but_nan_is_nan(name):
     assert reduced[f"nonfinite/{name}"] == 1.0
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_result_beyond_every_float_is_not_finite_and_loses_no_other(sign):
+    step = recorder()
+    step.record_all({"sum": sign * 1.7e308, "max": 1.7e308})
+    step.record_all({"sum": sign * 1.7e308, "max": 2.0})
+    step.record_sums({"mean": (sign * 1.7e308, 1e-10)})
+    reduced = step.reduce()
+    assert math.isnan(reduced.pop("sum"))
+    assert math.isnan(reduced.pop("mean"))
+    assert reduced == {"max": 1.7e308, "nonfinite/sum": 1.0, "nonfinite/mean": 1.0}
+
+
 def test_nonfinite_counts_are_merged():
     first, second = recorder(), recorder()
     first.record("mean", math.nan)

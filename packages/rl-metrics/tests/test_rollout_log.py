@@ -140,6 +140,21 @@ def test_texts_come_back_as_they_are(tmp_path_factory, text):
     assert (found.prompt, found.tokens) == (expected, (expected, expected))
 
 
+LONE = "a\ud800b 😀 \udc00"
+KEPT = "a\ufffdb 😀 \ufffd"
+
+
+@pytest.mark.parametrize("ensure_ascii", [True, False])
+def test_texts_with_lone_surrogates_are_kept(path, ensure_ascii):
+    written = {**ROW.to_json(), "prompt": LONE, "tokens": [LONE, "5"], "components": {LONE: 1.0}}
+    lines = [json.dumps({**written, "index": index}, ensure_ascii=ensure_ascii) for index in (0, 1)]
+    path.write_bytes("\n".join([*lines, '{"step": 3, "index": 2, "\ud800": ', ""]).encode(errors="surrogatepass"))
+    with structlog.testing.capture_logs() as logs:
+        found = list(read_rollouts(path))
+    assert [(one.prompt, one.tokens, one.components) for one in found] == [(KEPT, (KEPT, "5"), {KEPT: 1.0})] * 2
+    assert [entry["count"] for entry in logs] == [1]
+
+
 def test_hostile_text_stays_on_one_line(path):
     text = "</script><script>alert(1)</script>\n\x00\u2028\u202e"
     write(path, [replace(ROW, response=text, components={})])

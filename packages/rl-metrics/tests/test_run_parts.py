@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -92,6 +93,12 @@ def test_slowest_sessions_know_their_step(folder):
         (None, None, 0.0),
         (None, None, 0.0),
     ]
+
+
+def test_times_whose_sum_is_beyond_every_float_are_the_slowest(folder):
+    huge = {"event": "slowest_session", "generate_s": 1.7e308, "tools_s": 1.7e308, "reward_s": -1.0}
+    write_lines(folder / "events.jsonl", [{**huge, "generate_s": 1.0, "tools_s": 2.0}, huge])
+    assert [session["total_s"] for session in slowest_sessions(open_run(folder))] == [sys.float_info.max, 2.0]
 
 
 def test_events_that_come_with_every_step_are_left_out(folder):

@@ -227,6 +227,17 @@ def test_a_variable_that_no_response_has_stays_the_main_one():
     assert headline(metrics) is None
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda column: np.array(column, dtype=object)])
+def test_columns_may_be_any_sequences(kind):
+    columns = ["a", "a", "b", "b"], ["s"] * 4, ["1", "1", "2", "3"], [1.0, 0.0, 1.0, 0.0]
+    found, expected = (
+        summarize_validation(ValidationResponses(uids=u, sources=s, predictions=p, variables={"acc": values}))
+        for u, s, p, values in (map(kind, columns), columns)
+    )
+    assert found == expected
+    assert "val-core/s/acc/maj@2/mean" in found
+
+
 @pytest.mark.parametrize("column", ["uids", "sources"])
 @pytest.mark.parametrize(("other", "kind"), [(None, "NoneType"), (NAN, "float"), (7, "int"), (b"p", "bytes")])
 def test_uids_and_sources_that_are_no_text_are_refused(column, other, kind):

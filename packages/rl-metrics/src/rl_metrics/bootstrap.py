@@ -13,6 +13,9 @@ IntArray = NDArray[np.int64]
 CHUNK = 2_000_000
 """Prompts that are drawn at once, over all draws: bounds the memory."""
 
+KEPT_BITS = 40
+"""Of a value, beside the largest of its metric. What is left out is not known: it would part prompts of one kind."""
+
 FEW_KINDS = 8
 """Prompts of a kind, on average, from which on it is quicker to draw how many there are of each kind: the same law."""
 
@@ -62,7 +65,7 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
     if not bootstrap.num_draws or not has_interval.any():
         return np.full((2, num_metrics), np.nan)
     generator = np.random.Generator(np.random.Philox(key=np.array([bootstrap.seed, 0], dtype=np.uint64)))
-    columns = np.concatenate([np.where(counted & has_interval, values, 0.0), counted], axis=1)
+    columns = np.concatenate([_rounded(np.where(counted & has_interval, values, 0.0)), counted], axis=1)
     kinds, counts = np.unique(columns, axis=0, return_counts=True)  # right or wrong, where a prompt has one response
     per_chunk = max(1, CHUNK // num_prompts)
     means = [
@@ -73,6 +76,13 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
     drawn = np.where(has_interval, np.concatenate(means), 0.0)
     ends = np.nanquantile(drawn, [tail, 1.0 - tail], axis=0)
     return np.where(has_interval, ends, np.nan)
+
+
+def _rounded(values: Floats) -> Floats:
+    """[P, M] without the last bits, so that draws do not depend on them."""
+    shifts = KEPT_BITS - np.frexp(np.abs(values).max(axis=0))[1]
+    rounded: Floats = np.ldexp(np.round(np.ldexp(values, shifts)), -shifts)
+    return rounded
 
 
 def _resampled_means(columns: Floats, counts: IntArray, num_draws: int, generator: np.random.Generator) -> Floats:

@@ -2,10 +2,14 @@
 
 How often predictions are drawn follows a multinomial distribution, which is that of independent Poisson variables
 given their sum. A product of their generating functions, cut off where another prediction would win, has the
-probability as one coefficient, which a short Fourier sum reads.
+probability as one coefficient, which a short Fourier sum reads. The product of all predictions is evaluated once, and
+divided by the factor of each that may win.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +24,8 @@ MAX_VOTES = 256
 NEGLIGIBLE = 1e-18
 """Probabilities below this are not looked for."""
 
-CHUNK = 1_000_000
-"""Complex numbers at once: bounds the memory."""
+CHUNK = 1 << 16
+"""Complex numbers at once: bounds the memory, and few enough that a processor keeps them at hand."""
 
 
 def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
@@ -49,9 +53,10 @@ def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
         voted = has_vote[here]
         np.add.at(patterns, (rows[voted], sizes[here][voted]), 1)
         patterns[rows[~voted], 0] = sizes[here][~voted]
-        kinds, kind_of = np.unique(patterns, axis=0, return_inverse=True)
-        found = winning_probabilities(kinds, num_votes=num_votes)
-        wins[here] = found[kind_of.ravel()[rows], np.where(voted, sizes[here], 0)]
+        as_bytes = patterns.view(f"V{patterns[0].nbytes}")[:, 0]  # np.unique with axis=0 is slow for many columns
+        _, kinds, kind_of = np.unique(as_bytes, return_index=True, return_inverse=True)
+        found = winning_probabilities(patterns[kinds], num_votes=num_votes)
+        wins[here] = found[kind_of[rows], np.where(voted, sizes[here], 0)]
     weights: Floats = (wins / sizes)[class_of]
     return weights
 
@@ -75,53 +80,141 @@ def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
     if not len(sizes):
         return result
     multiplicity = multiplicity[:, sizes - 1]
-    roots, root_weights = _fourier_roots(num_votes)
-    silent_log: Complexes = (silent * (num_votes / total))[:, None] * (roots - 1.0)
-    terms = _poisson(num_votes * sizes / total, num_votes)
-    chance_of_sum = _poisson(np.asarray([float(num_votes)]), num_votes)[0, num_votes]
-    bounds = _binomial(sizes / total, num_votes)
-    can_win_with = np.where(silent > 0, 1, np.ceil(num_votes / np.maximum(multiplicity.sum(axis=1), 1)))
-    below: Complexes = np.zeros((len(sizes), len(roots)), dtype=np.complex128)
-    for count in range(1, num_votes + 1):  # how often the winner is drawn
-        below = below + terms[:, count - 1, None] * roots ** (count - 1)
-        nodes, node_weights = _tie_nodes(num_votes // count)
-        tied = nodes[:, None] * (terms[:, count, None, None] * roots**count)
-        logs = np.log(below[:, None, :] + tied + 1e-300).reshape(len(sizes), -1)
-        reading = (node_weights[:, None] * (root_weights * roots ** (count - num_votes))).ravel()
-        for at in np.flatnonzero(bounds[:, count] > NEGLIGIBLE):
-            rows = np.flatnonzero((multiplicity[:, at] > 0) & (can_win_with <= count))
-            others = multiplicity[rows] - (np.arange(len(sizes)) == at)
-            coefficients = _read(others, silent_log[rows], logs=logs, reading=reading)
-            result[rows, sizes[at]] += terms[at, count] / chance_of_sum * coefficients
+    draws = _draws(sizes / total, num_votes)
+    silent_factors = np.exp((silent * (num_votes / total))[:, None] * (_fourier_roots(num_votes)[0][1] - 1.0))
+    can_win = _can_win(multiplicity, silent, draws=draws)
+    found = np.zeros(multiplicity.shape)
+    for nodes in _blocks(np.flatnonzero(can_win.any(axis=0)), multiplicity, num_votes=num_votes):
+        factors, coefficients = _factors(nodes, draws=draws), _coefficients(nodes, num_votes=num_votes)
+        readings = _parts(draws.terms[:, nodes.counts, None] / draws.chance_of_sum / factors)
+        rows = np.flatnonzero(can_win[:, nodes.counts].any(axis=1))
+        step = max(1, CHUNK // coefficients.size)
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            products = silent_factors[part, None] * coefficients
+            _multiply(products, factors, multiplicity[part])
+            found[part] += _parts(products.conj()) @ readings.T
+    result[:, sizes] = np.where(multiplicity > 0, found, 0.0)
     return np.clip(result, 0.0, 1.0)
 
 
-def _read(others: Floats, silent_log: Complexes, *, logs: Complexes, reading: Complexes) -> Floats:
-    """[Q] coefficient of each row's product of generating functions, given as logs, at the Fourier roots."""
-    found = np.zeros(len(others))
-    num_nodes = logs.shape[1] // silent_log.shape[1]
-    step = max(1, CHUNK // logs.shape[1])
-    for start in range(0, len(others), step):
-        part = slice(start, start + step)
-        exponents = others[part] @ logs.real + 1j * (others[part] @ logs.imag)
-        found[part] = (np.exp(exponents + np.tile(silent_log[part], num_nodes)) @ reading).real
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draws:
+    """How often predictions of several sizes are drawn, from 0 to n.
+
+    Attributes:
+        terms: [S, n+1] Poisson probabilities.
+        chances: [S, n+1] the binomial ones.
+        chance_of_sum: That Poisson variables of all predictions have the sum n.
+    """
+
+    terms: Floats
+    chances: Floats
+    chance_of_sum: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nodes:
+    """Where ties are integrated.
+
+    Attributes:
+        counts: [J] how often the winner is drawn, rising; as many times as it has nodes.
+        places: [J] from 0 to 1.
+        weights: [J] of the places.
+    """
+
+    counts: Ints
+    places: Floats
+    weights: Floats
+
+
+def _draws(shares: Floats, num_votes: int) -> _Draws:
+    return _Draws(
+        terms=_poisson(num_votes * shares, num_votes),
+        chances=_binomial(shares, num_votes),
+        chance_of_sum=float(_poisson(np.asarray([float(num_votes)]), num_votes)[0, num_votes]),
+    )
+
+
+def _can_win(multiplicity: Floats, silent: Ints, *, draws: _Draws) -> NDArray[np.bool_]:
+    """[Q, n+1] whether a winner may be drawn so often: some prediction is, and it is likely that no other is more."""
+    counts = np.arange(draws.terms.shape[1])
+    some: Floats = (multiplicity > 0).astype(np.float64) @ (draws.chances > NEGLIGIBLE)
+    none_above: Floats = multiplicity @ np.log(np.cumsum(draws.terms, axis=1)) - math.log(draws.chance_of_sum)
+    fewest = np.where(silent > 0, 1, np.ceil(counts[-1] / np.maximum(multiplicity.sum(axis=1), 1)))
+    can_win: NDArray[np.bool_] = (some > 0) & (none_above > math.log(NEGLIGIBLE)) & (counts >= fewest[:, None])
+    return can_win
+
+
+def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[_Nodes]:
+    """The nodes of all counts, as many at a time as CHUNK allows."""
+    most = int(multiplicity.sum(axis=1).max())
+    ties = [_tie_nodes(min(num_votes // count, most)) for count in counts.tolist()]
+    num_nodes = np.array([len(places) for places, _ in ties], dtype=np.int64)
+    num_roots = len(_fourier_roots(num_votes)[1])
+    block_of = np.cumsum(num_nodes * num_roots * multiplicity.shape[1]) // CHUNK
+    for block in np.unique(block_of):
+        here = np.flatnonzero(block_of == block)
+        yield _Nodes(
+            counts=np.repeat(counts[here], num_nodes[here]),
+            places=np.concatenate([ties[index][0] for index in here]),
+            weights=np.concatenate([ties[index][1] for index in here]),
+        )
+
+
+def _factors(nodes: _Nodes, *, draws: _Draws) -> Complexes:
+    """[S, J, L] generating functions of a prediction that is drawn less often than the winner, or is tied with it."""
+    roots, _ = _fourier_roots(draws.terms.shape[1] - 1)
+    first, last = nodes.counts[0], nodes.counts[-1]
+    below = np.empty((len(draws.terms), last - first + 1, roots.shape[1]), dtype=np.complex128)
+    below[:, 0] = draws.terms[:, :first] @ roots[:first] + 1e-300  # no factor is 0
+    np.multiply(draws.terms[:, first:last, None], roots[first:last], out=below[:, 1:])
+    factors: Complexes = below.cumsum(axis=1)[:, nodes.counts - first]
+    factors += (nodes.places * draws.terms[:, nodes.counts])[:, :, None] * roots[nodes.counts]
+    return factors
+
+
+def _coefficients(nodes: _Nodes, *, num_votes: int) -> Complexes:
+    """[J, L] what reads the coefficient of the votes that are left, when the winner has its own."""
+    roots, root_weights = _fourier_roots(num_votes)
+    return (nodes.weights[:, None] * root_weights) * roots[num_votes - nodes.counts].conj()
+
+
+def _multiply(products: Complexes, factors: Complexes, exponents: Floats) -> None:
+    """Multiply [Q, J, L] products by [S, J, L] factors to the powers [Q, S]."""
+    for factor, of_rows in zip(factors, exponents.T, strict=True):
+        for exponent in set(of_rows.tolist()) - {0.0}:
+            products[of_rows == exponent] *= factor if exponent == 1 else factor ** int(exponent)
+
+
+def _parts(numbers: Complexes) -> Floats:
+    """[X, ..] real and imaginary parts."""
+    parts: Floats = numbers.reshape(len(numbers), -1).view(np.float64)
+    return parts
+
+
+@lru_cache(maxsize=MAX_VOTES)
 def _tie_nodes(max_winners: int) -> tuple[Floats, Floats]:
     """Nodes and weights that integrate from 0 to 1 exactly: with t others as often drawn, u**t gives 1 / (t + 1)."""
     nodes, weights = np.polynomial.legendre.leggauss((max_winners - 1) // 2 + 1)
     return (nodes + 1.0) / 2.0, weights / 2.0
 
 
+@lru_cache(maxsize=16)
 def _fourier_roots(num_votes: int) -> tuple[Complexes, Floats]:
-    """Half of the roots of unity, with weights that read a real coefficient; enough that no other one mixes in."""
+    """Powers 0 to n of half of the roots of unity, and weights that read a real coefficient.
+
+    There are so many roots, L, that no other coefficient mixes in.
+
+    Returns:
+        [n+1, L] and [L].
+    """
     length = 3
     while _poisson_tail(num_votes, length) > NEGLIGIBLE:
         length += 2
     half = np.arange(length // 2 + 1)
     weights = np.where(half == 0, 1.0, 2.0) / length
-    return np.exp(2j * np.pi * half / length), weights
+    return np.exp(2j * np.pi / length * (np.arange(num_votes + 1)[:, None] * half % length)), weights
 
 
 def _poisson_tail(mean: int, distance: int) -> float:

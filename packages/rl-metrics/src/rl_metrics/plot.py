@@ -41,6 +41,8 @@ MAX_MARKED = 40
 """A line of at most so many points shows them."""
 MAX_PANELS = 50
 """Of globs; a picture of more cannot be read."""
+NOT_SHOWN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""What no picture can have as text: lone surrogates, and what is in no XML."""
 PANEL_INCHES = (7.0, 2.7)
 LOOK: Mapping[Any, Any] = {
     "svg.hashsalt": "rl-metrics",  # else the ids in the file are random
@@ -109,7 +111,7 @@ def plot_runs(folders: Sequence[Path], output: Path, *, plot: Plot) -> None:
     """Draw metrics of runs, and write the picture in one piece. The same input gives the same bytes.
 
     Args:
-        folders: Of runs, each with a metrics.jsonl; it may still be written.
+        folders: Of runs, each with a metrics.jsonl, or such files; they may still be written.
         output: A file ending in .svg or .png, in a folder that is there.
         plot: What it shows.
 
@@ -120,7 +122,7 @@ def plot_runs(folders: Sequence[Path], output: Path, *, plot: Plot) -> None:
         MissingExtraError: matplotlib is not installed.
     """
     _check(folders, output, plot)
-    runs = dict(zip(plot.labels or _names(folders), map(_read, folders), strict=True))
+    runs = dict(zip(plot.labels or _names(folders), map(_read, map(_metrics_of, folders)), strict=True))
     plot = replace(plot, metrics=_spelled_out(plot.metrics, runs))
     for metric in plot.metrics:
         _check_metric(metric, runs)
@@ -152,8 +154,8 @@ def _check(folders: Sequence[Path], output: Path, plot: Plot) -> None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
+    """The folders' names, with as many of their parents as tell them apart; a file of another name has its own."""
+    parts = [_named(folder.resolve()).parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(of_one[-depth:]) for of_one in parts]
         if len(set(names)) == len(names):
@@ -161,10 +163,20 @@ def _names(folders: Sequence[Path]) -> list[str]:
     raise SettingsError(f"each run must be given once; found {', '.join(map(str, folders))}.")
 
 
-def _read(folder: Path) -> list[MetricRow]:
-    file = folder / FILE
+def _named(run: Path) -> Path:
+    if not run.is_file():
+        return run
+    return run.parent if run.name == FILE else run.with_suffix("")
+
+
+def _metrics_of(run: Path) -> Path:
+    file = run if run.is_file() else run / FILE
     if not file.is_file():
-        raise DataError(f"{folder} must be the folder of a run, with a {FILE}; found none there.")
+        raise DataError(f"{run} must be the folder of a run, with a {FILE}, or such a file; found none there.")
+    return file
+
+
+def _read(file: Path) -> list[MetricRow]:
     rows = read_metrics(file)
     if not rows:
         raise DataError(f"{file} must have lines of steps; found none. Has the run finished its first step?")
@@ -197,7 +209,11 @@ def _check_metric(metric: str, runs: Mapping[str, Sequence[MetricRow]]) -> None:
         hint = f"the nearest that one has is {near[0]!r}" if near else f"they have {len(known)} others"
         raise DataError(f"metric {metric!r} has no value in {', '.join(runs)}; {hint}.")
     if without:
-        log.warning("runs_without_metric", metric=metric, runs=without)
+        log.warning("runs_without_metric", metric=_shown(metric), runs=[_shown(label) for label in without])
+
+
+def _shown(text: str) -> str:
+    return NOT_SHOWN.sub("\ufffd", text)
 
 
 def _points(rows: Sequence[MetricRow], metric: str, across: Across) -> tuple[list[float], list[float]]:
@@ -251,8 +267,8 @@ def _draw_panel(panel: "Axes", metric: str, runs: Mapping[str, Sequence[MetricRo
         handles.append(panel.axhline(line.value, color="0.35", linewidth=1, linestyle=STYLES[1 + index % 3]))
         labels.append(f"{line.value:g}" if line.label is None else line.label)
     definition = DEFINITIONS.find(metric)
-    panel.set_title(metric, loc="left")
+    panel.set_title(_shown(metric), loc="left")
     panel.set_ylabel(definition.unit if definition and definition.unit != "1" else "value")
     if plot.across == "step":
         panel.locator_params(axis="x", integer=True)
-    panel.legend(handles, labels, loc="best")
+    panel.legend(handles, [_shown(label) for label in labels], loc="best")

@@ -67,10 +67,13 @@ class _Sum:
             self.add_extreme(other.extreme)
 
     def value(self) -> float | None:
-        """The reduced value; NaN when only non-finite ones came, None when nothing with a weight did."""
+        """The reduced value; NaN when only non-finite ones came, None when nothing with a weight did.
+
+        Infinity stands for one that is beyond every float.
+        """
         if self.reduction in ("mean", "sum"):
             if self.weight > 0:
-                return float(self.total / self.weight if self.reduction == "mean" else self.total)
+                return _as_float(self.total / self.weight if self.reduction == "mean" else self.total)
         elif self.extreme is not None:
             return self.extreme
         return math.nan if self.num_nonfinite else None
@@ -80,7 +83,8 @@ class Recorder:
     """Collects the metrics of one step; `reduce` gives one value each, and `histograms` the distributions.
 
     A NaN or infinite value is left out of its metric and counted in `nonfinite/{metric}`, which is reported
-    only when there is one. A value with weight 0 (the mean of nothing) does not count at all.
+    only when there is one; so is a reduced value that is beyond every float. A value with weight 0 (the mean of
+    nothing) does not count at all.
     """
 
     def __init__(
@@ -199,11 +203,13 @@ class Recorder:
         values: dict[str, float] = {}
         nonfinite: dict[str, float] = {}
         for name, entry in self._sums.items():
-            value = entry.value()
+            value, num_nonfinite = entry.value(), entry.num_nonfinite
+            if value is not None and math.isinf(value):
+                value, num_nonfinite = math.nan, num_nonfinite + 1
             if value is not None:
                 values[name] = value
-            if entry.num_nonfinite:
-                nonfinite[f"nonfinite/{name}"] = float(entry.num_nonfinite)
+            if num_nonfinite:
+                nonfinite[f"nonfinite/{name}"] = float(num_nonfinite)
         for name, histogram in self._histograms.items():
             if histogram.num_nonfinite:
                 nonfinite[f"nonfinite/{name}"] = float(histogram.num_nonfinite)
@@ -277,6 +283,13 @@ class Recorder:
                 )
             histogram = self._histograms[name] = Histogram()
         return histogram
+
+
+def _as_float(value: Fraction) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _number(what: str, value: SupportsFloat) -> float:

@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import structlog
@@ -18,8 +19,16 @@ from rl_metrics.json_lines import MAX_LINE_BYTES, JsonLinesWriter
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 DIGITS = 5
 """Decimals that numbers of tokens are written with."""
+
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""In a text; two that are a pair are one character of it."""
+
+MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""In JSON."""
 
 INT_COLUMNS = ("token_ids", "versions")
 FLOAT_COLUMNS = ("rollout_logprobs", "policy_logprobs", "entropy", "advantages", "correction_weights")
@@ -185,7 +194,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
 
     Lines that are torn or no trajectory are left out, with one warning at the end; the last line, while it has no line
     end, without one: it may be on its way. A resumed run repeats steps: what it wrote takes the place of what was there
-    of the first of them and of later ones.
+    of the first of them and of later ones. U+FFFD stands for a lone surrogate, which is no text.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         batches, num_bad = _standing_batches(file)
@@ -242,7 +251,7 @@ def _is_bad(line: bytes) -> bool:
 
 def _place(line: bytes) -> _Place | None:
     try:
-        return msgspec.json.decode(line, type=_Place)
+        return _decode(line, _Place)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -254,9 +263,32 @@ def _decoded(line: bytes) -> dict[str, Any]:
         DataError: It is no JSON object.
     """
     try:
-        return msgspec.json.decode(line, type=dict[str, Any])
+        return _decode(line, dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"a line of trajectories must be a JSON object; found: {error}.") from None
+
+
+def _decode(line: bytes, expected: type[T]) -> T:
+    try:
+        return msgspec.json.decode(line, type=expected)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        mended = without_surrogates(line)
+        if mended is line:
+            raise
+        return msgspec.json.decode(mended, type=expected)
+
+
+def without_surrogates(line: bytes) -> bytes:
+    """A line of JSON with U+FFFD in place of lone surrogates, which Python writes; itself where it has none."""
+    if MAYBE_SURROGATE.search(line) is None:
+        return line
+    try:
+        text = json.dumps(json.loads(line), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return line
+    return LONE_SURROGATE.sub("\ufffd", text).encode()
 
 
 def _encoded(row: Mapping[str, Json]) -> bytes:

@@ -18,8 +18,8 @@ import structlog
 from rl_core.errors import DataError
 from rl_metrics.events import BEGUN, ENDED, read_events
 from rl_metrics.history import History, read_history
-from rl_metrics.json_lines import number_or_nan, read_json_lines
-from rl_metrics.rollout_log import RolloutRow, read_rollouts
+from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines
+from rl_metrics.rollout_log import RolloutRow, read_rollouts, without_surrogates
 from rl_metrics.trackers.jsonl import (
     GenerationTable,
     StepHistograms,
@@ -138,7 +138,7 @@ class RunRecord:
     def probes(self) -> tuple[ProbeRow, ...]:
         """What the policy thinks at chosen tokens, by rising step."""
         path = self._file("probes.jsonl")
-        return () if path is None else self._standing(_standing_probes(read_json_lines(path)))
+        return () if path is None else self._standing(_standing_probes(read_json_lines(path, decode=_probe_line)))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -306,6 +306,10 @@ class _Probe(msgspec.Struct, frozen=True):
     time: float | None = None
     logprob: float | None = None
     candidates: tuple[tuple[str, float | None], ...] = ()
+
+
+def _probe_line(line: bytes) -> dict[str, Any] | None:
+    return parse_line(without_surrogates(line))
 
 
 def _probe_row(line: Mapping[str, Any]) -> ProbeRow | None:

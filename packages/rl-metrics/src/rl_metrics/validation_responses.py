@@ -1,7 +1,8 @@
 """Responses of a validation, and one variable of them, prompt by prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +18,7 @@ NO_VOTE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationResponses:
-    """Responses of a validation, in any order.
+    """Responses of a validation, in any order; what has [R] may be any sequence, a numpy array too.
 
     Attributes:
         uids: [R] uid of each response's prompt; one uid in two sources is two prompts.
@@ -98,7 +99,7 @@ def numbered(texts: Sequence[str | None]) -> Ints:
     """[R] the number of each text among all different ones in their order, NO_VOTE where it is None."""
     index: dict[str | None, int] = {text: at for at, text in enumerate(sorted({t for t in texts if t is not None}))}
     index[None] = NO_VOTE
-    return np.fromiter((index[text] for text in texts), dtype=np.int64, count=len(texts))
+    return np.fromiter(map(index.__getitem__, texts), dtype=np.int64, count=len(texts))
 
 
 def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
@@ -120,18 +121,22 @@ def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
                 f"response, {'None' if name == 'predictions' else 'NaN'} where there is none."
             )
     for name, texts in (("uids", responses.uids), ("sources", responses.sources)):
-        if others := {type(text).__name__ for text in texts if not isinstance(text, str)}:
+        if others := _other_types(texts, str):
             raise DataError(
                 f"{name} must be text; found {', '.join(sorted(others))}. Give one for each response, such as "
                 f"{'str(index) of its prompt' if name == 'uids' else 'the name of its data set'}."
             )
-    others = {type(text).__name__ for text in responses.predictions or () if not isinstance(text, str | None)}
-    if others:
+    predictions = () if responses.predictions is None else responses.predictions
+    if others := _other_types(predictions, str, NoneType):
         raise DataError(
             f"predictions must be text, or None where there is none; found {', '.join(sorted(others))}. Write each "
             "answer in one way, such as str(answer), and a missing one as None."
         )
     return columns
+
+
+def _other_types(values: Iterable[object], *allowed: type) -> set[str]:
+    return {found.__name__ for found in set(map(type, values)) if not issubclass(found, allowed)}
 
 
 def _numbers(name: str, values: ArrayLike) -> Floats:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -83,10 +84,17 @@ def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
         place = int(np.searchsorted(history.times, written)) if written is not None else len(history.steps)
         step = event.get("step", int(history.steps[place]) if place < len(history.steps) else None)
         known = {name: event.get(name) for name in SESSION_FIELDS if _is_plain(event.get(name))}
-        found.append(
-            {**known, **parts, "step": step if _is_plain(step) else None, "total_s": math.fsum(parts.values())}
-        )
+        found.append({**known, **parts, "step": step if _is_plain(step) else None, "total_s": _sum_s(parts.values())})
     return sorted(found, key=_total_s, reverse=True)[:MAX_SLOWEST]
+
+
+def _sum_s(parts: Iterable[float]) -> float:
+    """The sum; where it is beyond every float the largest one."""
+    parts = list(parts)
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        return math.copysign(sys.float_info.max, sum(parts))
 
 
 def _total_s(session: Mapping[str, Any]) -> float:
