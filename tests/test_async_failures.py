@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ def test_a_role_that_does_not_answer_is_killed_and_started_again(run: TinyRun) -
 def test_engines_that_always_fail_end_the_run_with_their_reason(run: TinyRun) -> None:
     said = failed_with(run, "engine:30")
     assert "the scripted engine fell off its bus" in said
-    assert "8 groups in a row failed whole" in said
+    found = re.search(r"(\d+) groups in a row failed whole", said)
+    assert found is not None
+    assert int(found[1]) >= 8  # more may have been under way
     assert "Traceback in rollouter[0]" in said
 
 

@@ -66,13 +66,14 @@ def test_every_socket_of_ray_is_on_loopback(ray):
             if os.environ["RAY_AUTH_TOKEN"].encode() not in (process / "environ").read_bytes():
                 continue  # not of this Ray
             inodes = {str(link.readlink()) for link in (process / "fd").iterdir()}
+            lines = [
+                line for table in ("tcp", "tcp6") for line in (process / "net" / table).read_text().splitlines()[1:]
+            ]
         except OSError:
-            continue
-        for table in ("tcp", "tcp6"):
-            for line in (process / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    listening.add(fields[1].split(":")[0])
+            continue  # it has ended
+        for fields in map(str.split, lines):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                listening.add(fields[1].split(":")[0])
     assert listening
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     assert listening <= loopback
