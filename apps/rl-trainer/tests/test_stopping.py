@@ -120,7 +120,7 @@ def test_a_signal_that_interrupts_no_call_wakes_a_loop_that_sleeps() -> None:
             return super().select(timeout)
 
     def take_signal() -> None:
-        falls_asleep.wait()
+        falls_asleep.wait(60)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_a_signal_that_interrupts_no_call_wakes_a_loop_that_sleeps() -> None:
             asyncio.get_running_loop().call_later(20, too_late.append, "only a timer woke the loop")
             with pytest.raises(StopRequestedError):
                 await stop.run(asyncio.Event().wait(), what="work", deadline_s=60)
-            thread.join()
+            thread.join(60)
             assert not too_late
 
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(Selector())) as runner:
