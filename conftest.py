@@ -1,11 +1,15 @@
-"""What all tests share: the seed of fuzz and soak runs, hypothesis' profiles, Ray's token, and that Ctrl-C works."""
+"""What all tests share: seeds, hypothesis' profiles, Ray's token, warm starts, groups of tests, and Ctrl-C."""
 
 import signal
+from pathlib import Path
 
 import pytest
+import warm_start
 from hypothesis import settings
 
 from rl_core.ray_session import RayOptions, prepare_environment
+
+pytest_plugins = ["run_summary"]
 
 prepare_environment(RayOptions())  # before a test imports what imports Ray, which reads it then
 
@@ -20,6 +24,18 @@ settings.load_profile("short")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --seed."""
     parser.addoption("--seed", type=int, default=0, help="seed of fuzz and soak tests (the fixture `seed`)")
+
+
+def pytest_configure() -> None:
+    """Let trainers and roles start warm."""
+    warm_start.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, keep the tests of a file on one worker, where they share fixtures, unless a mark names their group."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
 
 
 @pytest.fixture

@@ -14,12 +14,14 @@ import json
 import os
 import platform
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +50,10 @@ WORKSPACE_TESTS = (
 )
 """Tests of packages that need more than the packages declare, such as vLLM; `unit` leaves them out."""
 TORCH = "torch==2.13.0+cpu"
+CONSTRAINTS = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
+TWO_WORKERS = ("-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "0")
 TEST_ENV = {
     "OMP_NUM_THREADS": "1",  # two processes with two threads each starve one another on two cores
     "HF_HUB_OFFLINE": "1",
@@ -65,8 +69,26 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 """Names of the program, by any of which tests/support/chromium.py finds it."""
 APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
+LOGS = ROOT / ".nox" / "log"
+CHECKS = (
+    ("lint",),
+    ("imports",),
+    ("unit", "rl-rollout"),
+    ("unit", "rl-distill"),
+    ("types",),
+    ("unit", "rl-core"),
+    ("unit", "rl-metrics"),
+    ("wheels",),
+)
+"""Sessions of `checks`, with their arguments: the quick ones first, then the longest."""
+TIMES, STARTS = "RL_TEST_TIMES", "RL_TEST_STARTS"
+"""Files to which every pytest appends the seconds of its tests, and every Python process of an environment a byte."""
+COUNT_STARTS = (
+    f"import os; name = os.environ.get('{STARTS}'); file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; "
+    "name and (os.write(file, b'.'), os.close(file))\n"
+)
 
-nox.options.sessions = ["lint", "imports", "types", "unit", "wheels"]
+nox.options.sessions = ["checks"]
 nox.options.default_venv_backend = "none"
 nox.options.error_on_external_run = False
 
@@ -92,7 +114,8 @@ class Environment:
 
     def recipe(self) -> str:
         """Digest of everything it is made from."""
-        digest = hashlib.sha256(json.dumps([sys.version, sys.base_prefix, str(self.folder), self.steps]).encode())
+        made_of = [sys.version, sys.base_prefix, str(self.folder), self.steps, COUNT_STARTS]
+        digest = hashlib.sha256(json.dumps(made_of).encode())
         for name in self.inputs:
             digest.update((ROOT / name).read_bytes())
         return digest.hexdigest()
@@ -153,15 +176,14 @@ def unit_environment(package: str) -> Environment:
     """A package with what it declares and the test runner, nothing else; versions from the lock."""
     projects = UNIT_EXTRAS[package]
     needs_torch = any("torch" in r or "rl-distill" in r for r in projects)
-    constraints = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
     metadata = [f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects]
     return Environment(
         name=f"unit-{package}",
         cost="1 GB on disk, up to a minute" if needs_torch else "15 s",
         steps=(
-            *(((*constraints, TORCH),) if needs_torch else ()),
-            (*constraints, "pytest", "hypothesis", *BACKEND),
-            (*constraints, *editable(*projects)),
+            *(((*CONSTRAINTS, TORCH),) if needs_torch else ()),
+            (*CONSTRAINTS, "pytest", "pytest-xdist", "hypothesis", *BACKEND),
+            (*CONSTRAINTS, *editable(*projects)),
         ),
         inputs=(
             "locks/cpu.txt",
@@ -186,6 +208,8 @@ def ensure(session: nox.Session, environment: Environment) -> str:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", str(environment.folder))
         for step in environment.steps:
             install(session, environment.python, *step)
+        (site_packages,) = environment.folder.glob("lib/python3*/site-packages")
+        (site_packages / "count_starts.pth").write_text(COUNT_STARTS)
         stamp.write_text(recipe)  # last: without it the folder counts as torn
         session.log(f".nox/{environment.name} is ready after {time.monotonic() - started:.0f} s.")
     return environment.python
@@ -286,9 +310,96 @@ def chromium(session: nox.Session) -> None:
 
 
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run pytest quietly for the environment: threads bounded, no network look-ups; it ends with the slowest tests."""
-    words = ["--durations=15", "--durations-min=5", *arguments]
-    session.run(python, "-m", "pytest", *words, env=TEST_ENV, interrupt_timeout=STOP_S)
+    """Run pytest quietly for the environment: threads bounded, no network look-ups."""
+    session.run(python, "-m", "pytest", *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
+
+
+@contextlib.contextmanager
+def summary(session: nox.Session) -> Iterator[None]:
+    """Say at the end what the tests took: all of it, the ten slowest, and how many processes were started."""
+    if TIMES in os.environ:  # whoever started this nox says it
+        yield
+        return
+    began = time.monotonic()
+    LOGS.mkdir(parents=True, exist_ok=True)
+    times, starts = LOGS / "times.jsonl", LOGS / "starts"
+    for name, file in ((TIMES, times), (STARTS, starts)):
+        file.write_bytes(b"")
+        os.environ[name] = str(file)
+    try:
+        yield
+    finally:
+        del os.environ[TIMES], os.environ[STARTS]
+        rows = [json.loads(line) for line in times.read_text().splitlines()]
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        session.log(
+            f"{time.monotonic() - began:,.0f} s in total, {used.ru_utime + used.ru_stime:,.0f} s of processor time, "
+            f"{starts.stat().st_size:,} Python processes, {len(rows):,} tests; the slowest:"
+        )
+        for row in sorted(rows, key=lambda row: -row["seconds"])[:10]:
+            session.log(f"{row['seconds']:7.1f} s  {row['test']}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A session of this file in a nox of its own, which says nothing until it has ended."""
+
+    session: str
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Such as "unit rl-core"."""
+        return " ".join((self.session, *self.words))
+
+    @property
+    def log(self) -> Path:
+        """What it says."""
+        return LOGS / f"{self.name.replace(' ', '-')}.txt"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "nox", "--session", self.session, "--", *self.words]
+        with self.log.open("wb") as output:
+            return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+
+def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None:
+    """Run jobs side by side; one that fails is shown at once with all that it said, and fails the session at the end."""
+    waiting, failed = list(jobs), []
+    running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                running[job] = job.start(), time.monotonic()
+            time.sleep(0.1)
+            for job, (process, began) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[job]
+                took = f"after {time.monotonic() - began:.0f} s"
+                if process.returncode == 0:
+                    session.log(f"{job.name} passed {took}")
+                    continue
+                failed.append(job.name)
+                session.log(f"{job.name} FAILED {took}; it said:\n{job.log.read_text(errors='replace')}")
+    finally:
+        end([process for process, _ in running.values()])
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for what Ctrl-C is ending, and end what goes on."""
+    ends_at = time.monotonic() + STOP_S
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, ends_at - time.monotonic()))
+        process.kill()
+        process.wait()
 
 
 @nox.session
@@ -302,20 +413,41 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run everything CI runs: the checks, then all tests on real vLLM and Megatron; with arguments, pytest alone."""
-    checks = 0
-    if not session.posargs:
-        session.log("First the checks (lint, imports, types, unit, wheels), then all tests; on two cores an hour.")
-        command = [sys.executable, "-m", "nox", "--sessions", *(nox.options.sessions or ())]
-        checks = subprocess.run(command, cwd=ROOT, check=False).returncode
+    """Run all that CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, pytest."""
+    if session.posargs:
+        with summary(session):
+            if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
+                chromium(session)
+            run_pytest(session, workspace(session), *session.posargs)
+        return
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
-    suites = [*WORKSPACE_TESTS, *apps, "examples", "tests"]
-    python = workspace(session)
-    if not session.posargs or any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
-        chromium(session)
-    run_pytest(session, python, *(session.posargs or suites))
-    if checks:
+    suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
+    session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 25 minutes.")
+    with summary(session):
+        checks = Job("checks", ("--at-once", "1"))
+        running = checks.start()
+        try:
+            chromium(session)
+            run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
+        finally:
+            session.log(f"Waiting for the checks, which write to {checks.log.relative_to(ROOT)}.")
+            try:
+                running.wait()
+            finally:
+                end([running])
+            print(checks.log.read_text(errors="replace"))
+    if running.returncode:
         session.error("the tests passed, but a check above failed")
+
+
+@nox.session
+def checks(session: nox.Session) -> None:
+    """Run lint, imports, types, unit and wheels, two at once: what a bare `nox` does."""
+    parser = argparse.ArgumentParser(prog="nox -s checks --")
+    parser.add_argument("--at-once", type=int, default=2, help="how many side by side")
+    options = parser.parse_args(session.posargs)
+    with summary(session):
+        run_jobs(session, [Job(name, tuple(words)) for name, *words in CHECKS], at_once=options.at_once)
 
 
 @nox.session
@@ -324,12 +456,13 @@ def unit(session: nox.Session) -> None:
     named = [name for name in PACKAGES if name in session.posargs]
     rest = [word for word in session.posargs if word not in PACKAGES]
     failed = []
-    for name in named or PACKAGES:
-        python = ensure(session, unit_environment(name))
-        try:
-            run_pytest(session, python, "-k", "not vllm", f"packages/{name}/tests", *rest)  # it is in `tests`
-        except CommandFailed:
-            failed.append(name)
+    with summary(session):
+        for name in named or PACKAGES:
+            python = ensure(session, unit_environment(name))
+            try:
+                run_pytest(session, python, "-k", "not vllm", f"packages/{name}/tests", *rest)  # it is in `tests`
+            except CommandFailed:
+                failed.append(name)
     if failed:
         session.error(f"unit tests failed: {', '.join(failed)}")
 
@@ -367,27 +500,39 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel and try them in an empty environment outside the checkout."""
+    """Build every wheel and try them outside the checkout, in environments with nothing but what they declare."""
     tools = ensure(session, TOOLS)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for project in PROJECTS:
         session.run(tools, "-m", "build", "--no-isolation", "--outdir", str(dist), project, silent=True)
     built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(dist.glob("*.whl"))}
-    with tempfile.TemporaryDirectory(prefix="rl-wheels-") as folder:
-        session.run(sys.executable, "-m", "virtualenv", "--quiet", f"{folder}/env")
-        python = f"{folder}/env/bin/python"
-        for name in ("test_imports.py", "test_wheels.py"):
-            shutil.copy(ROOT / "tests" / name, folder)
-        install(session, python, "-c", "locks/cpu.txt", "pytest", built["rl-core"], built["rl-rollout"])
-        attempt = [python, "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder]
-        with session.chdir(folder):
-            session.run(*attempt, "test_imports.py", "-k", "rl_core or rl_rollout", env={"WITHOUT_TORCH": "1"})
-        install(session, python, "-c", "locks/cpu.txt", TORCH)
-        install(session, python, "-c", "locks/cpu.txt", *built.values())
-        with session.chdir(folder):
-            session.run(*attempt, "test_imports.py", "test_wheels.py")
+    light, whole = ("rl-core", "rl-rollout"), tuple(built)
+    for names, environment, attempt in (
+        (light, wheels_environment("wheels-light", built, light), ("test_imports.py", "-k", "rl_core or rl_rollout")),
+        (whole, wheels_environment("wheels", built, whole), ("test_imports.py", "test_wheels.py")),
+    ):
+        python = ensure(session, environment)
+        install(session, python, "--no-deps", "--force-reinstall", *(built[name] for name in names))
+        with tempfile.TemporaryDirectory(prefix="rl-wheels-") as folder:
+            for name in ("test_imports.py", "test_wheels.py"):
+                shutil.copy(ROOT / "tests" / name, folder)
+            with session.chdir(folder):
+                words = ["-q", "-p", "no:cacheprovider", "--rootdir", folder, *attempt]
+                without_torch = {"WITHOUT_TORCH": "1"} if names == light else {}
+                session.run(python, "-I", "-m", "pytest", *words, env=without_torch)
         session.run(python, "-m", "pip", "check")
+
+
+def wheels_environment(name: str, built: Mapping[str, str], projects: Sequence[str]) -> Environment:
+    """What wheels declare, and the test runner; torch only where a wheel asks for it. The wheels in it get outdated."""
+    torch = ((*CONSTRAINTS, TORCH),) if "rl-distill" in projects else ()
+    return Environment(
+        name=name,
+        cost="1.5 GB on disk, half a minute" if torch else "15 s",
+        steps=(*torch, (*CONSTRAINTS, "pytest", *(built[project] for project in projects))),
+        inputs=("locks/cpu.txt", *(f"{project}/pyproject.toml" for project in PROJECTS)),
+    )
 
 
 @nox.session
@@ -427,7 +572,10 @@ def soak(session: nox.Session) -> None:
     chosen = ["-k", options.name.replace("-", "_")] if options.name else []
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
     limits = ["-o", "faulthandler_timeout=14400"]
-    run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *limits, *rest, "packages", "apps", "tests")
+    os.environ["RL_TESTS_COLD"] = "1"  # every process as users start it
+    with summary(session):
+        folders = ("packages", "apps", "tests")
+        run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *limits, *rest, *folders)
 
 
 @nox.session

@@ -1,0 +1,290 @@
+"""Starts our trainers and roles from a process that has imported torch, transformers and Megatron already.
+
+`install()` replaces `subprocess.Popen`: a child that is `python -m MODULE` of one of `MODULES` is forked from a server
+instead of started anew, which saves the 8 to 12 s of imports in each of some hundred processes. The child is a real
+child of its caller, in a session of its own where that is asked for, with the caller's descriptors, environment and
+mark in /proc, so that signals, waiting, guards and kills meet what they meet elsewhere. It has a server of its own for
+the processes that it starts. What cannot be had by a fork is started anew: other thread counts, other programs,
+machines with a GPU. RL_TESTS_COLD=1 starts everything anew, as coverage and `nox -s soak` do.
+
+The server is `python -c "import warm_start; warm_start.serve()" FD`. It has one thread, and ends with its caller.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import inspect
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MODULES = {
+    "async_driver",
+    "rl_async_trainer.main",
+    "rl_core.cluster.child",
+    "rl_core.queue.keeper_process",
+    "rl_sync_trainer.main",
+}
+"""What may be forked: programs whose start is mostly imports."""
+PRELOADED = (
+    "torch",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "pyarrow.dataset",
+    "safetensors.torch",
+    "rl_distill.megatron.learner",
+    "rl_distill.reference_learner",
+    "rl_rollout.engines.transformers",
+    "rl_sync_trainer.session",
+    "rl_async_trainer.session",
+    "rl_async_trainer.rollouter",
+    "rl_async_trainer.learner_host",
+)
+COLD_VARIABLE = "RL_TESTS_COLD"
+FIXED = ("OMP_NUM_THREADS", "PYTHONOPTIMIZE", "LD_PRELOAD", "HF_HUB_OFFLINE", COLD_VARIABLE)
+"""Variables that count at the start of an interpreter or of a library, and cannot be changed afterwards."""
+MARKS = {"TINY_RUN_MARK": 32, "RL_ROLE_MARKS": 330}
+"""Variables by which others find a process in /proc, and the room that the server keeps for them."""
+ALONE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps libraries from starting threads, which would not survive a fork."""
+
+CLONE_CALLS = {"x86_64": 56, "aarch64": 220}
+CLONE_PARENT, CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID = 0x8000, 0x01000000, 0x00200000
+PR_GET_TID_ADDRESS = 40
+
+
+class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """A `Popen` whose child may be forked from the server."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = dict(zip(_EXECUTE_CHILD, arguments, strict=True))
+        server = _server_for(given)
+        if server is None:
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        try:
+            self.pid = server.fork(given)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+_EXECUTE_CHILD = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+
+
+class Server:
+    """The caller's side of a server."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a child that was forked in another way: children of the server would not be its own."""
+        return self._owner == os.getpid()
+
+    def fork(self, given: Mapping[str, Any]) -> int:
+        """Have a child made; gives its process id."""
+        streams = [
+            given[name] if given[name] != -1 else n for n, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
+        ]
+        passed = sorted(given["pass_fds"])
+        request = {
+            "words": [str(word) for word in given["args"][2:]],
+            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "directory": str(Path(given["cwd"] or ".").absolute()),
+            "descriptors": [0, 1, 2, *passed],
+            "has_session": given["start_new_session"],
+        }
+        content = json.dumps(request).encode()
+        with self._lock:
+            socket.send_fds(self._connection, [len(content).to_bytes(8, "big")], [*streams, *passed])
+            self._connection.sendall(content)
+            answer = self._connection.recv(8)
+        if not answer:
+            raise RuntimeError("the server of warm starts has ended.")
+        return int.from_bytes(answer, "big")
+
+
+_servers: list[Server] = []
+
+
+def install() -> None:
+    """Start our own programs warm from now on, where this machine can."""
+    can = sys.platform == "linux" and platform.machine() in CLONE_CALLS and not Path("/dev/nvidiactl").exists()
+    if can and not os.environ.get(COLD_VARIABLE):
+        subprocess.Popen = WarmPopen  # type: ignore[misc]
+
+
+def _server_for(given: Mapping[str, Any]) -> Server | None:
+    """The server of this process, which is started when it is needed first; None where a child must start anew."""
+    words = given["args"]
+    if isinstance(words, str | bytes | os.PathLike) or list(words[:2]) != [sys.executable, "-m"]:
+        return None
+    environment = os.environ if given["env"] is None else given["env"]
+    is_plain = (
+        given["close_fds"] and not given["shell"] and given["preexec_fn"] is None and given["process_group"] == -1
+    )
+    is_same = all(environment.get(name) == os.environ.get(name) for name in FIXED)
+    has_room = all(len(environment.get(name, "")) <= room for name, room in MARKS.items())
+    if words[2] not in MODULES or not (is_plain and is_same and has_room):
+        return None
+    if not _servers or not _servers[-1].is_ours:
+        _servers.append(_start())
+    return _servers[-1]
+
+
+def _start() -> Server:
+    """Start a server; it ends when this process does, as its connection closes."""
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, **ALONE, **{name: " " * room for name, room in MARKS.items()}}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "import warm_start; warm_start.serve()", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    weakref.finalize(process, _end, process, ours)
+    _processes.append(process)
+    if ours.recv(8) != b"is ready":
+        raise RuntimeError("the server of warm starts did not start; what it said stands above.")
+    return Server(ours)
+
+
+_processes: list["subprocess.Popen[bytes]"] = []
+
+
+def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+    connection.close()
+    process.wait()
+
+
+class Request(NamedTuple):
+    """What a child shall be.
+
+    Attributes:
+        words: Behind `python -m`.
+        environment: All of it.
+        directory: Where it runs.
+        descriptors: Numbers that `received` get in the child; the first three are the standard streams.
+        received: Open files.
+        has_session: It leads a session of its own.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str
+    descriptors: Sequence[int]
+    received: Sequence[int]
+    has_session: bool
+
+
+def serve() -> None:
+    """Import, make children on request, and become one of them."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    libc = ctypes.PyDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    marks = {name: libc.getenv(name.encode()) for name in MARKS}  # where /proc/PID/environ reads them
+    for name in PRELOADED:
+        with suppress(ModuleNotFoundError):  # of packages that are tested alone
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    if (threads := len(list(Path("/proc/self/task").iterdir()))) != 1:
+        raise RuntimeError(f"a process with {threads} threads cannot be forked.")
+    connection.sendall(b"is ready")
+    while True:
+        request = _next_child(connection, libc)
+        connection.close()
+        ours, connection = socket.socketpair()
+        if os.fork():
+            break
+        ours.close()  # this is the server of that child
+        for descriptor in request.received:
+            os.close(descriptor)
+    connection.close()
+    _servers.append(Server(ours))
+    install()
+    _become(request, marks)
+
+
+def _next_child(connection: socket.socket, libc: ctypes.PyDLL) -> Request:
+    """Make children on request; returns in each of them, and never in the server."""
+    while True:
+        header, received, _, _ = socket.recv_fds(connection, 8, 64)
+        if not header:
+            os._exit(0)  # whoever asked is gone
+        content = b""
+        while len(content) < int.from_bytes(header, "big"):
+            content += connection.recv(1 << 20)
+        pid = _fork_sibling(libc)
+        if pid == 0:
+            return Request(**json.loads(content), received=received)
+        connection.sendall(pid.to_bytes(8, "big"))
+        for descriptor in received:
+            os.close(descriptor)
+
+
+def _fork_sibling(libc: ctypes.PyDLL) -> int:
+    """As `os.fork`, but the child's parent is this process's parent."""
+    thread_id = ctypes.c_void_p()  # where the C library keeps the main thread's number, which fork(2) would renew
+    libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(thread_id), 0, 0, 0)
+    flags = CLONE_PARENT | signal.SIGCHLD | ((CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID) if thread_id else 0)
+    x86 = platform.machine() == "x86_64"  # other machines take the last two the other way round
+    last = (thread_id, None) if x86 else (None, thread_id)
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    pid = int(libc.syscall(CLONE_CALLS[platform.machine()], flags, None, None, *last))
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+    else:
+        api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError("no process could be forked.")
+    return pid
+
+
+def _become(request: Request, marks: Mapping[str, int]) -> None:
+    """Take on what a new process would have, and run the program."""
+    if request.has_session:
+        os.setsid()
+    high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 512) for one in request.received]  # clear of where they shall be
+    for one in request.received:
+        os.close(one)
+    for one, number in zip(high, request.descriptors, strict=True):
+        os.dup2(one, number)
+        os.close(one)
+    os.chdir(request.directory)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    for name, room in MARKS.items():
+        ctypes.memmove(marks[name], request.environment.get(name, "").encode().ljust(room, b"\0"), room)
+    warnings._processoptions(filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")))  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore", message=".* found in sys.modules", category=RuntimeWarning)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    first = [request.directory, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*first, *(path for path in sys.path if path not in first and path)]
+    sys.argv = ["-m", *request.words[1:]]
+    runpy.run_module(request.words[0], run_name="__main__", alter_sys=True)
