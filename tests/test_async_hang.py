@@ -14,7 +14,7 @@ from rl_async_trainer.hang_report import HangReport, read_hang_report
 from rl_metrics.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
-DEADLINE_S = 15.0
+DEADLINE_S = 5.0
 """More than a step takes on a busy machine: only what hangs is reported."""
 IN_STEP_2 = REWARDS_BEFORE_STEP_1 + REWARDS_PER_STEP + 5
 
