@@ -182,7 +182,7 @@ def unit_environment(package: str) -> Environment:
         cost="1 GB on disk, up to a minute" if needs_torch else "15 s",
         steps=(
             *(((*CONSTRAINTS, TORCH),) if needs_torch else ()),
-            (*CONSTRAINTS, "pytest", "pytest-xdist", "hypothesis", *BACKEND),
+            (*CONSTRAINTS, "pytest", "coverage", "hypothesis", *BACKEND),
             (*CONSTRAINTS, *editable(*projects)),
         ),
         inputs=(
@@ -311,7 +311,8 @@ def chromium(session: nox.Session) -> None:
 
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
     """Run pytest quietly for the environment: threads bounded, no network look-ups."""
-    session.run(python, "-m", "pytest", *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
+    runner = ("coverage", "run", "-m", "pytest") if "COVERAGE_FILE" in os.environ else ("pytest",)
+    session.run(python, "-m", *runner, *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
 
 
 @contextlib.contextmanager
@@ -366,7 +367,7 @@ class Job:
 
 
 def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run jobs side by side; one that fails is shown at once with all that it said, and fails the session at the end."""
+    """Run jobs side by side; one that fails is shown at once, with all its output, and fails the session at the end."""
     waiting, failed = list(jobs), []
     running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
     try:
@@ -448,6 +449,24 @@ def checks(session: nox.Session) -> None:
     options = parser.parse_args(session.posargs)
     with summary(session):
         run_jobs(session, [Job(name, tuple(words)) for name, *words in CHECKS], at_once=options.at_once)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the tests, and say which lines of packages and apps they ran, child processes included."""
+    folder = ROOT / ".nox" / "coverage"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    os.environ["COVERAGE_FILE"] = str(folder / "data")
+    os.environ["RL_TESTS_COLD"] = "1"  # a process that is forked takes what the others measured along
+    command = [sys.executable, "-m", "nox", "--session", "tests"]
+    tests = subprocess.run(command, cwd=ROOT, check=False).returncode
+    python = workspace(session)
+    session.run(python, "-m", "coverage", "combine", "--quiet", str(folder))
+    session.run(python, "-m", "coverage", "json", "--quiet", "-o", str(folder / "coverage.json"))
+    session.run(python, "-m", "coverage", "report", "--skip-covered", "--format=total")
+    if tests:
+        session.error("a test failed")
 
 
 @nox.session
