@@ -567,8 +567,8 @@ def bench(session: nox.Session) -> None:
 
 
 def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
-    """The variable that tells a benchmark its peer's interpreter; none where it has no peer, or can do without."""
-    if name not in PEERS:
+    """The variable that tells a benchmark its peer's interpreter; none where it has no peer, or does without."""
+    if name not in PEERS or "--quick" in session.posargs:
         return {}
     variable, peer = PEERS[name]
     try:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.ma  # numpy itself does so when it first needs it, which would be amid the first step
 import torch
 from _async_workload import Script
+from _digits import END_TOKEN, FIRST_DIGIT
 
 from rl_async_trainer.learner_host import LearnerHost
 from rl_async_trainer.rollouter import Rollouter
@@ -25,10 +26,6 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.engines.replicas import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_trainer.learners import Learners
-
-END_TOKEN = 1
-FIRST_DIGIT = 2
-"""Token of "0" in the tokenizer that `_async_runs` writes."""
 
 
 class SleepingEngine(ScriptedEngine):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _async_parts import END_TOKEN, FIRST_DIGIT, make_engines, make_learners
+from _async_parts import make_engines, make_learners
 from _async_workload import Plan, Script, bound_of
+from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.assemble import RoleFactories
 from rl_async_trainer.session import Session
@@ -134,19 +135,11 @@ def make_settings(plan: Plan, workload: Workload, *, num_steps: int, folder: Pat
 
 def write_inputs(script: Script, *, num_prompts: int, folder: Path) -> None:
     """A tokenizer of ten digits, prompts that are their numbers, and what the scripted parts are told."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     policy = folder / "policy"
     policy.mkdir()
     script.trace.mkdir()
     script.write(policy)
-    digits = {str(digit): FIRST_DIGIT + digit for digit in range(10)}
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": END_TOKEN, **digits}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    wrapped.save_pretrained(policy)
+    write_tokenizer(policy)
     width = script.workload.lengths.prompt_tokens
     rows = [{"data_source": "none", "prompt": f"{number:0{width}}", "answer": "none"} for number in range(num_prompts)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,6 +15,11 @@ from rl_async_trainer.simulation.reading import parse_workload
 from rl_async_trainer.simulation.workload import Workload
 
 SCRIPT = "script.json"
+QUICK: dict[str, dict[str, int]] = {
+    "benchmark": {"steps": 4, "sync_steps": 1},
+    "batch": {"groups": 4, "group_size": 4, "mini_batch_groups": 4},
+    "lengths": {"maximum": 64},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,14 @@ def read_plan(file: Path) -> tuple[Plan, Workload]:
     table = tomllib.loads(file.read_text())
     plan = Plan(**table.pop("benchmark"))
     return plan, parse_workload(tomli_w.dumps({"name": file.stem, **table}), where=str(file))
+
+
+def write_quick_file(source: Path, target: Path) -> None:
+    """The benchmark's file with a few steps of short responses."""
+    table = tomllib.loads(source.read_text())
+    for section, changes in QUICK.items():
+        table[section] |= changes
+    target.write_text(tomli_w.dumps(table))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """How benchmarks/learner.py talks to the process of a side: lines of JSON, one answer to each request.
 
     -> (started)                             <- "ready"
-    -> {"operation": "step", "seed": n}      <- {"step_s", "loss", "grad_norm", "num_tokens", "num_computed_tokens"}
+    -> {"operation": "step", "workload": name, "seed": n}
+                                             <- {"step_s", "loss", "grad_norm", "num_tokens", "num_computed_tokens"}
     -> {"operation": "about"}                <- {"peak_bytes", "start_bytes", "device", "threads", "versions"}
     -> {"operation": "quit"}, or end of input    <- (ends with status 0)
 
@@ -55,7 +56,6 @@ def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
-    parser.add_argument("--workload", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--budget", type=int, required=True)
     options = parser.parse_args()
@@ -70,7 +70,7 @@ def serve(opened: Opened, *, packages: tuple[str, ...]) -> int:
             request = json.loads(line)
             match request["operation"]:
                 case "step":
-                    answer = timed_step(side, make_rows(preset, options.workload, seed=request["seed"]))
+                    answer = timed_step(side, make_rows(preset, request["workload"], seed=request["seed"]))
                 case "about":
                     answer = about(packages, start_bytes)
                 case _:

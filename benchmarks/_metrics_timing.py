@@ -1,7 +1,8 @@
-"""Runs the main job in this process, and times everything that only says something of it.
+"""Runs main jobs in this process, and times everything that only says something of them.
 
-    python _metrics_timing.py SETTINGS_FILE REPORT_FILE [setting ...]
+    python _metrics_timing.py JOBS
 
+JOBS is JSON, a list of jobs: the file for what is timed, and the arguments of `rl-sync-trainer`.
 Calls are timed where they enter metrics and trackers, each once: a call within another counts as the outer one's. What
 trackers do on threads of their own counts with the processor's time of these threads, as it takes the main job's turns.
 What is told beside: closing the trackers, which waits for the last report and comes once, after the last step; and the
@@ -100,30 +101,50 @@ class Clock:
         return wrapper
 
 
-def run(settings_file: str, report_file: Path, words: list[str]) -> int:
-    """Train, and write what was timed; gives the exit status."""
-    clock = Clock()
-    for owner, name in ENTRIES:
-        setattr(owner, name, clock.timed(f"{getattr(owner, '__name__', owner)}.{name}", getattr(owner, name)))
-    BackgroundTracker._work = clock.of_thread(BackgroundTracker._work)  # type: ignore[method-assign]
-    end = Clock()
-    Probes.ask = end.awaited("probes", Probes.ask)  # type: ignore[method-assign,assignment]
-    Fanout.close = end.timed("close", Fanout.close)  # type: ignore[method-assign]
-    status = main(["train", settings_file, *words])
+class Timing:
+    """The clocks of the main job's calls, installed once."""
+
+    def __init__(self) -> None:
+        """Install them."""
+        self._clock, self._end = clock, end = Clock(), Clock()
+        for owner, name in ENTRIES:
+            setattr(owner, name, clock.timed(f"{getattr(owner, '__name__', owner)}.{name}", getattr(owner, name)))
+        BackgroundTracker._work = clock.of_thread(BackgroundTracker._work)  # type: ignore[method-assign]
+        Probes.ask = end.awaited("probes", Probes.ask)  # type: ignore[method-assign,assignment]
+        Fanout.close = end.timed("close", Fanout.close)  # type: ignore[method-assign]
+
+    def run(self, words: list[str]) -> tuple[int, dict[str, Any]]:
+        """Run the trainer; gives its exit status, and what was timed."""
+        for clock in (self._clock, self._end):
+            clock.called_s.clear()
+            clock.threads_s = 0.0
+        before_s = children_cpu_s()
+        status = main(words)
+        return status, {
+            "called_s": dict(self._clock.called_s),
+            "threads_s": self._clock.threads_s,
+            "closing_s": self._end.called_s["close"],
+            "probes_s": self._end.called_s["probes"],
+            "children_cpu_s": children_cpu_s() - before_s,
+        }
+
+
+def children_cpu_s() -> float:
+    """Processor time of the child processes that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report_file.write_text(
-        json.dumps(
-            {
-                "called_s": clock.called_s,
-                "threads_s": clock.threads_s,
-                "closing_s": end.called_s["close"],
-                "probes_s": end.called_s["probes"],
-                "children_cpu_s": children.ru_utime + children.ru_stime,
-            }
-        )
-    )
-    return status
+    return children.ru_utime + children.ru_stime
+
+
+def run(jobs: list[tuple[str, list[str]]]) -> int:
+    """Run the jobs one after another until one fails, and write what was timed; gives the exit status."""
+    timing = Timing()
+    for report_file, words in jobs:
+        status, found = timing.run(words)
+        if status:
+            return status
+        Path(report_file).write_text(json.dumps(found))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(run(json.loads(sys.argv[1])))

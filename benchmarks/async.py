@@ -2,7 +2,8 @@
 
     nox -s bench -- async [--rounds 2] [--roles process] [--realtime] [--quick] [--json FILE]
 
-The trainers take turns, a run each; benchmarks/README.md says what is timed, and what the bound is.
+The trainers take turns, a run each; benchmarks/README.md says what is timed, and what the bound is. --quick takes a few
+steps of short responses, all in one process.
 """
 
 import argparse
@@ -20,11 +21,10 @@ from statistics import median
 from typing import Any
 
 from _async_summary import BOUND, IDLE, SPEED, mode_row, round_row, verdicts
+from _children import BENCHMARKS, LOCAL
 
-BENCHMARKS = Path(__file__).resolve().parent
 FILE = BENCHMARKS / "async.toml"
 ROLES = ("inline", "process", "ray")
-QUICK = {"steps": 4, "sync_steps": 1}
 WORDS = {
     SPEED: "{found:.2f} times the speed of sync ({rounds}); wanted {wanted:g}",
     IDLE: "the learner idles {found:.3f} of the time ({rounds}); wanted at most {wanted:g}",
@@ -44,11 +44,13 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # roles are then stopped as after Ctrl-C
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the roles' processes, which import torch
+    os.environ.update(LOCAL)
     load = os.getloadavg()[0]
     runs = run_rounds(options)
     report: dict[str, Any] = {
         "benchmark": "async",
         "date": time.strftime("%Y-%m-%d"),
+        "is_quick": options.quick,
         "rounds": options.rounds,
         "roles": options.roles,
         "is_realtime": options.realtime,
@@ -70,7 +72,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer")
     parser.add_argument("--roles", choices=ROLES, default="process", help="where rollouter and learner live")
     parser.add_argument("--realtime", action="store_true", help="run before everything else on a busy machine (root)")
-    parser.add_argument("--quick", action="store_true", help="one round of a few steps in one process: does it run")
+    parser.add_argument("--quick", action="store_true", help="one short round in one process: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     if options.quick:
@@ -93,22 +95,24 @@ def takes_precedence() -> bool:
 def run_rounds(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Runs of both trainers in turns, by mode."""
     from _async_runs import MODES, run_mode
-    from _async_workload import read_plan
+    from _async_workload import read_plan, write_quick_file
 
     from rl_trainer.command_line import configure_logs
 
     configure_logs()
-    plan, workload = read_plan(FILE)
-    if options.quick:
-        plan = replace(plan, **QUICK)
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(prefix="ba-", dir="/tmp") as temporary:
+        file = FILE
+        if options.quick:
+            file = Path(temporary) / FILE.name
+            write_quick_file(FILE, file)
+        plan, workload = read_plan(file)
         for number in range(options.rounds):
             of_round = replace(plan, seed=plan.seed + number)
             for mode in MODES:
                 folder = Path(temporary) / f"{mode}-{number}"
                 folder.mkdir()
-                found = run_mode(mode, FILE, of_round, workload, folder=folder, roles=options.roles)
+                found = run_mode(mode, file, of_round, workload, folder=folder, roles=options.roles)
                 runs[mode].append(round_row(asdict(found)))
                 tell(number, runs[mode][-1])
                 shutil.rmtree(folder)

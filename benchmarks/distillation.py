@@ -3,6 +3,7 @@
     nox -s bench -- distillation [--preset cpu] [--rounds 3] [--threads 2] [--quick] [--json FILE]
 
 Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed and counted.
+--quick takes one round of a tiny preset.
 """
 
 import argparse
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _children import BENCHMARKS, ChildFailedError, Peer
 from _distillation_workload import PRESETS
-from _peer import Peer, PeerFailedError
 
 OURS, FULL = "ours", "full_softmax"
-SIDE = Path(__file__).resolve().parent / "peers" / "distillation_side.py"
+SIDE = BENCHMARKS / "peers" / "distillation_side.py"
 STEP_TIMEOUT_S = 600.0
 WORKLOAD = "top_k_forward_kl"
 MOST_MEMORY, LEAST_SPEED = 0.25, 1.0
@@ -50,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     load = os.getloadavg()[0]
     try:
         steps = run_sides(options)
-    except PeerFailedError as error:
+    except ChildFailedError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     report = summarize(steps, options, load_before=load)
@@ -72,11 +73,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="sizes")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of each side, on a CPU")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     if options.quick:
-        options.preset, options.rounds = "tiny", 2
+        options.preset, options.rounds = "tiny", 1
     return options
 
 
@@ -84,7 +85,7 @@ def run_sides(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The answers of each side, the warm-up's first; who begins changes from round to round.
 
     Raises:
-        PeerFailedError: A side failed.
+        ChildFailedError: A side failed.
     """
     steps: dict[str, list[dict[str, Any]]] = {OURS: [], FULL: []}
     with tempfile.TemporaryDirectory(prefix="bd-", dir="/tmp") as folder, ExitStack() as stack:
@@ -108,9 +109,7 @@ def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
         f"--preset={options.preset}",
         f"--threads={options.threads}",
     ]
-    paths = [str(SIDE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(options.threads)}
-    return Peer(side, command, folder, variables=variables)
+    return Peer(side, command, folder, variables={"OMP_NUM_THREADS": str(options.threads)})
 
 
 def summarize(
@@ -131,6 +130,7 @@ def summarize(
     return {
         "benchmark": "distillation",
         "date": time.strftime("%Y-%m-%d"),
+        "is_quick": options.quick,
         "preset": options.preset,
         "sizes": preset.as_json(),
         "rounds": options.rounds,

@@ -3,7 +3,7 @@
     nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
 
 Both sides are processes that take turns, a step each; benchmarks/README.md says what is timed. On a GPU the preset is
-0.6b, the shape of Qwen3-0.6B in bfloat16.
+0.6b, the shape of Qwen3-0.6B in bfloat16. --quick takes one round of a tiny preset.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from _children import BENCHMARKS, ChildFailedError, Peer
 from _learner_summary import (
     OURS,
     PEER,
@@ -33,9 +34,7 @@ from _learner_summary import (
     result_row,
 )
 from _learner_workload import OPTIMIZER, PRESETS, WORKLOADS, Preset, make_rows
-from _peer import Peer, PeerFailedError
 
-BENCHMARKS = Path(__file__).resolve().parent
 SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py"}
 STEP_TIMEOUT_S = 600.0
 
@@ -53,10 +52,11 @@ def main(words: Sequence[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="bl-", dir="/tmp") as folder:
             write_policy(preset, Path(folder) / "policy")
-            for workload in options.workload:
-                found = run_workload(workload, options, Path(folder))
-                add_workload(report, workload, preset, found)
-    except (PeerFailedError, DisagreementError) as error:
+            # Quick sides serve all workloads; others start anew for each, as their memory is measured.
+            for workloads in [options.workload] if options.quick else [[name] for name in options.workload]:
+                for workload, found in run_workloads(workloads, options, Path(folder)).items():
+                    add_workload(report, workload, preset, found)
+    except (ChildFailedError, DisagreementError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     report["environment"]["load_after"] = os.getloadavg()[0]
@@ -77,11 +77,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of each side, on a CPU")
     parser.add_argument("--budget", type=int, help="most tokens of a micro-batch, padding included; the preset has one")
     parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="preset tiny and one round: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     if options.quick:
-        options.preset, options.rounds = "tiny", 2
+        options.preset, options.rounds = "tiny", 1
     options.budget = options.budget or PRESETS[options.preset].budget
     options.workload = options.workload.split(",")
     return options
@@ -96,40 +96,40 @@ def write_policy(preset: Preset, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def run_workload(workload: str, options: argparse.Namespace, folder: Path) -> dict[str, Measured]:
-    """A step of each side in turns; who begins changes from round to round.
+def run_workloads(
+    workloads: Sequence[str], options: argparse.Namespace, folder: Path
+) -> dict[str, dict[str, Measured]]:
+    """A step of each side in turns, for one workload after another; who begins changes from round to round.
 
     Raises:
-        PeerFailedError: A side failed.
+        ChildFailedError: A side failed.
     """
-    found = {side: Measured() for side in SIDES}
+    found = {workload: {side: Measured() for side in SIDES} for workload in workloads}
     with ExitStack() as stack:
-        peers = {side: stack.enter_context(start(side, workload, options, folder)) for side in SIDES}
-        for number in range(options.rounds + 1):
-            for side in list(SIDES)[:: 1 if number % 2 else -1]:
-                answer = peers[side].ask({"operation": "step", "seed": number}, timeout_s=STEP_TIMEOUT_S)
-                found[side].add(answer)
-            tell(workload, number, found)
-        for side, peer in peers.items():
-            found[side].about = peer.ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
+        peers = {side: stack.enter_context(start(side, options, folder)) for side in SIDES}
+        for workload, of in found.items():
+            for number in range(options.rounds + 1):
+                request = {"operation": "step", "workload": workload, "seed": number}
+                for side in list(SIDES)[:: 1 if number % 2 else -1]:
+                    of[side].add(peers[side].ask(request, timeout_s=STEP_TIMEOUT_S))
+                tell(workload, number, of)
+            for side, peer in peers.items():
+                of[side].about = peer.ask({"operation": "about"}, timeout_s=STEP_TIMEOUT_S)
     return found
 
 
-def start(side: str, workload: str, options: argparse.Namespace, folder: Path) -> Peer:
+def start(side: str, options: argparse.Namespace, folder: Path) -> Peer:
     """Start a side and wait until its model is there."""
     command = [
         sys.executable,
         str(BENCHMARKS / "peers" / SIDES[side]),
         f"--policy={folder / 'policy'}",
         f"--preset={options.preset}",
-        f"--workload={workload}",
         f"--threads={options.threads}",
         f"--budget={options.budget}",
     ]
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": str(options.threads),
-        "HF_HUB_OFFLINE": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # two processes share one GPU
     }
     return Peer(side, command, folder, variables=variables)
@@ -147,6 +147,7 @@ def new_report(options: argparse.Namespace, preset: Preset) -> dict[str, Any]:
     return {
         "benchmark": "learner",
         "date": time.strftime("%Y-%m-%d"),
+        "is_quick": options.quick,
         "preset": options.preset,
         "policy": {**preset.policy, "num_parameters": preset.num_parameters, "dtype": preset.dtype},
         "optimizer": OPTIMIZER,

@@ -2,7 +2,7 @@
 
     nox -s bench -- metrics [--steps 40] [--rounds 5] [--quick] [--json FILE]
 
-benchmarks/README.md says what is timed.
+benchmarks/README.md says what is timed. --quick takes a tiny policy, and few steps, responses and rollouts.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,19 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _children import BENCHMARKS, ChildFailedError, run_child
+from _quick_run import write_quick_run
 
 from rl_metrics import ValidationResponses, read_metrics, summarize_validation
 from rl_metrics.report import write_report
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.invented_runs import InventedRun
 
-BENCHMARKS = Path(__file__).resolve().parent
 EXAMPLE = BENCHMARKS.parent / "examples" / "arithmetic"
+TIMING = BENCHMARKS / "_metrics_timing.py"
 OURS = "ours"
 FIRST_STEPS = 3
 """Steps of the main job that are left out of the median: engines warm up."""
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = {"main_job": (), "main_job_all_trackers": ("tensorboard", "wandb", "mlflow")}
+"""Of each main job, beside those that it always has."""
+
 GOAL = 0.01
 NUM_RESPONSES, NUM_TRAJECTORIES = 100_000, 50_000
 QUICK_RESPONSES, QUICK_TRAJECTORIES = 1_000, 500
@@ -66,8 +69,12 @@ class MainJob:
 def main(words: Sequence[str]) -> int:
     """Run the benchmark and give the exit status: 0 unless something breaks."""
     options = parse(words)
-    with tempfile.TemporaryDirectory(prefix="bench-metrics-") as folder:
-        report = measure(options, Path(folder))
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-metrics-") as folder:
+            report = measure(options, Path(folder))
+    except ChildFailedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     print_report(report)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -93,8 +100,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Everything that goes into the file."""
     load_before = os.getloadavg()[0]
-    jobs = {"main_job": main_job(folder / "plain", steps=options.steps)}
-    jobs["main_job_all_trackers"] = main_job(folder / "all", steps=options.steps, trackers=TRACKERS)
+    settings = write_quick_run(folder) if options.quick else prepare(folder)
+    jobs = main_jobs(settings, folder, steps=options.steps, is_quick=options.quick)
     step_s = jobs["main_job"].step_s
     num_responses = QUICK_RESPONSES if options.quick else NUM_RESPONSES
     num_trajectories = QUICK_TRAJECTORIES if options.quick else NUM_TRAJECTORIES
@@ -147,24 +154,41 @@ def row(workload: str, seconds: float, step_s: float, **more: Any) -> dict[str, 
     }
 
 
-def main_job(folder: Path, *, steps: int, trackers: Sequence[str] = ()) -> MainJob:
-    """The arithmetic example in a process of its own, as a user starts it, with its calls timed.
+def prepare(folder: Path) -> Path:
+    """Make the arithmetic example's policy and prompts unless they are there; gives its settings file.
 
     Raises:
-        subprocess.CalledProcessError: It failed.
+        ChildFailedError: It failed.
     """
-    say(f"the main job, {steps} steps, trackers: {', '.join(('metrics.jsonl', 'console', *trackers))}")
-    folder.mkdir()
-    timed = folder / "timed.json"
-    words = [f"--run.directory={folder}", "--run.name=run", f"--trainer.steps={steps}", "--metrics.console=lines"]
-    words += [f"--metrics.trackers={json.dumps(list(trackers))}"]
-    prepare = [sys.executable, str(EXAMPLE / "prepare.py")]
-    train = [sys.executable, str(BENCHMARKS / "_metrics_timing.py"), str(EXAMPLE / "settings.toml"), str(timed), *words]
-    with (folder / "output.txt").open("wb") as output:
-        for command in (prepare, train):
-            subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT)
+    say("preparing the main job, which takes minutes the first time")
+    run_child([sys.executable, str(EXAMPLE / "prepare.py")], folder / "preparation.log")
+    return EXAMPLE / "settings.toml"
+
+
+def main_jobs(settings: Path, folder: Path, *, steps: int, is_quick: bool) -> dict[str, MainJob]:
+    """Runs of the trainer, as a user starts it, with its calls timed: each in a process of its own, quick ones in one.
+
+    Raises:
+        ChildFailedError: A run failed.
+    """
+    jobs = [job(name, settings, folder, steps=steps) for name in TRACKERS]
+    for part in [jobs] if is_quick else [[one] for one in jobs]:
+        run_child([sys.executable, str(TIMING), json.dumps(part)], folder / "main job.log")
+    return {name: read_job(folder / name, Path(timed)) for name, (timed, _) in zip(TRACKERS, jobs, strict=True)}
+
+
+def job(name: str, settings: Path, folder: Path, *, steps: int) -> tuple[str, list[str]]:
+    """A job of _metrics_timing.py, in a folder of its name."""
+    say(f"{name}: {steps} steps, trackers: {', '.join(('metrics.jsonl', 'console', *TRACKERS[name]))}")
+    words = [f"--run.directory={folder}", f"--run.name={name}", f"--trainer.steps={steps}", "--metrics.console=lines"]
+    words += [f"--metrics.trackers={json.dumps(TRACKERS[name])}"]
+    return str(folder / f"{name}.json"), ["train", str(settings), *words]
+
+
+def read_job(run: Path, timed: Path) -> MainJob:
+    """What a run's metrics and its timing say."""
     found = json.loads(timed.read_text())
-    rows = [one.metrics for one in read_metrics(folder / "run" / "metrics.jsonl") if one.step]
+    rows = [one.metrics for one in read_metrics(run / "metrics.jsonl") if one.step]
     seconds = {**found["called_s"], "trackers' threads": found["threads_s"]}
     return MainJob(
         step_s=statistics.median(one["timing_s/step"] for one in rows[FIRST_STEPS:]),

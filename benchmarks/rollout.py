@@ -3,7 +3,8 @@
     nox -s bench -- rollout [--preset 6m] [--rounds 5] [--threads 1] [--quick] [--json FILE]
         [--workload equal,ragged,weight_update]
 
-The systems are processes that take turns, a batch each; benchmarks/README.md says what is timed.
+The systems are processes that take turns, a batch each; benchmarks/README.md says what is timed. --quick takes one
+round of a tiny preset on the reference engine, without vLLM.
 """
 
 import argparse
@@ -19,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _peer import Peer, PeerFailedError
-from _rollout_workload import PRESETS, UPDATE, UPDATE_PRESETS, WORKLOADS, write_policy
+from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, Peer
+from _rollout_workload import PRESETS, RAGGED, UPDATE, UPDATE_PRESETS, WORKLOADS, write_policy
 
-BENCHMARKS = Path(__file__).resolve().parent
 OURS, VLLM, TRANSFORMERS, COPY = "ours", "vllm", "transformers", "copy"
 SYSTEMS = {OURS: "our_rollout.py", VLLM: "vllm_rollout.py", TRANSFORMERS: "transformers_rollout.py"}
 OPERATION_TIMEOUT_S = 600.0
@@ -45,19 +45,22 @@ def main(words: Sequence[str]) -> int:
     report: dict[str, Any] = {
         "benchmark": "rollout",
         "date": time.strftime("%Y-%m-%d"),
+        "is_quick": options.quick,
         "preset": options.preset,
         "rounds": options.rounds,
         "threads": options.threads,
         "environment": {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]},
         "results": [],
         "comparisons": [],
+        "skipped": {VLLM: LEFT_OUT} if options.quick else {},
     }
     try:
         with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder:
-            for workload in options.workload:
-                run = run_updates if workload == UPDATE else run_workload
-                run(workload, options, Path(folder), report)
-    except PeerFailedError as error:
+            for workload in [name for name in options.workload if name != UPDATE]:
+                run_workload(workload, options, Path(folder), report)
+            if UPDATE in options.workload and not options.quick:
+                run_updates(options, Path(folder), report)
+    except ChildFailedError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     print_report(report)
@@ -73,70 +76,79 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=list(UPDATE_PRESETS), default="6m", help="size of policy and batch")
     parser.add_argument("--rounds", type=int, default=5, help="timed batches of each system, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="of each system")
-    parser.add_argument("--workload", default=",".join(WORKLOADS), help="which to run, with commas between")
-    parser.add_argument("--quick", action="store_true", help="preset tiny and 2 rounds: does it run at all")
+    parser.add_argument("--workload", help="which to run, with commas between; all unless quick")
+    parser.add_argument("--quick", action="store_true", help="preset tiny, one round, no vLLM: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
-    options.workload = options.workload.split(",")
     if options.quick:
-        options.preset, options.rounds = "tiny", 2
+        options.preset, options.rounds, options.workload = "tiny", 1, f"{RAGGED},{UPDATE}"
+    options.workload = options.workload.split(",") if options.workload else list(WORKLOADS)
     return options
 
 
 def run_workload(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
-    """A batch of each system in turns, who begins moving on.
+    """A batch of each system in turns, who begins moving on; a quick run goes on with weight updates of ours.
 
     Raises:
-        PeerFailedError: A system failed.
+        ChildFailedError: A system failed.
     """
-    speeds: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS}
+    speeds: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS if system not in report["skipped"]}
     write_policy(PRESETS[options.preset], workload, folder / workload)
     with ExitStack() as stack:
         peers = {
-            system: stack.enter_context(start(system, folder / workload, options.preset, options)) for system in SYSTEMS
+            system: stack.enter_context(start(system, folder / workload, options.preset, options)) for system in speeds
         }
         for number in range(options.rounds + 1):
-            order = list(SYSTEMS)
+            order = list(speeds)
             for system in order[number % len(order) :] + order[: number % len(order)]:
                 request = {"operation": "generate", "seed": number}
                 answer = peers[system].ask(request, timeout_s=OPERATION_TIMEOUT_S)
                 speeds[system].append((answer["wall_s"], answer["num_tokens"]))
             tell(workload, number, {system: of[-1] for system, of in speeds.items()})
         report["versions"] = peers[OURS].ask({"operation": "versions"}, timeout_s=OPERATION_TIMEOUT_S)
+        updates = ask_updates(peers[OURS], options.rounds) if options.quick else []
     for system, rounds in speeds.items():
         report["results"].append(generation_row(system, workload, rounds[1:]))
     for (of, peer), wanted in TARGETS.items():
-        if of == workload:
+        if of == workload and peer in speeds:
             report["comparisons"].append(compared(workload, peer, speeds[OURS][1:], speeds[peer][1:], wanted))
+    if updates:
+        add_updates(report, updates)
 
 
-def run_updates(workload: str, options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
+def run_updates(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
     """New weights for our engine, and a copy of them, in turns.
 
     Raises:
-        PeerFailedError: The engine failed.
+        ChildFailedError: The engine failed.
     """
     preset = UPDATE_PRESETS[options.preset]
-    write_policy(PRESETS[preset], workload, folder / workload)
-    with start(OURS, folder / workload, preset, options) as peer:
-        updates = []
-        for number in range(options.rounds + WARM_UPS):
-            updates.append(peer.ask({"operation": "update"}, timeout_s=OPERATION_TIMEOUT_S))
-            name = "warm-up" if number < WARM_UPS else f"round {number - WARM_UPS + 1}"
-            times = ", ".join(f"{what} {updates[-1][key] * 1e3:,.0f} ms" for what, key in UPDATE_TIMES.items())
-            say(f"{time.strftime('%H:%M:%S')}  {workload}, {name}: {times}")
-    add_updates(report, updates[WARM_UPS:])
+    write_policy(PRESETS[preset], UPDATE, folder / UPDATE)
+    with start(OURS, folder / UPDATE, preset, options) as peer:
+        add_updates(report, ask_updates(peer, options.rounds))
+
+
+def ask_updates(peer: Peer, rounds: int) -> list[dict[str, float]]:
+    """What each of the rounds' updates took, the warm-up's left out.
+
+    Raises:
+        ChildFailedError: The engine failed.
+    """
+    updates = []
+    for number in range(rounds + WARM_UPS):
+        updates.append(peer.ask({"operation": "update"}, timeout_s=OPERATION_TIMEOUT_S))
+        name = "warm-up" if number < WARM_UPS else f"round {number - WARM_UPS + 1}"
+        times = ", ".join(f"{what} {updates[-1][key] * 1e3:,.0f} ms" for what, key in UPDATE_TIMES.items())
+        say(f"{time.strftime('%H:%M:%S')}  {UPDATE}, {name}: {times}")
+    return updates[WARM_UPS:]
 
 
 def start(system: str, policy: Path, preset: str, options: argparse.Namespace) -> Peer:
     """Start a system and wait until its model is there."""
     script = str(BENCHMARKS / "peers" / SYSTEMS[system])
     words = [f"--policy={policy}", f"--preset={preset}", f"--threads={options.threads}"]
-    variables = {
-        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": str(options.threads),
-        "HF_HUB_OFFLINE": "1",
-    }
+    words += ["--engine=transformers"] if options.quick else []
+    variables = {"OMP_NUM_THREADS": str(options.threads)}
     return Peer(system, [sys.executable, script, *words], policy.parent, variables=variables)
 
 

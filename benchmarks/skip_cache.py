@@ -3,7 +3,7 @@
     nox -s bench -- skip-cache [--rounds 12] [--folder DIR] [--quick] [--json FILE]
 
 Each system is a process with the same samples; they take turns, a write and a read each. benchmarks/README.md says what
-is timed.
+is timed. --quick takes one round of few samples, without verl.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from _peer import Peer, PeerFailedError
+from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, Peer
 from _skip_samples import NUM_GROUPS, make_samples
 from _skip_summary import (
     COMPRESSED,
@@ -34,7 +34,6 @@ from _skip_summary import (
     targets,
 )
 
-BENCHMARKS = Path(__file__).resolve().parent
 PROGRAMS = {
     OURS: ("our_skip_cache.py",),
     COMPRESSED: ("our_skip_cache.py", "--compress"),
@@ -46,7 +45,7 @@ OPTIONAL = (VERL,)
 """Left out, with the reason, where their environment cannot be made or does not start."""
 FLUSHING = (OURS, COMPRESSED)
 """Their writes wait for the disk; what that costs is measured by writes that do not."""
-QUICK_GROUPS, QUICK_ROUNDS = 4, 2
+QUICK_GROUPS, QUICK_ROUNDS = 4, 1
 ANSWER_TIMEOUT_S = 120.0
 
 
@@ -61,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="bench-skip-", dir=options.folder) as folder:
             measured, skipped = run(options, Path(folder))
-    except PeerFailedError as error:
+    except ChildFailedError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     report = new_report(options, measured, skipped)
@@ -78,7 +77,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench -- skip-cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12, help="in which all systems take turns, after a warm-up")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; the system's temporary folder if none")
-    parser.add_argument("--quick", action="store_true", help="few samples and rounds: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="one round of few samples, no verl: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(words)
     options.groups = QUICK_GROUPS if options.quick else NUM_GROUPS
@@ -90,13 +89,13 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Measured],
     """What each system measured, and why one was left out.
 
     Raises:
-        PeerFailedError: A system that is not optional did not start, or could not go on.
+        ChildFailedError: A system that is not optional did not start, or could not go on.
     """
     measured: dict[str, Measured] = {}
-    skipped: dict[str, str] = {}
+    skipped = {VERL: LEFT_OUT} if options.quick else {}
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
-        for system in PROGRAMS:
+        for system in [system for system in PROGRAMS if system not in skipped]:
             with leaving_out(system, skipped):
                 peers[system] = stack.enter_context(start(system, options.groups, folder))
                 measured[system] = Measured()
@@ -117,7 +116,7 @@ def leaving_out(system: str, skipped: dict[str, str]) -> Iterator[None]:
     """Note why an optional system cannot go on."""
     try:
         yield
-    except PeerFailedError as error:
+    except ChildFailedError as error:
         if system not in OPTIONAL:
             raise
         skipped[system] = str(error)
@@ -128,18 +127,17 @@ def start(system: str, num_groups: int, folder: Path) -> Peer:
     """Start a system and wait until it has the samples.
 
     Raises:
-        PeerFailedError: It did not get ready, or its environment is not there.
+        ChildFailedError: It did not get ready, or its environment is not there.
     """
     python = os.environ.get("VERL_PYTHON", "") if system == VERL else sys.executable
     if not Path(python).is_file():
-        raise PeerFailedError(
+        raise ChildFailedError(
             f"VERL_PYTHON must name the python of an environment with verl, which nox makes from locks/verl.txt; found "
             f"{python!r}."
         )
     program, *words = PROGRAMS[system]
     command = [python, str(BENCHMARKS / "peers" / program), *words, f"--folder={folder}", f"--groups={num_groups}"]
-    variables = {"PYTHONPATH": str(BENCHMARKS), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    return Peer(system, command, folder, variables=variables)
+    return Peer(system, command, folder)
 
 
 def take_turn(system: str, peer: Peer, found: Measured, number: int) -> None:
@@ -163,6 +161,7 @@ def new_report(
     return {
         "benchmark": "skip-cache",
         "date": time.strftime("%Y-%m-%d"),
+        "is_quick": options.quick,
         "payload": {
             "samples": len(samples.lengths),
             "tokens": int(samples.lengths.sum()),
@@ -205,7 +204,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     for system, flush in report["flushes"].items():
         say(f"  {system}: {flush['flush_ms']:.1f} ms of a write, {flush['share_of_write']:.0%}, wait for the disk")
     for system, reason in report["skipped"].items():
-        say(f"  {system} was left out: {reason}")
+        say(f"  {system} was left out: {reason.splitlines()[0]}")
     say("\ntargets")
     verdicts = {True: "met", False: "missed", None: "not judged, too few samples"}
     for claim in report["targets"]:

@@ -1,9 +1,11 @@
 """The transfer queue side by side with TransferQueue 0.1.11 and plain Ray: the same samples, producers and consumer.
 
-    nox -s bench -- transfer [--rounds 3] [--systems memory,shm,ray,transferqueue,plain_ray] [--json FILE]
+    nox -s bench -- transfer [--rounds 3] [--systems memory,shm,ray,transferqueue,plain_ray] [--quick]
+        [--json FILE]
 
 In each round the systems take turns, so that a slow minute of the machine meets all; each is started for its turn and
 ended after it, as an idle Ray still takes a part of a core. benchmarks/README.md says what is timed.
+--quick makes few calls of the queue in memory and in shared memory.
 """
 
 import argparse
@@ -17,22 +19,42 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _children import LEFT_OUT, ChildFailedError, Peer
 from _payload import NUM_PRODUCERS, NUM_SAMPLES, payload_bytes
-from _peer import Peer, PeerFailedError
 from _transfer_peers import SYSTEMS, start
 from _transfer_summary import Measured, system_rows, targets
 
-BULKS_PER_ROUND = 8
-SMALL_CALLS_PER_ROUND = 800
-LEASE_CALLS, LEASE_ROWS = 100, 64
-LEASES = {"lease_10k": 10_000, "lease_1m": 1_000_000}
+LEASE_ROWS = 64
 ANSWER_TIMEOUT_S = 150.0
 LEASE_TIMEOUT_S = 300.0
 COPIES_PER_ROUND = 5
+QUICK_SYSTEMS = ("memory", "shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """How much is asked of a system.
+
+    Attributes:
+        bulks: Bulk puts and gets of a round.
+        smalls: Small puts, and gets, of a round.
+        leases: Calls with each number of rows held.
+        held_rows: Rows held, by the operation's name.
+    """
+
+    bulks: int
+    smalls: int
+    leases: int
+    held_rows: Mapping[str, int]
+
+
+FULL = Calls(bulks=8, smalls=800, leases=100, held_rows={"lease_10k": 10_000, "lease_1m": 1_000_000})
+QUICK = Calls(bulks=1, smalls=16, leases=2, held_rows={"lease_10k": 200, "lease_1m": 2_000})
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,14 +67,19 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the systems are then stopped as after Ctrl-C
     measured = {system: Measured() for system in options.systems}
     environment = machine()
+    calls = QUICK if options.quick else FULL
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bt-", dir="/tmp")))  # short, for sockets
         copies = copy_speeds()
         for number in range(options.rounds):
             copies += copy_speeds()
             for system in [system for system in options.systems if measured[system].failure is None]:
-                one_turn(system, measured[system], folder, is_last=number == options.rounds - 1)
-    report = new_report(measured, copies, {**environment, "rounds": options.rounds, "load_after": os.getloadavg()[0]})
+                one_turn(system, measured[system], folder, calls=calls, is_last=number == options.rounds - 1)
+    report = {
+        **new_report(measured, copies, {**environment, "rounds": options.rounds, "load_after": os.getloadavg()[0]}),
+        "is_quick": options.quick,
+        "skipped": {system: LEFT_OUT for system in SYSTEMS if system not in measured} if options.quick else {},
+    }
     print_report(report)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -68,43 +95,49 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--systems", type=lambda text: text.split(","), default=list(SYSTEMS), help="which to run, with commas between"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of few calls, of two systems: does it run at all"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.quick:
+        options.rounds, options.systems = 1, list(QUICK_SYSTEMS)
+    return options
 
 
-def one_turn(system: str, found: Measured, folder: Path, *, is_last: bool) -> None:
+def one_turn(system: str, found: Measured, folder: Path, *, calls: Calls, is_last: bool) -> None:
     """Start a system, measure it alone, and end it; what is asked once is asked in the last round."""
     started = time.monotonic()
     try:
         with start(system, folder) as peer:
             say(f"{time.strftime('%H:%M:%S')}  {system}: warm after {time.monotonic() - started:.0f} s")
-            for _ in range(BULKS_PER_ROUND):
+            for _ in range(calls.bulks):
                 answer = peer.ask({"operation": "bulk"}, timeout_s=ANSWER_TIMEOUT_S)
                 found.bulk_s["put"].append(answer["put_s"])
                 found.bulk_s["get"].append(answer["get_s"])
                 found.ack_ms += [answer["ack_s"] * 1_000] if "ack_s" in answer else []
-            answer = peer.ask({"operation": "small", "num_calls": SMALL_CALLS_PER_ROUND}, timeout_s=ANSWER_TIMEOUT_S)
+            answer = peer.ask({"operation": "small", "num_calls": calls.smalls}, timeout_s=ANSWER_TIMEOUT_S)
             found.call_ms["small_put"] += answer["put_ms"]
             found.call_ms["small_get"] += answer["get_ms"]
             found.small_ack_ms += answer.get("ack_ms", [])
             if is_last:
-                finish(peer, found)
-    except PeerFailedError as error:
+                finish(peer, found, calls)
+    except ChildFailedError as error:
         fail(system, found, error)
 
 
-def finish(peer: Peer, found: Measured) -> None:
+def finish(peer: Peer, found: Measured, calls: Calls) -> None:
     """What is asked once: memory and versions, then leases."""
     found.memory = peer.ask({"operation": "memory"}, timeout_s=ANSWER_TIMEOUT_S)
     found.versions = peer.ask({"operation": "versions"}, timeout_s=ANSWER_TIMEOUT_S)
-    for operation, num_rows in LEASES.items():
-        request = {"operation": "lease", "num_rows": num_rows, "batch_rows": LEASE_ROWS, "num_calls": LEASE_CALLS}
+    for operation, num_rows in calls.held_rows.items():
+        request = {"operation": "lease", "num_rows": num_rows, "batch_rows": LEASE_ROWS, "num_calls": calls.leases}
         answer = peer.ask(request, timeout_s=LEASE_TIMEOUT_S)
         found.call_ms[operation] += answer.get("lease_ms", [])
         found.reasons[operation] = answer.get("reason", "")
 
 
-def fail(system: str, found: Measured, error: PeerFailedError) -> None:
+def fail(system: str, found: Measured, error: ChildFailedError) -> None:
     """Note why a system cannot go on."""
     found.failure = str(error)
     sys.stderr.write(f"error: {system}: {error}\n")

@@ -1,30 +1,31 @@
 """GRPO side by side with TRL's GRPOTrainer: same policy, prompts, group, sampling, learning rate and steps.
 
-    nox -s bench -- trl [--workload short,long_tail] [--pairs 3] [--steps N] [--json FILE]
+    nox -s bench -- trl [--workload short,long_tail] [--pairs 3] [--steps N] [--quick] [--json FILE]
 
 The runs of the two systems take turns, so that a slow minute of the machine meets both. benchmarks/README.md says
-what is timed and why the comparison is fair.
+what is timed and why the comparison is fair. --quick takes a few steps of a tiny policy, without TRL.
 """
 
 import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _sides import ROOT, RunFailedError, run_ours, run_trl
+from _children import BENCHMARKS, LEFT_OUT, ChildFailedError, run_child
+from _quick_run import write_quick_run
+from _sides import ROOT, run_ours, run_trl
 from _summary import WARM_UP_STEPS, Run, comparison, histogram, samples_per_s, share_below, system_result
 from _workloads import Workload, named
 
 from rl_trainer.command_line import configure_logs
 
-BENCHMARKS = Path(__file__).resolve().parent
 WORKLOADS = (
     Workload(
         name="short",
@@ -55,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     """Run the comparison and give the exit status: 0 unless something breaks; targets are reported."""
     options = parse(words)
     python = os.environ.get("TRL_PYTHON", "")
-    if not Path(python).is_file():
+    if not (options.quick or Path(python).is_file()):
         return complain(f"TRL_PYTHON must name the python of an environment with TRL; found {python!r}. See README.md.")
     if options.pairs < 1 or (options.steps is not None and options.steps <= WARM_UP_STEPS):
         return complain(f"--pairs must be at least 1, and --steps more than the {WARM_UP_STEPS} warm-up steps.")
@@ -63,12 +64,19 @@ def main(words: Sequence[str]) -> int:
     configure_logs()
     report = new_report(options)
     try:
-        for workload in named(options.workload.split(","), WORKLOADS):
-            steps = options.steps or workload.steps
-            ours, peer = run_pairs(workload, python=python, pairs=options.pairs, steps=steps)
-            add_workload(report, workload, ours, peer)
-            print_workload(report, workload.name)
-    except RunFailedError as error:
+        with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
+            workloads = named(options.workload.split(","), WORKLOADS)
+            if options.quick:
+                settings = write_quick_run(Path(folder))
+                workloads = [replace(workload, settings=settings, preparation=None) for workload in workloads]
+            for workload in workloads:
+                prepare(workload, Path(folder))
+                steps = options.steps or workload.steps
+                peer_python = None if options.quick else python
+                ours, peer = run_pairs(workload, python=peer_python, pairs=options.pairs, steps=steps)
+                add_workload(report, workload, ours, peer)
+                print_workload(report, workload.name)
+    except ChildFailedError as error:
         return complain(str(error), status=1)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -82,20 +90,26 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workload", default="short,long_tail", help="which to run, with commas between")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each system")
     parser.add_argument("--steps", type=int, help="steps of a run; each workload has its own default")
+    parser.add_argument("--quick", action="store_true", help="one short run of ours, without TRL: does it run at all")
     parser.add_argument("--json", type=Path, help="file for the results")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.quick:
+        options.workload, options.pairs, options.steps = "short", 1, WARM_UP_STEPS + 1
+    return options
 
 
 def new_report(options: argparse.Namespace) -> dict[str, Any]:
     """What is known before the first run."""
     return {
         "benchmark": "trl",
+        "is_quick": options.quick,
         "machine": {"cores": os.cpu_count(), "processor": processor(), "python": platform.python_version()},
         "pairs": options.pairs,
         "warm_up_steps": WARM_UP_STEPS,
         "results": [],
         "comparisons": [],
         "response_lengths": {},
+        "skipped": {"trl": LEFT_OUT} if options.quick else {},
     }
 
 
@@ -108,16 +122,37 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def run_pairs(workload: Workload, *, python: str, pairs: int, steps: int) -> tuple[list[Run], list[Run]]:
-    """Ours, TRL, ours, TRL ...; each pair has a seed of its own, for the order of prompts and for sampling."""
-    subprocess.run([sys.executable, str(workload.preparation)], cwd=ROOT, check=True)
+def prepare(workload: Workload, folder: Path) -> None:
+    """Make what the workload's settings name, with the log in the folder.
+
+    Raises:
+        ChildFailedError: It failed.
+    """
+    if workload.preparation is not None:
+        say(f"{time.strftime('%H:%M:%S')}  {workload.name}: preparing, which takes minutes the first time")
+        run_child([sys.executable, str(workload.preparation)], folder / f"preparation of {workload.name}.log")
+
+
+def run_pairs(workload: Workload, *, python: str | None, pairs: int, steps: int) -> tuple[list[Run], list[Run]]:
+    """Ours, TRL, ours, TRL ...; each pair has a seed of its own, for the order of prompts and for sampling.
+
+    Args:
+        workload: What is run.
+        python: Of TRL's environment; None leaves TRL out.
+        pairs: Runs of each.
+        steps: Of a run.
+
+    Raises:
+        ChildFailedError: A run failed.
+    """
     ours, peer = [], []
     for seed in range(pairs):
         with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
             ours.append(run_ours(workload, Path(folder), seed=seed, steps=steps))
             tell(workload, seed, ours[-1])
-            peer.append(run_trl(workload, Path(folder), seed=seed, steps=steps, python=python))
-            tell(workload, seed, peer[-1])
+            if python is not None:
+                peer.append(run_trl(workload, Path(folder), seed=seed, steps=steps, python=python))
+                tell(workload, seed, peer[-1])
     return ours, peer
 
 
@@ -133,8 +168,10 @@ def tell(workload: Workload, seed: int, run: Run) -> None:
 def add_workload(report: dict[str, Any], workload: Workload, ours: Sequence[Run], peer: Sequence[Run]) -> None:
     """Put a workload's results into the report."""
     samples = workload.samples_per_step
-    for runs in (ours, peer):
+    for runs in filter(None, (ours, peer)):
         report["results"].append(system_result(runs, workload=workload.name, samples_per_step=samples))
+    if not peer:
+        return
     report["comparisons"].append(
         comparison(ours, peer, workload=workload.name, samples_per_step=samples, target=workload.target)
     )
@@ -150,21 +187,24 @@ def add_workload(report: dict[str, Any], workload: Workload, ours: Sequence[Run]
 def print_workload(report: Mapping[str, Any], name: str) -> None:
     """The table of a workload, its learning curves and its lengths."""
     results = [row for row in report["results"] if row["workload"] == name]
-    found = next(row for row in report["comparisons"] if row["workload"] == name)
-    lengths = report["response_lengths"][name]
-    typical = lengths[f"share_below_{TYPICAL_TOKENS}"]
-    say(f"\n{name}: {lengths['mean']} response tokens on average, {lengths['max']} at most")
-    say(f"  {typical:.0%} under {TYPICAL_TOKENS}; {bars(lengths['histogram'])}")
+    found = next((row for row in report["comparisons"] if row["workload"] == name), None)
+    if lengths := report["response_lengths"].get(name):
+        typical = lengths[f"share_below_{TYPICAL_TOKENS}"]
+        say(f"\n{name}: {lengths['mean']} response tokens on average, {lengths['max']} at most")
+        say(f"  {typical:.0%} under {TYPICAL_TOKENS}; {bars(lengths['histogram'])}")
     say(f"  {'system':8}{'samples/s':>10}{'step_s':>9}{'spread':>8}  medians of a step's parts, in s")
     for row in results:
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["part_s_median"].items())
         speed, step_s, noise = row["samples_per_s"], row["step_s_median"], row["samples_per_s_spread"]
         say(f"  {row['system']:8}{speed:>10.1f}{step_s:>9.3f}{noise:>8.0%}  {parts}")
-    verdict = "met" if found["is_met"] else "missed"
-    say(f"  ratio {found['ratio']:.2f} of {found['ratio_pairs']}; wanted at least {found['target']}: {verdict}")
+    if found is not None:
+        verdict = "met" if found["is_met"] else "missed"
+        say(f"  ratio {found['ratio']:.2f} of {found['ratio_pairs']}; wanted at least {found['target']}: {verdict}")
     say("  mean reward of each step")
     for row in results:
         say(f"    {row['system']:5}{' '.join(f'{value:.3f}' for value in row['reward_curve'])}")
+    if found is None:
+        return
     say(
         f"    final third: ours {found['final_third_reward_ours']:.3f}, trl {found['final_third_reward_trl']:.3f}, "
         f"difference {found['final_third_difference']:+.3f} (pairs {found['final_third_difference_pairs']})\n"

@@ -1,15 +1,10 @@
-"""The async benchmark: a run of a few steps that times nothing of note, and the arithmetic of its summary and bound."""
+"""The async benchmark: the arithmetic of its summary and bound."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from benchmark_modules import BENCHMARKS, load_benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-PROGRAM = [sys.executable, str(BENCHMARKS / "async.py")]
 SETTINGS = """[benchmark]
 gpus = 4
 rollout_gpus = 1
@@ -40,45 +35,20 @@ update_gpu_s_per_token = 3.0
 
 
 @pytest.fixture
-def workload(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _async_workload
-
-    return _async_workload
+def workload():
+    return load_benchmark("_async_workload")
 
 
 @pytest.fixture
-def summary(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _async_summary
-
-    return _async_summary
+def summary():
+    return load_benchmark("_async_summary")
 
 
-def test_both_trainers_run_and_the_report_has_what_is_promised(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    done = subprocess.run(
-        [*PROGRAM, "--quick", "--json", str(file)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(file.read_text())
-    rows = {row["mode"]: row for row in report["results"]}
-    assert rows.keys() == {"sync", "async"}
-    for row in rows.values():
-        assert row["wall_s"] > 0
-        assert 0 <= row["idle_learner"] < 1 - row["slept_learner"] + 1e-6
-        assert 0 <= row["idle_engine"] < 1
-    assert (rows["sync"]["steps"], rows["async"]["steps"]) == (1, 4)
-    assert rows["sync"]["staleness_mean"] == 0 < rows["async"]["staleness_mean"] <= 4
-    assert 0 < report["bound_s"] < rows["async"]["wall_s"]
-    assert [one["what"] for one in report["verdicts"]] == ["speed", "idle_learner", "share_of_bound"]
-    assert "targets" in done.stdout
-
-
-def test_numbers_that_cannot_be_are_refused() -> None:
-    done = subprocess.run([*PROGRAM, "--rounds", "0"], capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--rounds must be at least 1" in done.stderr
+def test_numbers_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_benchmark("async").main(["--rounds", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "--rounds must be at least 1" in err
 
 
 def test_the_file_stands_for_a_long_tail(workload) -> None:

@@ -1,27 +1,17 @@
 """The arithmetic of the benchmarks, their long-tailed prompts, and that both sides reward alike."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
 from rl_rollout.rewards import RewardInput, resolve_reward
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bench{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-summary, rules, long_tail = load("_summary"), load("_rules"), load("_long_tail")
+summary, rules, long_tail = map(load_benchmark, ("_summary", "_rules", "_long_tail"))
 
 
 def run(system: str, step_s: list[float], rewards: list[float]) -> object:

@@ -1,34 +1,12 @@
-"""The distillation benchmark: its arithmetic, its workload, and a quick run on which the two sides agree."""
+"""The distillation benchmark: its arithmetic and its workload."""
 
-import importlib.util
-import json
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from benchmark_modules import load_benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load(name: str) -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "benchmarks" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-    return module
-
-
-distillation, workload = load("distillation"), load("_distillation_workload")
+distillation, workload = load_benchmark("distillation"), load_benchmark("_distillation_workload")
 
 
 def answer(step_s: float, peak_bytes: float, loss: float = 2.0) -> dict[str, object]:
@@ -47,7 +25,7 @@ def answer(step_s: float, peak_bytes: float, loss: float = 2.0) -> dict[str, obj
 def summarized(*, last_loss: float = 2.0) -> dict[str, object]:
     ours = [answer(9.0, 9e6), answer(1.0, 2e6), answer(2.0, 3e6), answer(4.0, 2e6, last_loss)]
     full = [answer(9.0, 9e6), answer(4.0, 9e6), answer(3.0, 12e6), answer(2.0, 9e6)]
-    options = Namespace(preset="tiny", rounds=3, threads=2)
+    options = Namespace(preset="tiny", rounds=3, threads=2, quick=False)
     return distillation.summarize({"ours": ours, "full_softmax": full}, options, load_before=0.0)
 
 
@@ -84,24 +62,9 @@ def test_the_workload_is_the_one_that_is_asked_for_and_the_same_in_every_process
     assert bool((step.logprobs.diff(dim=-1) <= 0).all())
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "distillation.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-
-
-def test_quick_run_writes_a_row_for_each_side(tmp_path: Path) -> None:
-    done = run("--quick", "--threads=1", "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert [row["system"] for row in report["results"]] == ["ours", "full_softmax"]
-    assert {"system", "workload", "tokens_per_s", "peak_memory_mb"} <= report["results"][0].keys()
-    assert all(row["tokens_per_s"] > 0 and row["peak_memory_mb"] > 0 for row in report["results"])
-    assert report["comparison"]["do_agree"]
-
-
 @pytest.mark.parametrize("words", [["--rounds=0"], ["--json", "nowhere/at/all.json"]])
-def test_mistakes_are_told_before_anything_is_measured(words: list[str]) -> None:
-    done = run(*words)
-    assert done.returncode == 2
-    assert "error" in done.stderr
-    assert not done.stdout
+def test_mistakes_are_told_before_anything_is_measured(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert distillation.main(words) == 2
+    out, err = capsys.readouterr()
+    assert "error" in err
+    assert not out

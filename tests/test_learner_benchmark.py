@@ -1,30 +1,12 @@
-"""The learner benchmark: its arithmetic, its batches, and a run of the smallest preset that times nothing of note."""
+"""The learner benchmark: its arithmetic and its batches."""
 
-import importlib.util
-import json
-import subprocess
-import sys
 from math import nan
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bench{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-workload, summary = load("_learner_workload"), load("_learner_summary")
+workload, summary = load_benchmark("_learner_workload"), load_benchmark("_learner_summary")
 
 
 def measured(losses: list[float], step_s: list[float]) -> object:
@@ -97,22 +79,3 @@ def test_rows_are_the_same_in_every_process_and_train_their_responses() -> None:
 def test_sizes_are_those_of_the_named_models() -> None:
     counts = {name: preset.num_parameters for name, preset in workload.PRESETS.items()}
     assert counts == {"tiny": 21_696, "8m": 7_999_488, "0.6b": 596_049_920}  # Qwen3-0.6B's
-
-
-def test_quick_run_writes_rows_on_which_the_sides_agree(tmp_path: Path) -> None:
-    report_path = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "learner.py"), "--quick", "--json", str(report_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(report_path.read_text())
-    rows = report["results"]
-    found = {(row["system"], row["workload"]) for row in rows}
-    assert found == {(side, kind) for side in ("ours", "transformers") for kind in ("equal", "ragged")}
-    assert all(row["tokens_per_s"] > 0 and row["peak_memory_mb"] > row["start_memory_mb"] > 0 for row in rows)
-    fills = {(row["system"], row["workload"]): row["fill"] for row in rows}
-    assert fills["ours", "ragged"] == fills["transformers", "equal"] == 1.0 > fills["transformers", "ragged"]
-    for compared in report["comparisons"]:
-        differences = compared["largest_relative_difference"]
-        assert max(differences.values()) < 1e-4
-    losses = {(row["system"], row["workload"]): row["losses"] for row in rows}
-    assert len(set(losses["ours", "ragged"])) == 3  # it trains: a warm-up and two rounds, on batches of their own

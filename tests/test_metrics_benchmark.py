@@ -1,43 +1,37 @@
 """The benchmark of metrics: its table, with a main job that takes a known time, and the calls that it times."""
 
 import argparse
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmark_modules import load_benchmark
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module("metrics")
-    for name in set(sys.modules) - before:
-        if name in ("metrics", "_metrics_timing"):
-            del sys.modules[name]
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return load_benchmark("metrics")
 
 
 @pytest.fixture
 def report(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
-    def main_job(folder: Path, *, steps: int, trackers: tuple[str, ...] = ()) -> object:
-        assert steps == 5
-        return benchmark.MainJob(
-            step_s=2.0,
-            metrics_s=0.1 if trackers else 0.01,
-            parts_ms={"Fanout.log": 10.0},
-            num_metrics=100,
-            closing_s=1.0,
-            probes_s=0.004,
-            children_cpu_s=0.5,
-        )
+    def main_jobs(settings: Path, folder: Path, *, steps: int, is_quick: bool) -> dict[str, object]:
+        assert (steps, is_quick) == (5, True)
+        return {
+            name: benchmark.MainJob(
+                step_s=2.0,
+                metrics_s=0.1 if trackers else 0.01,
+                parts_ms={"Fanout.log": 10.0},
+                num_metrics=100,
+                closing_s=1.0,
+                probes_s=0.004,
+                children_cpu_s=0.5,
+            )
+            for name, trackers in benchmark.TRACKERS.items()
+        }
 
-    monkeypatch.setattr(benchmark, "main_job", main_job)
+    monkeypatch.setattr(benchmark, "main_jobs", main_jobs)
     options = benchmark.parse(["--quick"])
     assert isinstance(options, argparse.Namespace)
     found: dict[str, object] = json.loads(json.dumps(benchmark.measure(options, tmp_path)))
@@ -67,7 +61,7 @@ def test_it_prints_its_table(
 
 
 def test_what_it_times_is_there_to_be_timed(benchmark: ModuleType) -> None:
-    timing = importlib.import_module("_metrics_timing")
+    timing = load_benchmark("_metrics_timing")
     assert benchmark.OURS == "ours"
     assert all(callable(getattr(owner, name)) for owner, name in timing.ENTRIES)
     clock = timing.Clock()

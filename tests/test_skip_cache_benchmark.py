@@ -1,31 +1,12 @@
-"""The skip-cache benchmark: its arithmetic, its samples, and a run of few samples that times nothing of note."""
+"""The skip-cache benchmark: its arithmetic and its samples."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up, and the samples need the payload
-    spec.loader.exec_module(module)
-    return module
-
-
-load("_payload"), load("_protocol")
-samples, summary, protocol = load("_skip_samples"), load("_skip_summary"), load("_skip_protocol")
+samples, summary, protocol = map(load_benchmark, ("_skip_samples", "_skip_summary", "_skip_protocol"))
 
 
 def measured(write_s: list[float], read_s: list[float], **rest: object) -> object:
@@ -104,30 +85,12 @@ def test_what_was_read_changed_is_refused() -> None:
         protocol.check(changed, rows)
 
 
-def test_quick_run_without_verl_says_so_and_has_a_row_for_all_others(tmp_path: Path) -> None:
-    report_path = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "skip_cache.py"), "--quick"]
-    places = ["--folder", str(tmp_path), "--json", str(report_path)]
-    environment = {name: value for name, value in os.environ.items() if name != "VERL_PYTHON"}
-    done = subprocess.run(
-        [*command, *places],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(report_path.read_text())
-    systems = ("ours", "ours_compressed", "torch_rows", "torch_padded")
-    assert [(row["system"], row["operation"]) for row in report["results"]] == [
-        (system, operation) for system in systems for operation in ("write", "read")
-    ]
-    assert all(row["mb_per_s"] > 0 and row["size_mb"] > 0 for row in report["results"])
-    assert "VERL_PYTHON" in report["skipped"]["verl"]
-    assert report["skipped"]["verl"] in done.stdout
-    assert {claim["target"] for claim in report["targets"]} > {"ours read, MB/s"}
-    assert {claim["is_met"] for claim in report["targets"]} == {None}  # so few samples say nothing of the targets
-    assert done.stdout.count(": not judged, too few samples\n") == len(report["targets"])
-    assert ": missed" not in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # nothing of the entries is left
+def test_verl_is_told_to_be_missing_by_the_variable_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VERL_PYTHON", raising=False)
+    skip_cache = load_benchmark("skip_cache")
+    skipped: dict[str, str] = {}
+    with skip_cache.leaving_out("verl", skipped):
+        skip_cache.start("verl", 1, tmp_path)
+    assert "VERL_PYTHON" in skipped["verl"]

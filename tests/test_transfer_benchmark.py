@@ -1,27 +1,10 @@
 """The arithmetic of the transfer benchmark, and what it carries."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bench{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-payload, summary = load("_payload"), load("_transfer_summary")
+payload, summary = load_benchmark("_payload"), load_benchmark("_transfer_summary")
 
 
 def row(system: str, operation: str, **values: float) -> dict[str, object]:

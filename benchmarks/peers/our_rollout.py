@@ -1,4 +1,4 @@
-"""This project's agent loop on its vLLM engine as one system of benchmarks/rollout.py."""
+"""This project's agent loop as one system of benchmarks/rollout.py, on its vLLM engine or on the reference engine."""
 
 import asyncio
 import sys
@@ -17,6 +17,8 @@ from rl_core.transports import TensorTransport
 from rl_core.weights import Canary
 from rl_rollout import RewardInput, RewardScorer, Rollout, SamplingParams, SingleTurnLoop, quick
 from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.engines.vllm import VLLMEngine
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -31,12 +33,13 @@ def no_reward(_: RewardInput) -> float:
 class Ours:
     """Prompts through `Rollout`, as the trainer runs them."""
 
-    def __init__(self, policy: Path, preset: Preset) -> None:
+    def __init__(self, policy: Path, preset: Preset, engine: str) -> None:
         """Load the model."""
         self._preset = preset
         self._weights = load_file(policy / "model.safetensors")
-        options = VLLMOptions(max_model_len=preset.prompt_tokens + preset.max_tokens, kv_cache_gib=2.0)
-        self._engine = VLLMEngine(policy, options)
+        longest = preset.prompt_tokens + preset.max_tokens
+        options = VLLMOptions(max_model_len=longest, kv_cache_gib=preset.kv_cache_gib)
+        self._engine: RolloutEngine = VLLMEngine(policy, options) if engine == "vllm" else TransformersEngine(policy)
         self._version = 0
         self._canary = asyncio.run(self._start())
 

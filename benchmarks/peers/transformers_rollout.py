@@ -47,4 +47,4 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(Transformers))
+    sys.exit(serve(lambda policy, preset, _: Transformers(policy, preset)))

@@ -28,7 +28,7 @@ class VLLM:
             max_model_len=preset.prompt_tokens + preset.max_tokens + 1,
             max_num_seqs=512,
             max_num_batched_tokens=8192,
-            kv_cache_memory_bytes=2 << 30,
+            kv_cache_memory_bytes=int(preset.kv_cache_gib * (1 << 30)),
             block_size=32,
             enable_prefix_caching=True,
             enforce_eager=True,
@@ -52,4 +52,4 @@ class VLLM:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(VLLM))
+    sys.exit(serve(lambda policy, preset, _: VLLM(policy, preset)))
