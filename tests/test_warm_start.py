@@ -1,0 +1,95 @@
+"""A program that is forked from the server of warm starts sees what it sees when it is started cold."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm_start
+from train_process import TICK_S, marked_processes
+from warm_start import WarmPopen
+
+MARK = "0123456789abcdef" * 2
+NAME = "warm_probe"
+ENVIRONMENT = {**os.environ, "TINY_RUN_MARK": MARK, "PYTHONPATH": os.pathsep.join(sys.path), "WARM_PROBE": ""}
+
+
+@pytest.fixture(autouse=True)
+def probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    if subprocess.Popen is not WarmPopen:
+        pytest.skip("this machine starts everything cold")
+    monkeypatch.setattr(warm_start, "MODULES", {*warm_start.MODULES, NAME})
+
+
+def say(folder: Path, kind: type[subprocess.Popen], number: int = 200) -> dict[str, object]:
+    """What a process says of itself, and what came of it; it is given a descriptor of this number."""
+    ours, theirs = os.pipe()
+    os.dup2(theirs, number)
+    os.close(theirs)
+    process = kind(
+        [sys.executable, "-m", NAME, str(number), "a word", "ü"],
+        pass_fds=[number],
+        cwd=folder,
+        env={**ENVIRONMENT, "WARM_PROBE": kind.__name__},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.close(number)
+    output, errors = process.communicate(b"to stdin", timeout=60)
+    with os.fdopen(ours) as pipe:
+        passed = pipe.read()
+    found = json.loads(output) | {"status": process.returncode, "errors": errors.decode(), "passed": passed}
+    assert found.pop("environment") == kind.__name__
+    return found
+
+
+def test_a_forked_process_is_what_a_started_one_is(tmp_path: Path) -> None:
+    cold_kind = WarmPopen.__mro__[1]
+    warm, cold = (say(tmp_path, kind) for kind in (WarmPopen, cold_kind))
+    assert warm == cold
+    assert warm["parent"] == os.getpid()
+    assert warm["marks"] == [f"TINY_RUN_MARK={MARK}"]
+    assert (warm["status"], warm["leads"], warm["passed"]) == (3, True, "passed")
+
+
+def test_a_forked_process_is_found_by_its_mark_and_can_be_killed() -> None:
+    ours, theirs = os.pipe()
+    process = WarmPopen(
+        [sys.executable, "-m", NAME, str(theirs)],
+        pass_fds=[theirs],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        assert pipe.read() == "passed", "it waits for its input now"
+    assert process.pid in marked_processes(f"TINY_RUN_MARK={MARK}")
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    signal.sigtimedwait([], TICK_S)
+    assert marked_processes(f"TINY_RUN_MARK={MARK}") == []
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["-c", "pass"], {}),
+        (["-m", "json.tool", "--help"], {"stdout": subprocess.DEVNULL}),
+        (["-m", NAME], {"env": os.environ | {"OMP_NUM_THREADS": "2"}}),
+        (["-m", NAME], {"close_fds": False}),
+    ],
+)
+def test_other_programs_and_other_threads_start_cold(
+    words: list[str], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_start, "_servers", [])
+    monkeypatch.setattr(warm_start, "_start", pytest.fail)
+    process = WarmPopen([sys.executable, *words], stderr=subprocess.DEVNULL, **options)
+    process.wait(60)
