@@ -356,14 +356,16 @@ class Job:
     @property
     def log(self) -> Path:
         """What it says."""
-        return LOGS / f"{self.name.replace(' ', '-')}.txt"
+        return LOGS / f"{'-'.join(word.strip('-') for word in (self.session, *self.words))}.txt"
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it."""
+        """Start it, in a process group of its own: Ctrl-C comes to it once, from `end`."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "nox", "--session", self.session, "--", *self.words]
         with self.log.open("wb") as output:
-            return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            return subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
 
 
 def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None:
@@ -393,13 +395,16 @@ def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for what Ctrl-C is ending, and end what goes on."""
+    """Interrupt jobs that run, as Ctrl-C does, and wait until they have ended."""
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
+        os.killpg(process.pid, signal.SIGINT)
     ends_at = time.monotonic() + STOP_S
-    for process in processes:
-        process.send_signal(signal.SIGINT)
+    for process in left:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, ends_at - time.monotonic()))
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -429,14 +434,18 @@ def tests(session: nox.Session) -> None:
         running = checks.start()
         try:
             chromium(session)
-            run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
-        finally:
-            session.log(f"Waiting for the checks, which write to {checks.log.relative_to(ROOT)}.")
+            failure = None
             try:
-                running.wait()
-            finally:
-                end([running])
-            print(checks.log.read_text(errors="replace"))
+                run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
+            except CommandFailed as error:
+                failure = error
+            session.log(f"Waiting for the checks, which write to {checks.log.relative_to(ROOT)}.")
+            running.wait()
+        finally:
+            end([running])
+        print(checks.log.read_text(errors="replace"))
+    if failure is not None:
+        raise failure
     if running.returncode:
         session.error("the tests passed, but a check above failed")
 
