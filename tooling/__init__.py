@@ -1,0 +1,1 @@
+"""What noxfile.py is made of."""
