@@ -84,8 +84,8 @@ def test_tests_that_need_vllm_run_in_the_workspace():
     assert [file for file in files if f'"{file}"' not in noxfile] == []
 
 
-def test_lock_and_noxfile_name_the_same_torch():
-    torch_pin = re.search(r'^TORCH = "(.*)"$', (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE)
+def test_lock_and_environments_name_the_same_torch():
+    torch_pin = re.search(r'^TORCH = "(.*)"$', (ROOT / "tooling" / "environments.py").read_text(), flags=re.MULTILINE)
     assert torch_pin is not None
     for lock in ("cpu", "trl"):
         assert torch_pin[1] in (ROOT / f"locks/{lock}.txt").read_text().split()
