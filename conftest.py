@@ -31,6 +31,7 @@ def pytest_configure() -> None:
     warm_start.install()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, keep the tests of a file on one worker, where they share fixtures, unless a mark names their group."""
     for item in items:

@@ -107,7 +107,9 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
     totals = [row.metrics["fully_async/engines/total"] for row in rows]
     assert totals == sorted(totals, reverse=True), "two, then one"
     assert (totals[0], totals[-1]) == (2, 1)
-    assert all(row.metrics["weights/canary_max_diff"] < 1e-3 for row in rows)
+    published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # two may fall into one step
+    assert published
+    assert all(metrics["weights/canary_max_diff"] < 1e-3 for metrics in published)
 
 
 def test_a_run_whose_engine_is_in_its_rollouter_refuses_more(

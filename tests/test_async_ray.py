@@ -66,7 +66,9 @@ def test_everything_is_an_actor(inputs: TinyRun, tmp_path: Path):
     assert all(0 <= step - 1 - oldest <= 1 for step, oldest, _ in trained_versions(run.run_folder))
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.metrics["fully_async/engines/total"] for row in rows] == [2.0] * 4
-    assert all(row.metrics["weights/canary_max_diff"] < 1e-3 for row in rows)
+    published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # two may fall into one step
+    assert published
+    assert all(metrics["weights/canary_max_diff"] < 1e-3 for metrics in published)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""PPO with a critic and GAE on the arithmetic example: the critic's values come true, and the policy learns."""
+"""PPO with a critic and GAE: the critic's values come true, and the policy learns."""
 
 from pathlib import Path
 
 import pytest
-from tiny_run import ARITHMETIC, TinyRun, example_module, make_tiny_run, train_here
+from tiny_run import ARITHMETIC, TinyRun, copy_tiny_run, example_module, make_tiny_run, train_here
 from train_process import TrainProcess
 
 from rl_metrics.trackers.jsonl import read_metrics
@@ -28,8 +28,19 @@ def test_a_critic_with_a_head_start_trains_alone_first(tiny_run: TinyRun):
     assert (tiny_run.run_folder / "checkpoints" / "step_2" / "critic" / "learner.json").is_file()
 
 
-@pytest.mark.slow
+def test_ppo_learns(tiny_run: TinyRun, tmp_path: Path):
+    run = copy_tiny_run(tiny_run, tmp_path / "run")
+    settings = {"algorithm__advantage": "gae", "critic__learning_rate": 3e-3, "critic__head_start_steps": 2}
+    sizes = {"rollout__prompts_per_step": 8, "rollout__group_size": 8, "trainer__steps": 16}
+
+    assert train_here(run, **settings, **sizes, trainer__validate_every=0, trainer__checkpoint_every=0) == 0
+
+    assert_learnt(run.run_folder)
+
+
+@pytest.mark.soak
 def test_ppo_learns_arithmetic(tmp_path: Path):
+    """On the example's policy, with real vLLM."""
     prepare = example_module("prepare")
     if not prepare.is_prepared():
         prepare.prepare()
@@ -46,7 +57,11 @@ def test_ppo_learns_arithmetic(tmp_path: Path):
     finally:
         process.end()
 
-    rows = [row.metrics for row in read_metrics(tmp_path / "ppo" / "metrics.jsonl")]
+    assert_learnt(tmp_path / "ppo")
+
+
+def assert_learnt(folder: Path) -> None:
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     losses = [row["critic/vf_loss"] for row in rows if "critic/vf_loss" in row]
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
     assert losses[-1] < 0.6 * losses[0]

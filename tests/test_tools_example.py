@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from chat_model import Speaker, run_loop
+from prepared import prepared_folder
 from train_process import TrainProcess
 
 from rl_core.records import Prompt
@@ -73,13 +74,14 @@ def test_the_policy_learns_to_ask_the_calculator(
 ) -> None:
     """End to end: real vLLM and Megatron, and a calculator behind an MCP server; from a shorter warm-up."""
     monkeypatch.setattr(example, "WARM_UP_STEPS", 150)
-    monkeypatch.setattr(example, "PREPARED", tmp_path / "prepared")
-    example.prepare()
+    monkeypatch.setattr(example, "PREPARED", prepared_folder("tools-150"))
+    if not example.is_prepared():
+        example.prepare()
     prepared = ("policy", *(f"{split}.parquet" for split in ("train", "validation", "test")))
     places = zip(("policy.path", "prompts.train", "prompts.validation", "prompts.test"), prepared, strict=True)
     words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}", "--trainer.steps=6"]
     words += ["--learner.warmup_steps=0", "--trainer.validate_every=6"]
-    words += [f"--{setting}={tmp_path / 'prepared' / name}" for setting, name in places]
+    words += [f"--{setting}={example.PREPARED / name}" for setting, name in places]
     process = TrainProcess(words, output=tmp_path / "output.txt", environment={"OMP_NUM_THREADS": "2"})
     try:
         assert process.wait(deadline_s=600.0) == 0, process.text
