@@ -1,4 +1,4 @@
-"""The main job's preparation, with two steps of warm-up, makes what its settings need."""
+"""The main job's preparation, with few steps of warm-up, makes what its settings need."""
 
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from rl_sync_trainer.main import main
 
 def test_a_prepared_folder_passes_the_checks_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, prepared = example_module("prepare"), tmp_path / "prepared"
-    monkeypatch.setattr(prepare, "WARM_UP_STEPS", 2)
+    monkeypatch.setattr(prepare, "WARM_UP_STEPS", 21)
+    monkeypatch.setattr(prepare, "DEMONSTRATIONS_PER_STEP", 4)
     monkeypatch.setattr(prepare, "PREPARED", prepared)
     assert not prepare.is_prepared()
     prepare.prepare()
