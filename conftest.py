@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import warm_start
@@ -10,6 +11,13 @@ from hypothesis import settings
 from rl_core.ray_session import RayOptions, prepare_environment
 
 pytest_plugins = ["run_summary"]
+
+SHARED = {
+    "vLLM": ("test_engines_vllm", "test_vllm_and", "test_distillation_run", "test_teachers_agree"),
+    "Ray": ("test_ray_", "test_async_ray"),
+    "browser": ("test_report_",),
+}
+"""How the names of files begin whose tests share an import of vLLM, a Ray, or a browser."""
 
 prepare_environment(RayOptions())  # before a test imports what imports Ray, which reads it then
 
@@ -31,12 +39,17 @@ def pytest_configure() -> None:
     warm_start.install()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, keep the tests of a file on one worker, where they share fixtures, unless a mark names their group."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, keep the tests of a file on one worker, and so those of files that share something: see `SHARED`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem
+            return next((shared for shared, names in SHARED.items() if name.startswith(names)), name)
+
+    return Files(config, log)
 
 
 @pytest.fixture

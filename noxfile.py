@@ -47,7 +47,7 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_loops_verifiers.py",
 )
 """Tests of packages that need more than the packages declare, such as vLLM; `unit` leaves them out."""
-TWO_WORKERS = ("-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "0")
+TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     # Some hundred processes of a test run would each compile torch and vLLM anew; nothing is written into the checkout.
     os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "pycache")

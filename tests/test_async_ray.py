@@ -16,8 +16,6 @@ from rl_metrics.trackers.jsonl import read_metrics
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 MEGATRON = {"policy__learner": "megatron"}
 SHORT = {"trainer__validate_every": 0, "trainer__validate_first": False, "trainer__checkpoint_every": 0}
 

@@ -25,8 +25,6 @@ from rl_metrics.trackers.jsonl import read_metrics
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 STEPS, TOP_K = 3, 4
 TRAJECTORIES = 2 * PROMPTS_PER_STEP * GROUP_SIZE
 DRIVER = Path(__file__).parent / "support" / "distillation_driver.py"

@@ -15,8 +15,6 @@ from rl_core.errors import MissingExtraError
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import RemoteClusterConformance, wait_until
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 SUPPORT = Path(__file__).parent / "support"
 
 

@@ -13,8 +13,6 @@ from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import wait_until
 from rl_rollout.testing import make_tiny_model
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 NUM_CPUS = 2
 
 

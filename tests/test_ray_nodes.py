@@ -4,10 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("ray")
-
 SCRIPT = Path(__file__).parent / "support" / "ray_nodes.py"
 
 

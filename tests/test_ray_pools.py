@@ -6,8 +6,6 @@ import pytest
 
 from rl_core.cluster import ray_pools
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 class Groups:
     """Placement groups by name, as Ray has them; those without a state vanish after the table was read."""

@@ -15,8 +15,6 @@ from rl_core.queue.ray_queue import RayQueue
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import QueueConformance, make_prompts, make_trajectory, wait_until
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 LONG = 20_000
 DEADLINE_S = 60.0

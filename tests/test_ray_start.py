@@ -11,8 +11,6 @@ from rl_core.errors import RoleError
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import wait_until
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 SLEEPS = "import sys; sys.stdin.read()"
 SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
 

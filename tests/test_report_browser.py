@@ -13,8 +13,6 @@ from rl_metrics.report import write_report
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.invented_runs import InventedRun
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
     '<img src=x onerror="window.hacked = 2">',

@@ -7,8 +7,6 @@ from report_pages import report_of, show, write_run
 
 from rl_metrics.testing.invented_runs import InventedRun
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 METRIC = "critic/score/mean"
 VALUES = (1.0, 3.0, math.nan, 5.0, 7.0, 9.0, 11.0)
 LEGEND = "[...document.querySelectorAll('.u-legend .u-value')].map((one) => one.textContent).join()"

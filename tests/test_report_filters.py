@@ -11,8 +11,6 @@ from rl_metrics.generations import GenerationSample
 from rl_metrics.rollout_log import RolloutRow
 from rl_metrics.trackers.jsonl import JsonlTracker
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 REWARDS = (0.3, 0.3, 0.7, 0.49995, math.nan, 123462.0, 123460.7, 20000.5, 3e9 + 1, 3e9 + 2)
 
 

@@ -16,8 +16,6 @@ from rl_metrics.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_record import open_run
 from rl_metrics.trackers.jsonl import JsonlTracker
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 FORMS = (
     "<img src=//evil.invalid onerror=hacked=1>{}",
     "</script><script>hacked=1</script>{}",

@@ -3,7 +3,6 @@
 import json
 import os
 
-import pytest
 from report_pages import READY, show
 
 from rl_async_trainer.hang_report import HangReport, RoleReport, Wait, write_hang_report
@@ -13,8 +12,6 @@ from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.invented_runs import InventedRun
-
-pytestmark = pytest.mark.xdist_group("browser")
 
 
 def test_served_it_follows_the_run(page, tmp_path):

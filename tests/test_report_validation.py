@@ -7,8 +7,6 @@ from rl_metrics.report import write_report
 from rl_metrics.run_record import open_run
 from rl_metrics.testing.invented_runs import InventedRun
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

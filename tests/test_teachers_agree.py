@@ -17,8 +17,6 @@ from rl_rollout.engines.process import ProcessEngine
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 TOP_K = 8
 LENGTHS = (2, 30, 7, 64, 1)
 

@@ -30,8 +30,6 @@ from rl_trainer.stopping import StopSignal
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 LAST_NAME = "model.layers.1.mlp.down_proj.weight"
 
 

@@ -31,8 +31,6 @@ from rl_rollout.testing import (
     token_logprobs,
 )
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 
 class TestVLLMEngine(EngineConformance):
     @pytest.fixture

@@ -19,8 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from rl_core.weights import probe_tensor
 from rl_rollout.engines.vllm_live_weights import LivePart, join_parts, live_parts
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 NUM_HEADS, NUM_KV_HEADS, HEAD, HIDDEN, MIDDLE, VOCAB = 8, 2, 3, 8, 16, 13
 SHAPES = {
     "attn.q_proj.weight": (NUM_HEADS * HEAD, HIDDEN),

@@ -12,8 +12,6 @@ from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import PROMPT, check_token_scores, generate, make_tiny_model, reference_logprobs, refuses
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 VOCAB_SIZE = 1100
 
 

@@ -32,8 +32,6 @@ from rl_rollout.testing import (
     refuses,
 )
 
-pytestmark = pytest.mark.xdist_group("vllm")
-
 SMALL = {"max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 192, "kv_cache_gib": 0.002}
 GONE_WITHIN_S = 30.0
 
