@@ -135,7 +135,6 @@ def coverage(session: nox.Session) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.environ["COVERAGE_FILE"] = str(folder / "data")
-    os.environ["RL_TESTS_COLD"] = "1"  # a process that is forked takes what the others measured along
     command = [sys.executable, "-m", "nox", "--session", "tests"]
     tests = subprocess.run(command, cwd=ROOT, check=False).returncode
     python = workspace(session)

@@ -5,7 +5,7 @@ instead of started anew, which saves the 8 to 12 s of imports in each of some hu
 child of its caller, in a session of its own where that is asked for, with the caller's descriptors, environment and
 mark in /proc, so that signals, waiting, guards and kills meet what they meet elsewhere. It has a server of its own for
 the processes that it starts. What cannot be had by a fork is started anew: other thread counts, other programs,
-machines with a GPU. RL_TESTS_COLD=1 starts everything anew, as coverage and `nox -s soak` do.
+machines with a GPU. RL_TESTS_COLD=1 starts everything anew, as `nox -s soak` does.
 
 The server is `python -c "import warm_start; warm_start.serve()" FD`. It has one thread, and ends with its caller.
 """
