@@ -1,5 +1,6 @@
 """What all tests share: seeds, hypothesis' profiles, Ray's token, warm starts, groups of tests, and Ctrl-C."""
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ SHARED = {
 }
 """How the names of files begin whose tests share an import of vLLM, a Ray, or a browser."""
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # each worker's processes are told apart by a token of its own
 prepare_environment(RayOptions())  # before a test imports what imports Ray, which reads it then
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children would ignore Ctrl-C too

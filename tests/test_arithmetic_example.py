@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from prepared import prepare_here
 from tiny_run import ARITHMETIC, example_module
 
 from rl_sync_trainer.main import main
@@ -14,7 +15,7 @@ def test_a_prepared_folder_passes_the_checks_of_its_settings(tmp_path: Path, mon
     monkeypatch.setattr(prepare, "DEMONSTRATIONS_PER_STEP", 4)
     monkeypatch.setattr(prepare, "PREPARED", prepared)
     assert not prepare.is_prepared()
-    prepare.prepare()
+    prepare_here(prepare.prepare)
     assert prepare.is_prepared()
 
     files = {f"prompts.{split}": prepared / f"{split}.parquet" for split in ("train", "validation", "test")}

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from prepared import prepare_here
 
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_sync_trainer.main import main
@@ -68,7 +69,8 @@ def test_a_student_is_prepared_and_distilled(
     monkeypatch.setattr(example, "PREPARED", prepared)
     assert not example.is_prepared()
     sizes = {"teacher": example.TEACHER.sizes, "student": SIZES}
-    example.prepare([replace(one, steps=2, sizes=sizes[one.name]) for one in (example.TEACHER, example.STUDENT)])
+    lessons = [replace(one, steps=2, sizes=sizes[one.name]) for one in (example.TEACHER, example.STUDENT)]
+    prepare_here(lambda: example.prepare(lessons))
     assert example.is_prepared()
     configs = {name: json.loads((prepared / name / "config.json").read_text()) for name in sizes}
     assert {name: config["num_hidden_layers"] for name, config in configs.items()} == {"teacher": 4, "student": 1}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from prepared import prepare_here
 from tiny_run import ARITHMETIC, TinyRun, copy_tiny_run, example_module, make_tiny_run, train_here
 from train_process import TrainProcess
 
@@ -43,7 +44,7 @@ def test_ppo_learns_arithmetic(tmp_path: Path):
     """On the example's policy, with real vLLM."""
     prepare = example_module("prepare")
     if not prepare.is_prepared():
-        prepare.prepare()
+        prepare_here(prepare.prepare)
     words = ["train", str(ARITHMETIC / "settings.toml"), f"--run.directory={tmp_path}", "--run.name=ppo"]
     words += ["--algorithm.advantage=gae", "--critic.learning_rate=3e-4", "--critic.head_start_steps=2"]
     words += ["--trainer.steps=16", "--trainer.validate_every=0", "--trainer.checkpoint_every=0"]

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from chat_model import Speaker, run_loop
-from prepared import prepared_folder
+from prepared import prepare_here, prepared_folder
 from train_process import TrainProcess
 
 from rl_core.records import Prompt
@@ -76,7 +76,7 @@ def test_the_policy_learns_to_ask_the_calculator(
     monkeypatch.setattr(example, "WARM_UP_STEPS", 150)
     monkeypatch.setattr(example, "PREPARED", prepared_folder("tools-150"))
     if not example.is_prepared():
-        example.prepare()
+        prepare_here(example.prepare)
     prepared = ("policy", *(f"{split}.parquet" for split in ("train", "validation", "test")))
     places = zip(("policy.path", "prompts.train", "prompts.validation", "prompts.test"), prepared, strict=True)
     words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}", "--trainer.steps=6"]

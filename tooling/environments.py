@@ -39,11 +39,11 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
 STARTS = "RL_TEST_STARTS"
 """File to which every Python process of an environment appends a byte when it starts."""
-COUNT_STARTS = (
-    f"import os; name = os.environ.get('{STARTS}'); file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; "
-    "name and (os.write(file, b'.'), os.close(file))\n"
-)
-
+COUNT_STARTS = f"""\
+import os, sys; name = None if hasattr(sys, "is_counted") else os.environ.get("{STARTS}"); sys.is_counted = True; \
+file = os.open(name, os.O_WRONLY | os.O_APPEND) if name else None; name and (os.write(file, b"."), os.close(file))
+"""
+"""A line of a .pth file, which an interpreter may read twice."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 """Names of the program, by any of which tests/support/chromium.py finds it."""
 APT_S = 600.0  # a mirror that stalls, or another apt-get, does not keep the tests

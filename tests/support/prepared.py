@@ -1,6 +1,7 @@
-"""What takes long to prepare for a test, kept below .nox between runs."""
+"""What examples prepare for a test: kept below .nox where it takes long, and without a trace in this process."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,3 +16,14 @@ def prepared_folder(name: str) -> Path:
     folder = ROOT / ".nox" / "cache" / f"{name}-{digest.hexdigest()[:16]}" / "prepared"
     folder.parent.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def prepare_here(prepare: Callable[[], None]) -> None:
+    """Run an example's preparation, which takes two threads, and give later tests the number that they had."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    try:
+        prepare()
+    finally:
+        torch.set_num_threads(num_threads)
