@@ -96,7 +96,7 @@ def tests(session: nox.Session) -> None:
         return
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # packages are covered by unit
     suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
-    session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 25 minutes.")
+    session.log("All tests, and beside them the checks (lint, imports, types, unit, wheels); on two cores 20 minutes.")
     with summary(session):
         checks = Job("checks", ("--at-once", "1"))
         running = checks.start()
