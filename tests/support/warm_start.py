@@ -1,7 +1,7 @@
 """Starts our trainers and roles from a process that has imported torch, transformers and Megatron already.
 
 `install()` replaces `subprocess.Popen`: a child that is `python -m MODULE` of one of `MODULES` is forked from a server
-instead of started anew, which saves the 8 to 12 s of imports in each of some hundred processes. The child is a real
+instead of started anew, which saves seconds of imports in each of some hundred processes. The child is a real
 child of its caller, in a session of its own where that is asked for, with the caller's descriptors, environment and
 mark in /proc, so that signals, waiting, guards and kills meet what they meet elsewhere. It has a server of its own for
 the processes that it starts. What cannot be had by a fork is started anew: other thread counts, other programs,

@@ -38,7 +38,7 @@ def _without_compilation() -> Iterator[None]:
 def _without_trackers() -> Iterator[None]:
     """Hide wandb and TensorBoard from megatron's timers and inference, where we do not use them.
 
-    Importing them takes 1.5 s in every rank. Where the process has imported one already, it stays.
+    Importing them takes half a second in every rank. Where the process has imported one already, it stays.
     """
     hidden = {"wandb", "tensorboard"} - sys.modules.keys()
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None makes an import raise ImportError
