@@ -18,10 +18,10 @@ SHARED = {
     "Ray": ("test_ray_", "test_async_ray"),
     "browser": ("test_report_",),
 }
-"""How the names of files begin whose tests share an import of vLLM, a Ray, or a browser."""
+"""Prefixes of the test files that share one import of vLLM, one Ray cluster or one browser."""
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # each worker's processes are told apart by a token of its own
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # a token for each worker tells their processes apart
 prepare_environment(RayOptions())  # before a test imports what imports Ray, which reads it then
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children would ignore Ctrl-C too
@@ -44,7 +44,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, keep the tests of a file on one worker, and so those of files that share something: see `SHARED`."""
+    """With `-n`, run the tests of one file, or of files that share something (`SHARED`), on one worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""Every verb of the project: `nox -l` is the table of contents, a bare `nox` runs the checks.
+"""Every verb of the project: `nox -l` lists them, a bare `nox` runs the checks.
 
-tooling/environments.py makes what they run in, tooling/runs.py runs tests and sessions side by side.
+tooling/environments.py makes their environments; tooling/runs.py runs tests, and sessions side by side.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WORKSPACE_TESTS = (
 """Tests of packages that need more than the packages declare, such as vLLM; `unit` leaves them out."""
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
-    # Some hundred processes of a test run would each compile torch and vLLM anew; nothing is written into the checkout.
+    # Without bytecode each of some hundred processes compiles torch and vLLM again; keep it out of the checkout.
     os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "pycache")
 CHECKS = (
     ("lint",),
@@ -87,7 +87,7 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all that CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, pytest."""
+    """Run what CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, only pytest."""
     if session.posargs:
         with summary(session):
             if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
@@ -130,7 +130,7 @@ def checks(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Run the tests, and say which lines of packages and apps they ran, child processes included."""
+    """Measure which lines of packages and apps the tests run, child processes included."""
     folder = ROOT / ".nox" / "coverage"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Runs of pytest and of sessions side by side, and what is said at their end."""
+"""Runs pytest, runs sessions side by side, and prints the summary at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tooling.environments import ROOT, STARTS
 
 LOGS = ROOT / ".nox" / "log"
 TIMES = "RL_TEST_TIMES"
-"""File to which every pytest appends the seconds of its tests."""
+"""Variable that names the file to which each pytest run appends its tests' durations."""
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
 TEST_ENV = {
     "OMP_NUM_THREADS": "1",  # two processes with two threads each starve one another on two cores
@@ -33,15 +33,15 @@ TEST_ENV = {
 
 
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run pytest quietly for the environment: threads bounded, no network look-ups."""
+    """Run pytest with bounded threads and without network look-ups."""
     runner = ("coverage", "run", "-m", "pytest") if "COVERAGE_FILE" in os.environ else ("pytest",)
     session.run(python, "-m", *runner, *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
 
 
 @contextlib.contextmanager
 def summary(session: nox.Session) -> Iterator[None]:
-    """Say at the end what the tests took: all of it, the ten slowest, and how many processes were started."""
-    if TIMES in os.environ:  # whoever started this nox says it
+    """Log total time, processor time, the number of Python processes and the ten slowest tests."""
+    if TIMES in os.environ:  # the nox that started this one logs it
         yield
         return
     began = time.monotonic()
@@ -66,7 +66,7 @@ def summary(session: nox.Session) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """A session of this file in a nox of its own, which says nothing until it has ended."""
+    """A nox session that runs in a process of its own and writes its output to a log."""
 
     session: str
     words: tuple[str, ...]
@@ -78,11 +78,11 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What it says."""
+        """File with its output."""
         return LOGS / f"{'-'.join(word.strip('-') for word in (self.session, *self.words))}.txt"
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it, in a process group of its own: Ctrl-C comes to it once, from `end`."""
+        """Start it in its own session, so that Ctrl-C reaches it only once, from `end`."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "nox", "--session", self.session, "--", *self.words]
         with self.log.open("wb") as output:
@@ -92,7 +92,7 @@ class Job:
 
 
 def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run jobs side by side; one that fails is shown at once, with all its output, and fails the session at the end."""
+    """Run jobs side by side; print a failed job's output at once, and fail when all have ended."""
     waiting, failed = list(jobs), []
     running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
     try:
@@ -118,7 +118,7 @@ def run_jobs(session: nox.Session, jobs: Sequence[Job], *, at_once: int) -> None
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Interrupt jobs that run, as Ctrl-C does, and wait until they have ended."""
+    """Interrupt running jobs, as Ctrl-C does, and wait until they have ended."""
     left = [process for process in processes if process.poll() is None]
     for process in left:
         os.killpg(process.pid, signal.SIGINT)

@@ -1,13 +1,13 @@
 """Starts our trainers and roles from a process that has imported torch, transformers and Megatron already.
 
-`install()` replaces `subprocess.Popen`: a child that is `python -m MODULE` of one of `MODULES` is forked from a server
-instead of started anew, which saves seconds of imports in each of some hundred processes. The child is a real
-child of its caller, in a session of its own where that is asked for, with the caller's descriptors, environment and
-mark in /proc, so that signals, waiting, guards and kills meet what they meet elsewhere. It has a server of its own for
-the processes that it starts. What cannot be had by a fork is started anew: other thread counts, other programs,
-machines with a GPU. RL_TESTS_COLD=1 starts everything anew, as `nox -s soak` does.
+`install()` replaces `subprocess.Popen`. A child that runs `python -m MODULE`, with a module in `MODULES`, is forked
+from a server instead of started from scratch, which saves seconds of imports in each of some hundred processes. The
+fork is a direct child of its caller and has the caller's descriptors, the requested environment and session, and its
+mark in /proc, so signals, waiting, guards and kills work as for any other child. It gets its own server for the
+processes it starts. Children with other thread counts, other programs, and all children on a machine with a GPU start
+from scratch. So does everything with RL_TESTS_COLD=1, which `nox -s soak` sets.
 
-The server is `python -c "import warm_start; warm_start.serve()" FD`. It has one thread, and ends with its caller.
+The server is `python -c "import warm_start; warm_start.serve()" FD`. It has one thread and ends with its caller.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ MODULES = {
     "rl_core.queue.keeper_process",
     "rl_sync_trainer.main",
 }
-"""What may be forked: programs whose start is mostly imports."""
+"""Programs that may be forked because most of their start-up is imports."""
 PRELOADED = (
     "torch",
     "transformers",
@@ -57,11 +57,11 @@ PRELOADED = (
 )
 COLD_VARIABLE = "RL_TESTS_COLD"
 FIXED = ("OMP_NUM_THREADS", "PYTHONOPTIMIZE", "LD_PRELOAD", "HF_HUB_OFFLINE", COLD_VARIABLE)
-"""Variables that count at the start of an interpreter or of a library, and cannot be changed afterwards."""
+"""Variables that an interpreter or a library reads only once, when it starts."""
 MARKS = {"TINY_RUN_MARK": 32, "RL_ROLE_MARKS": 330}
-"""Variables by which others find a process in /proc, and the room that the server keeps for them."""
+"""Variables that identify a process in /proc, and the bytes that the server reserves for each."""
 ALONE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Keeps libraries from starting threads, which would not survive a fork."""
+"""Keeps libraries from starting threads, which a fork would lose."""
 
 CLONE_CALLS = {"x86_64": 56, "aarch64": 220}
 CLONE_PARENT, CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID = 0x8000, 0x01000000, 0x00200000
@@ -98,11 +98,11 @@ class Server:
 
     @property
     def is_ours(self) -> bool:
-        """False in a child that was forked in another way: children of the server would not be its own."""
+        """False after an ordinary `os.fork`: the server would make children of our parent."""
         return self._owner == os.getpid()
 
     def fork(self, given: Mapping[str, Any]) -> int:
-        """Have a child made; gives its process id."""
+        """Ask for a child and return its process id."""
         streams = [
             given[name] if given[name] != -1 else n for n, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
         ]
@@ -128,14 +128,14 @@ _servers: list[Server] = []
 
 
 def install() -> None:
-    """Start our own programs warm from now on, where this machine can, and where imports take long."""
+    """Start our own programs warm from now on, if this machine and environment allow it."""
     can = sys.platform == "linux" and platform.machine() in CLONE_CALLS and not Path("/dev/nvidiactl").exists()
     if can and importlib.util.find_spec("transformers") and not os.environ.get(COLD_VARIABLE):
         subprocess.Popen = WarmPopen  # type: ignore[misc]
 
 
 def _server_for(given: Mapping[str, Any]) -> Server | None:
-    """The server of this process, which is started when it is needed first; None where a child must start anew."""
+    """This process's server, started on first use; None if the child must start from scratch."""
     words = given["args"]
     if isinstance(words, str | bytes | os.PathLike) or list(words[:2]) != [sys.executable, "-m"]:
         return None
@@ -153,7 +153,7 @@ def _server_for(given: Mapping[str, Any]) -> Server | None:
 
 
 def _start() -> Server:
-    """Start a server; it ends when this process does, as its connection closes."""
+    """Start a server, which ends when this process closes the connection."""
     ours, theirs = socket.socketpair()
     environment = {**os.environ, **ALONE, **{name: " " * room for name, room in MARKS.items()}}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
@@ -181,15 +181,15 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 
 
 class Request(NamedTuple):
-    """What a child shall be.
+    """Describes the child to make.
 
     Attributes:
-        words: Behind `python -m`.
-        environment: All of it.
-        directory: Where it runs.
-        descriptors: Numbers that `received` get in the child; the first three are the standard streams.
-        received: Open files.
-        has_session: It leads a session of its own.
+        words: Arguments of `python -m`.
+        environment: The whole environment.
+        directory: Working directory.
+        descriptors: Number of each file of `received` in the child; the first three are the standard streams.
+        received: Open files, as the server numbers them.
+        has_session: Whether it leads a new session.
     """
 
     words: Sequence[str]
@@ -201,19 +201,19 @@ class Request(NamedTuple):
 
 
 def serve() -> None:
-    """Import, make children on request, and become one of them."""
+    """Import the libraries, then make children on request; returns only in a child, to run its program."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     libc = ctypes.PyDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     marks = {name: libc.getenv(name.encode()) for name in MARKS}  # where /proc/PID/environ reads them
     for name in PRELOADED:
-        with suppress(ModuleNotFoundError):  # of packages that are tested alone
+        with suppress(ModuleNotFoundError):  # a package tested alone
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
     if (threads := len(list(Path("/proc/self/task").iterdir()))) != 1:
-        raise RuntimeError(f"a process with {threads} threads cannot be forked.")
+        raise RuntimeError(f"only a process with one thread can be forked; the imports started {threads - 1} more.")
     connection.sendall(b"is ready")
     while True:
         request = _next_child(connection, libc)
@@ -231,7 +231,7 @@ def serve() -> None:
 
 
 def _next_child(connection: socket.socket, libc: ctypes.PyDLL) -> Request:
-    """Make children on request; returns in each of them, and never in the server."""
+    """Make children on request; returns in each child, never in the server."""
     while True:
         header, received, _, _ = socket.recv_fds(connection, 8, 64)
         if not header:
@@ -248,7 +248,7 @@ def _next_child(connection: socket.socket, libc: ctypes.PyDLL) -> Request:
 
 
 def _fork_sibling(libc: ctypes.PyDLL) -> int:
-    """As `os.fork`, but the child's parent is this process's parent."""
+    """Like `os.fork`, but the child's parent is this process's parent."""
     thread_id = ctypes.c_void_p()  # where the C library keeps the main thread's number, which fork(2) would renew
     libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(thread_id), 0, 0, 0)
     flags = CLONE_PARENT | signal.SIGCHLD | ((CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID) if thread_id else 0)
@@ -267,14 +267,14 @@ def _fork_sibling(libc: ctypes.PyDLL) -> int:
 
 
 def _moved(descriptor: int) -> int:
-    """The same open file, clear of the numbers that a request may name."""
+    """The same open file under a number that no request uses."""
     high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512)
     os.close(descriptor)
     return high
 
 
 def _become(request: Request, marks: Mapping[str, int]) -> None:
-    """Take on what a new process would have, and run the program."""
+    """Set up what a new process would have, and run the program."""
     if request.has_session:
         os.setsid()
     moved = [_moved(one) for one in request.received]
