@@ -1,5 +1,6 @@
 """A program that is forked from the server of warm starts sees what it sees when it is started cold."""
 
+import fcntl
 import json
 import os
 import signal
@@ -24,10 +25,10 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_start, "MODULES", {*warm_start.MODULES, NAME})
 
 
-def say(folder: Path, kind: type[subprocess.Popen], number: int = 200) -> dict[str, object]:
-    """What a process says of itself, and what came of it; it is given a descriptor of this number."""
+def say(folder: Path, kind: type[subprocess.Popen], least_number: int) -> dict[str, object]:
+    """What a process says of itself, and what came of it; it is given a descriptor of at least this number."""
     ours, theirs = os.pipe()
-    os.dup2(theirs, number)
+    number = fcntl.fcntl(theirs, fcntl.F_DUPFD, least_number)
     os.close(theirs)
     process = kind(
         [sys.executable, "-m", NAME, str(number), "a word", "ü"],
@@ -48,9 +49,10 @@ def say(folder: Path, kind: type[subprocess.Popen], number: int = 200) -> dict[s
     return found
 
 
-def test_a_forked_process_is_what_a_started_one_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least_number", [3, 600])
+def test_a_forked_process_is_what_a_started_one_is(tmp_path: Path, least_number: int) -> None:
     cold_kind = WarmPopen.__mro__[1]
-    warm, cold = (say(tmp_path, kind) for kind in (WarmPopen, cold_kind))
+    warm, cold = (say(tmp_path, kind, least_number) for kind in (WarmPopen, cold_kind))
     assert warm == cold
     assert warm["parent"] == os.getpid()
     assert warm["marks"] == [f"TINY_RUN_MARK={MARK}"]

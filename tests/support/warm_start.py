@@ -225,7 +225,7 @@ def serve() -> None:
         for descriptor in request.received:
             os.close(descriptor)
     connection.close()
-    _servers.append(Server(socket.socket(fileno=_moved(ours.detach()))))
+    _servers.append(Server(socket.socket(fileno=_moved(ours.detach(), above=max(request.descriptors)))))
     install()
     _become(request, marks)
 
@@ -266,9 +266,9 @@ def _fork_sibling(libc: ctypes.PyDLL) -> int:
     return pid
 
 
-def _moved(descriptor: int) -> int:
-    """The same open file under a number that no request uses."""
-    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512)
+def _moved(descriptor: int, *, above: int) -> int:
+    """The same open file under a larger number, which the request does not use."""
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above + 1)
     os.close(descriptor)
     return high
 
@@ -277,7 +277,7 @@ def _become(request: Request, marks: Mapping[str, int]) -> None:
     """Set up what a new process would have, and run the program."""
     if request.has_session:
         os.setsid()
-    moved = [_moved(one) for one in request.received]
+    moved = [_moved(one, above=max(request.descriptors)) for one in request.received]
     for one, number in zip(moved, request.descriptors, strict=True):
         os.dup2(one, number)
         os.close(one)
