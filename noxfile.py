@@ -87,7 +87,7 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run what CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, only pytest."""
+    """Run what CI runs: the checks, and beside them all tests on real vLLM and Megatron; with arguments, pytest."""
     if session.posargs:
         with summary(session):
             if any(word.rstrip("/") == "tests" or "report" in word for word in session.posargs):
