@@ -2,7 +2,7 @@
 
 Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
 them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Weights
-never come here, and of rows only the validation partition's, whose samples go to the trackers, and the few of each
+never come here, and of rows only answers to validation problems, whose samples go to the trackers, and the few of each
 step that are written down.
 """
 

@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport
-from rl_async_trainer.validation_run import ValidationBatch
+from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport, ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import RoleDiedError
 from rl_core.records import Json
 from rl_distill.checkpoint_store import Saved
+from rl_trainer.answers import Answer
 from rl_trainer.probing import PolicyScores
 
 IsCurrent = Callable[[], bool]
@@ -115,10 +115,11 @@ class LearnerLink:
         await self._call("hold", step, version, is_current=is_current)
         self._held[step] = is_current
 
-    async def validate(self, batch: ValidationBatch) -> None:
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """See `LearnerHost.validate`; refused where the weights that were held are lost."""
-        await self._call("validate", batch, is_current=self._held[batch.step])
+        found: list[Answer] = await self._call("validate", batch, is_current=self._held[batch.step])
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
+        return found
 
     async def probe(self, order: ProbeOrder) -> PolicyScores | None:
         """See `LearnerHost.probe`; None where the learner died since it answered that step's validation."""

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.lives import next_life, require_life, require_own_death
 from rl_core.errors import RoleDiedError
 from rl_core.publish import PublishReport
+from rl_trainer.answers import Answer
 from rl_trainer.learning import proof_tolerances
 from rl_trainer.probing import PolicyScores
 
@@ -85,10 +85,12 @@ class RollouterLink:
         """See `Rollouter.lacks_weights`."""
         return bool(await self._call("lacks_weights"))
 
-    async def validate(self, batch: ValidationBatch) -> None:
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """See `Rollouter.validate`; asked again where the rollouter died."""
-        while not await self._call("validate", batch, needs_weights=True):
-            pass
+        found: list[Answer] | None = None
+        while found is None:
+            found = await self._call("validate", batch, needs_weights=True)
+        return found
 
     async def probe(self, order: ProbeOrder) -> PolicyScores | None:
         """See `Rollouter.probe`; None where it died meanwhile."""
