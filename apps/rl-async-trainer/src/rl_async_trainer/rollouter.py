@@ -19,8 +19,8 @@ from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.served_policy import ServedPolicy
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Canary, Prompt, TransferQueue
-from rl_core.errors import DeadlineError, NotReadyError, RolloutError, WeightProofError
-from rl_core.publish import ProofTolerances, PublishReport
+from rl_core.errors import DeadlineError, NotReadyError, RolloutError
+from rl_core.publish import ProofTolerances, PublishReport, retry_proof
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
 from rl_rollout.rollout import GroupResult, Rollout
@@ -138,14 +138,14 @@ class Rollouter:
         """
         engine = self._started[0]
         drained = partial(publish_to, drain=drain, drain_deadline_s=self._settings.rollout.deadline_s)
-        give = partial(drained, engine, update, canary=canary, tolerances=tolerances)
         waiting = self._window.waiting(f"version {update.version} to be taken", on=ENGINE)
         with waiting, self._served.changing(update.version):
-            try:
-                report = await give()
-            except WeightProofError as error:
-                self._window.say("weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error))
-                report = await give()
+            report = await retry_proof(
+                partial(drained, engine, update, canary=canary, tolerances=tolerances),
+                on_failure=lambda error: self._window.say(
+                    "weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error)
+                ),
+            )
         self._window.version = update.version
         if self._refusals is not None:
             self._refusals.updated()
