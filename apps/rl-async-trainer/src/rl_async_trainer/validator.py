@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from rl_async_trainer.hang_report import Wait
-from rl_async_trainer.learner_link import LearnerRestartedError
 from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Prompt
+from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.records import NO_VERSION, IntArray
 from rl_metrics.generations import GenerationSample
 from rl_metrics.validation import headline
@@ -99,7 +99,7 @@ class Validator:
             is_beside: Training goes on meanwhile.
 
         Raises:
-            LearnerRestartedError: The learner's side answered, and died.
+            RoleRestartedError: The learner's side answered, and died.
         """
         whom = engines if self._settings.schedule.validate_on == "engines" else learner
         started = time.perf_counter()
@@ -130,7 +130,7 @@ class Validator:
         async def work() -> None:
             try:
                 on_validated(step, await self.run(step, engines, learner, with_test=False, is_beside=True))
-            except LearnerRestartedError:
+            except RoleRestartedError:
                 return
             except Exception as error:
                 if not self.failed.done():
