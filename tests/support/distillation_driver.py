@@ -47,9 +47,9 @@ class TwoOutputsLoop(SingleTurnLoop):
 
 def note_batches(folder: Path) -> None:
     """Have every batch written before it trains."""
-    from rl_sync_trainer import loop
+    from rl_trainer import learning_step
 
-    prepare, numbers = loop.prepare_batch, itertools.count()
+    prepare, numbers = learning_step.prepare_batch, itertools.count()
 
     def noting(parts: Any, batch: Batch, *arguments: Any, **options: Any) -> Batch:
         keys = np.asarray([(key.prompt_uid, str(key.session_index), str(key.output_index)) for key in batch.keys])
@@ -59,7 +59,7 @@ def note_batches(folder: Path) -> None:
         )
         return prepare(parts, batch, *arguments, **options)
 
-    loop.prepare_batch = noting
+    learning_step.prepare_batch = noting
 
 
 def kill_as_they_score(logs: Path) -> None:

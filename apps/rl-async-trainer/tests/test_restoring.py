@@ -6,24 +6,23 @@ from typing import Any
 import pytest
 
 from rl_async_trainer.group_events import refusal
-from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.record import History
 from rl_async_trainer.replaying import ReplayPlan
 from rl_async_trainer.restoring import restore_schedule
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.supply import PromptSupply
-from rl_async_trainer.validation_run import validation_task
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts
+from rl_trainer.flow import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=4, num_steps=3, max_staleness=0, sync_every=1)
 
 
 def queue_of(num_prompts: int) -> InProcessQueue:
     """A queue that was issued the first prompts, each with two sessions."""
-    queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"})), validation_task()])
+    queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
     queue.issue(make_prompts(num_prompts), num_sessions=2)
     return queue
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scripted_replicas import EXACT, a_canary, an_update
 
-from rl_async_trainer.messages import TRAIN, Dispatch, GroupEvent
+from rl_async_trainer.messages import Dispatch, GroupEvent
 from rl_async_trainer.refusals import Refusals
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.rollouter import Rollouter
@@ -19,6 +19,7 @@ from rl_core.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
+from rl_trainer.flow import TRAIN
 from rl_trainer.sources import build_settings
 
 PROMPT = make_prompt("p0")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_async_trainer.group_events import refusal
-from rl_async_trainer.messages import TRAIN, GroupEvent, RollouterInfo
+from rl_async_trainer.messages import GroupEvent, RollouterInfo
 from rl_async_trainer.record import FILE, RunRecord
 from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
 from rl_async_trainer.rollout_window import RolloutWindow
@@ -20,6 +20,7 @@ from rl_core import InProcessQueue, TaskSpec
 from rl_core.errors import RoleDiedError, RolloutError
 from rl_core.testing import make_prompts
 from rl_metrics.json_lines import read_json_lines
+from rl_trainer.flow import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, sync_every=1)
 

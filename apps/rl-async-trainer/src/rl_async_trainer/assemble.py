@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import validation_task
-from rl_core import InProcessQueue, SharedMemoryQueue, TaskSpec, TransferQueue
+from rl_core import InProcessQueue, SharedMemoryQueue, TransferQueue
 from rl_core.cluster import Cluster, ClusterOptions, RestartPolicy, Role, RoleSpec, open_cluster
 from rl_core.queue import QueueOptions, RayQueue
 from rl_core.ray_session import RayOptions, start_ray
 from rl_core.records import IntArray
-from rl_distill.teacher.service import teacher_task
 from rl_trainer.distilling import has_teachers
-from rl_trainer.flow import rollout_columns
+from rl_trainer.flow import queue_tasks
 
 QUEUE = "queue"
 ROLLOUTER = "rollouter"
@@ -69,26 +66,13 @@ def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
         JournalError: The journal cannot be used.
     """
     options = QueueOptions(directory=folder / QUEUE)
-    tasks = queue_tasks(settings)
+    tasks = queue_tasks(settings, order="arrival")
     if settings.roles.kind == "inline":
         return InProcessQueue(tasks, options=options)
     if settings.roles.kind == "process":
         return SharedMemoryQueue(tasks, options=options)
     start_ray(ray_options(settings))
     return RayQueue(tasks, options=options)
-
-
-def queue_tasks(settings: AsyncSettings) -> list[TaskSpec]:
-    """What is done with rows: teachers score them, the learner trains, and validation is gathered."""
-    columns = rollout_columns(settings)
-    given: frozenset[str] = frozenset()
-    tasks = []
-    if has_teachers(settings):
-        chosen = settings.distillation
-        scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
-        tasks.append(scored)
-        given = scored.gives
-    return [*tasks, TaskSpec(name=TRAIN, needs=columns | given), validation_task()]
 
 
 async def start_roles(

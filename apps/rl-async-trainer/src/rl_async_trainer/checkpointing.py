@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 
 from rl_async_trainer.controls import Controls
 from rl_async_trainer.learner_link import LearnerLink
-from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.step_metrics import StepMetrics
+from rl_trainer.flow import TRAIN
 
 
 class Checkpointing:

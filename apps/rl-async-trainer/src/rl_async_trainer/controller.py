@@ -2,7 +2,7 @@
 
 Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
 them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Weights
-never come here, and of rows only the validation partition's, whose samples go to the trackers, and the few of each
+never come here, and of rows only answers to validation problems, whose samples go to the trackers, and the few of each
 step that are written down.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from rl_async_trainer.checkpointing import Checkpointing
 from rl_async_trainer.controls import Controls
 from rl_async_trainer.heartbeats import Heart, Heartbeats, Link
-from rl_async_trainer.learner_link import LearnerLink, LearnerRestartedError
+from rl_async_trainer.learner_link import LearnerLink
 from rl_async_trainer.live_answers import LiveAnswers
 from rl_async_trainer.messages import LearnerInfo, Packed, RollouterInfo, StepOrder, StepReport
 from rl_async_trainer.rollouts import Rollouts
@@ -24,6 +24,7 @@ from rl_async_trainer.run_state import AsyncState, read_run_state
 from rl_async_trainer.step_metrics import StepMetrics
 from rl_async_trainer.teachers_link import TeachersLink
 from rl_async_trainer.weight_publisher import WeightPublisher
+from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.publish import PublishReport
 from rl_core.records import Json
@@ -127,7 +128,7 @@ class Controller:
 
     async def save_stopped(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""
-        with suppress(LearnerRestartedError):  # it is at one
+        with suppress(RoleRestartedError):  # it is at one
             if self._scheduler.unsaved:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
@@ -145,7 +146,7 @@ class Controller:
                 with self._metrics.waiting():
                     uids = await self._next_groups()
                 await self._step(uids)
-            except LearnerRestartedError:
+            except RoleRestartedError:
                 continue  # the scheduler was set back to the learner's checkpoint
 
     async def _begin(self) -> None:
@@ -155,7 +156,7 @@ class Controller:
                 await self._weights.pack_and_wait(self._scheduler.learner_version)
                 await self._validate_at_start()
                 break
-            except LearnerRestartedError:
+            except RoleRestartedError:
                 continue
         await self._rollouts.let_feed()
 
@@ -237,7 +238,7 @@ class Controller:
         self._c.progress(f"step {number}")
         async with self._changed:
             if not is_current():
-                raise LearnerRestartedError(f"the learner died after step {number}.")
+                raise RoleRestartedError(f"the learner died after step {number}.")
             self._scheduler.trained(uids)
             self._changed.notify_all()
         return report
@@ -342,10 +343,10 @@ class Controller:
 
     # -- deaths
 
-    def _teachers_are_lost(self, error: RoleDiedError) -> None:
+    async def _teachers_are_lost(self, error: RoleDiedError) -> None:
         self._c.say("role_died", role="teachers", error=str(error))
 
-    def _learner_is_lost(self, error: RoleDiedError) -> None:
+    async def _learner_is_lost(self, error: RoleDiedError) -> None:
         self._c.say("role_died", role="learner", error=str(error))
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:

@@ -14,32 +14,30 @@ import numpy as np
 
 from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.learner_validation import LearnerValidation
-from rl_async_trainer.messages import TRAIN, LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport
+from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport, ValidationBatch
 from rl_async_trainer.role_parts import RANK, rank_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.run_state import read_run_state
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import ValidationBatch
 from rl_core import Batch, TransferQueue
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.records import NO_VERSION, IntArray, Json
 from rl_core.transports import TensorTransport
 from rl_core.weights import WeightTransport
 from rl_distill.checkpoint_store import CheckpointStore, Saved
-from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.async_metrics import summarize_staleness
 from rl_metrics.reduction import Recorder
-from rl_trainer.flow import make_transport
+from rl_trainer.answers import Answer
+from rl_trainer.flow import TRAIN, make_transport
 from rl_trainer.learners import Learners, start_learners
 from rl_trainer.learning import LearningParts
+from rl_trainer.learning_step import learn
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.preparation import adapted_kl, prepare_batch
 from rl_trainer.probing import PolicyScores
 from rl_trainer.recording import has_distributions, record_distributions, summarize_step
 from rl_trainer.rollout_rows import draft_rollouts
 from rl_trainer.speeds import with_speeds
-from rl_trainer.updates import update, with_update
 
 CONTROLLER = "controller"
 LEASE_WAIT_S = 2.0
@@ -155,13 +153,13 @@ class LearnerHost:
         """Keep the weights of now for the validation of a step."""
         await self._validator.hold(step, version=version, export=lambda: self._run(self._export))
 
-    async def validate(self, batch: ValidationBatch) -> None:
-        """Answer validation problems with the weights that are held for their step, into the queue.
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer validation problems with the weights that are held for their step.
 
         Raises:
             NotReadyError: None are held.
         """
-        await self._validator.answer(self._queue, batch)
+        return await self._validator.answer(batch)
 
     async def probe(self, order: ProbeOrder) -> PolicyScores:
         """What the policy of the newest validation thinks of tokens.
@@ -233,15 +231,14 @@ class LearnerHost:
             rows = self._rows(order)
         started = time.perf_counter()
         with self._does(f"step {step}"):
-            kl = parts.kl.restored(order.kl) if order.kl else parts.kl
-            batch, kl = self._learn(parts, rows, recorder, step=step, kl=kl)
+            batch, kl_state = learn(parts, rows, recorder, step=step, kl_state=order.kl)
         self._step = step
         busy_s = time.perf_counter() - started
         self._record(recorder, batch, order, busy_s=busy_s)
         return StepReport(
             metrics=with_speeds(settings, recorder.reduce(), batch),
             num_trajectories=len(batch),
-            kl=kl.state(),
+            kl=kl_state,
             busy_s=busy_s,
             rollouts=draft_rollouts(settings, batch, step=step, version=order.version),
             histograms={name: one.to_json() for name, one in recorder.histograms().items()},
@@ -266,39 +263,6 @@ class LearnerHost:
                     raise NotReadyError(f"the learner was closed while it waited for step {order.step}.") from error
                 if left_s <= LEASE_WAIT_S:
                     raise DeadlineError(f"step {order.step} waited {order.deadline_s:g} s in all: {error}") from error
-
-    def _learn(
-        self, parts: LearningParts, rows: Batch, recorder: Recorder, *, step: int, kl: AdaptiveKL
-    ) -> tuple[Batch, AdaptiveKL]:
-        """Late columns, advantages, optimizer updates.
-
-        Returns:
-            What was trained on, with the tokens that the correction rejected and what the update said of its tokens,
-            and the KL's coefficient after it.
-        """
-        batch = self._with_late_columns(parts, rows, recorder)
-        with recorder.timer("adv"):
-            prepared = prepare_batch(parts, batch, recorder, kl_coefficient=kl.coefficient)
-        said = update(parts, prepared, recorder, step=step - 1, kl_coefficient=kl.coefficient)
-        trained = with_update(prepared, said, loss_mask=batch.ragged("loss_mask"))
-        return trained, adapted_kl(parts, kl, trained, recorder)
-
-    def _with_late_columns(self, parts: LearningParts, batch: Batch, recorder: Recorder) -> Batch:
-        """Add the reference's logprobs, the learner's own and the critic's values, where the settings ask for them."""
-        temperature, learners = self._settings.rollout.temperature, parts.learners
-        if learners.reference is not None:
-            with recorder.timer("ref"):
-                found = learners.reference.logprobs(batch, temperature=temperature)
-            batch = batch.with_columns({"reference_logprobs": found})
-        if parts.recomputes_old_logprobs:
-            with recorder.timer("old_log_prob"):
-                found = learners.policy.logprobs(batch, temperature=temperature)
-            batch = batch.with_columns({"old_logprobs": found})
-        if learners.critic is not None:
-            with recorder.timer("values"):
-                found = learners.critic.values(batch)
-            batch = batch.with_columns({"values": found})
-        return batch
 
     def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)

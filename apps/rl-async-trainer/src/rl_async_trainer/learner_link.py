@@ -5,27 +5,23 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport
-from rl_async_trainer.validation_run import ValidationBatch
+from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport, ValidationBatch
 from rl_core.cluster import Role
-from rl_core.cluster.lives import next_life, require_life, require_own_death
+from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.errors import RoleDiedError
 from rl_core.records import Json
 from rl_distill.checkpoint_store import Saved
+from rl_trainer.answers import Answer
 from rl_trainer.probing import PolicyScores
 
 IsCurrent = Callable[[], bool]
 """False once the learner has gone back to a checkpoint since something was decided."""
 
 
-class LearnerRestartedError(Exception):
-    """The learner died, and is at its last checkpoint again: what was asked of it was not done."""
-
-
 class LearnerLink:
     """Calls the learner.
 
-    When it died, the call raises LearnerRestartedError as soon as it is there again, at its last checkpoint, which
+    When it died, the call raises RoleRestartedError as soon as it is there again, at its last checkpoint, which
     `on_restored` was told. What was decided before, by `course`, is not asked of it any more: a step would train other
     weights than it was made for, and a checkpoint would get the state of another step.
     """
@@ -35,7 +31,7 @@ class LearnerLink:
         role: Role,
         *,
         find_checkpoint: Callable[[], Path | None],
-        on_lost: Callable[[RoleDiedError], None],
+        on_lost: Callable[[RoleDiedError], Awaitable[None]],
         on_restored: Callable[[Path | None], Awaitable[None]],
     ) -> None:
         """Speak to a role.
@@ -46,21 +42,23 @@ class LearnerLink:
             on_lost: Told of each death.
             on_restored: Told from which checkpoint the learner goes on; None is the initial policy.
         """
-        self._role = role
         self._find_checkpoint = find_checkpoint
-        self._on_lost = on_lost
         self._on_restored = on_restored
-        self._lock = asyncio.Lock()
-        self._life = role.incarnation
+        self._bare = role
+        self._role = SupervisedRole(role, on_lost=on_lost, start=self._restart)
         self._course = 0
         self._held: dict[int, IsCurrent] = {}
         self._info: LearnerInfo | None = None
-        self.num_restarts = 0
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was brought back."""
+        return self._role.num_restarts
 
     @property
     def is_started(self) -> bool:
         """True while its ranks are there."""
-        return self._info is not None and self._life == self._role.incarnation
+        return self._info is not None and self._role.is_current
 
     def course(self) -> IsCurrent:
         """Tells later whether the learner has still done the steps that it has done now."""
@@ -76,7 +74,7 @@ class LearnerLink:
         while self._info is None:
             try:
                 self._info = await self._call("start", checkpoint)
-            except LearnerRestartedError:
+            except RoleRestartedError:
                 continue  # and it is started
         return self._info
 
@@ -98,7 +96,7 @@ class LearnerLink:
         """Notice its death, and bring it back, where nobody has noticed yet."""
         try:
             await self._call("report")
-        except LearnerRestartedError:
+        except RoleRestartedError:
             return
 
     async def wait_saved(self) -> None:
@@ -115,51 +113,27 @@ class LearnerLink:
         await self._call("hold", step, version, is_current=is_current)
         self._held[step] = is_current
 
-    async def validate(self, batch: ValidationBatch) -> None:
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """See `LearnerHost.validate`; refused where the weights that were held are lost."""
-        await self._call("validate", batch, is_current=self._held[batch.step])
+        found: list[Answer] = await self._call("validate", batch, is_current=self._held[batch.step])
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
+        return found
 
     async def probe(self, order: ProbeOrder) -> PolicyScores | None:
         """See `LearnerHost.probe`; None where the learner died since it answered that step's validation."""
         try:
             found: PolicyScores = await self._call("probe", order, is_current=self._held[order.step])
-        except LearnerRestartedError:
+        except RoleRestartedError:
             return None
         return found
 
     async def _call(self, method: str, *args: Any, is_current: IsCurrent | None = None) -> Any:
-        async with self._lock:  # not while it is brought back
-            life = self._life
+        incarnation = await self._role.ready()
         if is_current is not None and not is_current():
-            raise LearnerRestartedError("the learner went back to its last checkpoint.")
-        try:
-            require_life(self._role, life)
-            return await self._role.call(method, *args)
-        except RoleDiedError as error:
-            require_own_death(self._role, error)
-            await self._revive(life, error)
-            raise LearnerRestartedError(str(error)) from error
+            raise RoleRestartedError("the learner went back to its last checkpoint.")
+        return await self._role.call(method, *args, incarnation=incarnation)
 
-    async def _revive(self, life: int, error: RoleDiedError) -> None:
-        """Bring it back, once for each death.
-
-        Raises:
-            RoleDiedError: It may not be started any more.
-        """
-        async with self._lock:
-            if self._life > life:
-                return
-            while True:
-                life = await next_life(self._role, life, error)
-                self._on_lost(error)
-                self.num_restarts += 1
-                checkpoint = await asyncio.to_thread(self._find_checkpoint)
-                try:
-                    self._info = await self._role.call("start", checkpoint)
-                except RoleDiedError as again:
-                    error = again
-                    continue
-                self._life = life
-                await self._on_restored(checkpoint)
-                return
+    async def _restart(self) -> None:
+        checkpoint = await asyncio.to_thread(self._find_checkpoint)
+        self._info = await self._bare.call("start", checkpoint)
+        await self._on_restored(checkpoint)

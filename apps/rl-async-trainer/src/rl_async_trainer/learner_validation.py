@@ -6,10 +6,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from rl_async_trainer.hang_report import Wait
-from rl_async_trainer.messages import ProbeOrder
+from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import ValidationBatch, put_validation
-from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
 from rl_core.publish import check_receipt
 from rl_core.records import NO_VERSION
@@ -18,7 +16,9 @@ from rl_core.weights import WeightUpdate
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.registry import engine_class
 from rl_rollout.rollout import Rollout
+from rl_trainer.answers import Answer, answers_of
 from rl_trainer.engines import engine_options
+from rl_trainer.evaluation import answer_problems
 from rl_trainer.flow import open_rollout
 from rl_trainer.inputs import read_tokenizer
 from rl_trainer.learning import proof_tolerances
@@ -47,8 +47,8 @@ class LearnerValidation:
         tensors, tied = await export()
         self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
 
-    async def answer(self, queue: TransferQueue, batch: ValidationBatch) -> None:
-        """Put answers of the weights that are held for the batch's step into the queue.
+    async def answer(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer problems with the weights that are held for the batch's step.
 
         Raises:
             NotReadyError: None are.
@@ -63,7 +63,7 @@ class LearnerValidation:
 
         self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
         try:
-            await put_validation(queue, batch, rollout, settings=self._settings, source="learner")
+            return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="learner")
         finally:
             self._asked = None
 

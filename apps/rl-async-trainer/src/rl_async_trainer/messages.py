@@ -11,7 +11,6 @@ from rl_core.records import IntArray, Json
 from rl_core.weights import WeightUpdate
 from rl_trainer.rollout_rows import RolloutDraft
 
-TRAIN = "train"
 """The queue's task of the learner."""
 
 
@@ -149,3 +148,20 @@ class Packed:
     step: int
     pack_s: float
     is_live: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationBatch:
+    """Problems that are asked together.
+
+    Attributes:
+        split: "validation" or "test".
+        step: Steps done by the policy that answers.
+        number: Counted from 0 within the validation.
+        prompts: The problems.
+    """
+
+    split: str
+    step: int
+    number: int
+    prompts: tuple[Prompt, ...]

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 
 from rl_async_trainer.group_events import is_refused
-from rl_async_trainer.messages import TRAIN
 from rl_async_trainer.record import History
 from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.supply import PromptSupply
-from rl_async_trainer.validation_run import PARTITION
 from rl_core import TransferQueue
 from rl_core.errors import CheckpointError
 from rl_core.queue import LedgerEntry
+from rl_trainer.flow import TRAIN
 
 
 def restore_schedule(
@@ -42,9 +41,8 @@ def restore_schedule(
         DataError: The queue belongs to other prompts.
         RolloutError: A group of `plan` failed in an earlier attempt.
     """
-    _drop_validations(queue)
     _ack_saved(queue, state)
-    ledger = [entry for entry in queue.ledger() if entry.partition != PARTITION]
+    ledger = queue.ledger()
     num_done = sum(entry.state == "done" for entry in ledger)
     if num_done > state.num_trained:
         raise CheckpointError(
@@ -73,13 +71,6 @@ def restore_schedule(
     _redo_spent(scheduler, options, state, ledger)
     scheduler.force(_known(history.steps_after(state.step), ledger) if plan is None else plan.steps[state.step :])
     return scheduler
-
-
-def _drop_validations(queue: TransferQueue) -> None:
-    for entry in queue.ledger():
-        if entry.partition == PARTITION and entry.state in ("issued", "settled"):
-            queue.drop(entry.prompt_uid, reason="the attempt that asked for it ended")
-    queue.forget_finished(partition=PARTITION)
 
 
 def _ack_saved(queue: TransferQueue, state: AsyncState) -> None:

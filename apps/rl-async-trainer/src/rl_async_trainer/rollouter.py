@@ -11,22 +11,23 @@ from typing import Any
 
 from rl_async_trainer.group_events import generated_event, queued_event, refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
-from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, RollouterInfo, ValidationBatch
 from rl_async_trainer.refusals import Refusals
 from rl_async_trainer.role_parts import ENGINE, engine_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.served_policy import ServedPolicy
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import ValidationBatch, put_validation
 from rl_core import Canary, Prompt, TransferQueue
-from rl_core.errors import DeadlineError, NotReadyError, RolloutError, WeightProofError
-from rl_core.publish import ProofTolerances, PublishReport
+from rl_core.errors import DeadlineError, NotReadyError, RolloutError
+from rl_core.publish import ProofTolerances, PublishReport, retry_proof
 from rl_core.weights import WeightUpdate
 from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_rollout.skip import EntryKey
+from rl_trainer.answers import Answer, answers_of
 from rl_trainer.engines import make_engine, make_replica, replica_pool, start_within
+from rl_trainer.evaluation import answer_problems
 from rl_trainer.flow import open_rollout, sampling_params, settle
 from rl_trainer.inputs import read_tokenizer
 from rl_trainer.probing import PolicyScores
@@ -137,14 +138,14 @@ class Rollouter:
         """
         engine = self._started[0]
         drained = partial(publish_to, drain=drain, drain_deadline_s=self._settings.rollout.deadline_s)
-        give = partial(drained, engine, update, canary=canary, tolerances=tolerances)
         waiting = self._window.waiting(f"version {update.version} to be taken", on=ENGINE)
         with waiting, self._served.changing(update.version):
-            try:
-                report = await give()
-            except WeightProofError as error:
-                self._window.say("weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error))
-                report = await give()
+            report = await retry_proof(
+                partial(drained, engine, update, canary=canary, tolerances=tolerances),
+                on_failure=lambda error: self._window.say(
+                    "weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error)
+                ),
+            )
         self._window.version = update.version
         if self._refusals is not None:
             self._refusals.updated()
@@ -185,16 +186,15 @@ class Rollouter:
             found, self._state.events = self._state.events, []
             return found
 
-    async def validate(self, batch: ValidationBatch) -> bool:
-        """Answer validation problems, and put what came into the queue's validation partition."""
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer validation problems."""
         rollout = self._started[1]
         name = f"validation batch {batch.number} of step {batch.step}"
         self._state.validating[name] = time.monotonic()
         try:
-            await put_validation(self._queue, batch, rollout, settings=self._settings, source="rollouter")
+            return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="rollouter")
         finally:
             del self._state.validating[name]
-        return True
 
     async def probe(self, order: ProbeOrder) -> PolicyScores:
         """What the served policy thinks of tokens."""

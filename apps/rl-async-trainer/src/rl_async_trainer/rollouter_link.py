@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
-from rl_core.cluster.lives import next_life, require_life, require_own_death
+from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.errors import RoleDiedError
 from rl_core.publish import PublishReport
+from rl_trainer.answers import Answer
 from rl_trainer.learning import proof_tolerances
 from rl_trainer.probing import PolicyScores
 
@@ -34,26 +34,28 @@ class RollouterLink:
             settings: Of the run.
             on_lost: Told of each death, before the rollouter serves again.
         """
-        self._role = role
         self._settings = settings
-        self._on_lost = on_lost
-        self._lock = asyncio.Lock()
-        self._life = role.incarnation
+        self._bare = role
+        self._role = SupervisedRole(role, on_lost=on_lost, start=self._restart)
         self._has_weights = asyncio.Event()
-        self._served_life = -1
+        self._served = -1
         self._num_engines: int | None = None
         self._info: RollouterInfo | None = None
-        self.num_restarts = 0
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was brought back."""
+        return self._role.num_restarts
 
     @property
     def is_started(self) -> bool:
         """True while its engines are there."""
-        return self._info is not None and self._life == self._role.incarnation
+        return self._info is not None and self._role.is_current
 
     async def start(self) -> RollouterInfo:
         """Start its engines; again, where it dies meanwhile."""
         while self._info is None:
-            self._info = await self._call("start")  # None where it died, and `_revive` has started it
+            self._info = await self._call("start")  # None where it died, and `_restart` has started it
         return self._info
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
@@ -75,9 +77,9 @@ class RollouterLink:
         drain = not self._settings.schedule.partial_rollout
         arguments = packed.update, packed.canary, proof_tolerances(self._settings), drain
         report: PublishReport | None
-        life, report = await self._ask("publish", *arguments)
+        incarnation, report = await self._ask("publish", *arguments)
         if report is not None:
-            self._served_life = life
+            self._served = incarnation
             self._has_weights.set()
         return report
 
@@ -85,10 +87,12 @@ class RollouterLink:
         """See `Rollouter.lacks_weights`."""
         return bool(await self._call("lacks_weights"))
 
-    async def validate(self, batch: ValidationBatch) -> None:
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """See `Rollouter.validate`; asked again where the rollouter died."""
-        while not await self._call("validate", batch, needs_weights=True):
-            pass
+        found: list[Answer] | None = None
+        while found is None:
+            found = await self._call("validate", batch, needs_weights=True)
+        return found
 
     async def probe(self, order: ProbeOrder) -> PolicyScores | None:
         """See `Rollouter.probe`; None where it died meanwhile."""
@@ -120,47 +124,25 @@ class RollouterLink:
         is_current: Callable[[], bool] | None = None,
         **kwargs: Any,
     ) -> tuple[int, Any]:
-        """As `_call`, with the number of the life that was asked."""
-        life = await self._ready_life(needs_weights=needs_weights)
+        """As `_call`, with the number of the incarnation that was asked."""
+        incarnation = await self._ready(needs_weights=needs_weights)
         if is_current is not None and not is_current():
-            return life, None
+            return incarnation, None
         try:
-            require_life(self._role, life)
-            return life, await self._role.call(method, *args, **kwargs)
-        except RoleDiedError as error:
-            require_own_death(self._role, error)
-            await self._revive(life, error)
-            return life, None
+            return incarnation, await self._role.call(method, *args, incarnation=incarnation, **kwargs)
+        except RoleRestartedError:
+            return incarnation, None
 
-    async def _ready_life(self, *, needs_weights: bool) -> int:
-        """Wait until it is there, and has weights where that matters."""
+    async def _ready(self, *, needs_weights: bool) -> int:
+        """Wait until it is there, and has weights where that matters; gives its incarnation."""
         while True:
-            async with self._lock:  # not while it is brought back
-                life = self._life
-            if not needs_weights or self._served_life == life:
-                return life
+            incarnation = await self._role.ready()
+            if not needs_weights or self._served == incarnation:
+                return incarnation
             self._has_weights.clear()
             await self._has_weights.wait()
 
-    async def _revive(self, life: int, error: RoleDiedError) -> None:
-        """Bring it back, once for each death.
-
-        Raises:
-            RoleDiedError: It may not be started any more.
-        """
-        async with self._lock:
-            if self._life > life:
-                return
-            while True:
-                life = await next_life(self._role, life, error)
-                await self._on_lost(error)
-                self.num_restarts += 1
-                try:
-                    self._info = await self._role.call("start")
-                    if self._num_engines is not None:
-                        await self._role.call("set_num_engines", self._num_engines)
-                except RoleDiedError as again:
-                    error = again
-                    continue
-                self._life = life
-                return
+    async def _restart(self) -> None:
+        self._info = await self._bare.call("start")
+        if self._num_engines is not None:
+            await self._bare.call("set_num_engines", self._num_engines)

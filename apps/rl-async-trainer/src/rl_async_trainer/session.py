@@ -171,7 +171,6 @@ class Session:
         validator = Validator(
             settings,
             self._inputs,
-            queue,
             on_generations=self._log_generations,
             progress=lambda what: self._watchdog.progress(what),
             probes=Probes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),

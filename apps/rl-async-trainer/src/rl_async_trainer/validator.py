@@ -1,4 +1,4 @@
-"""Validations: problems are asked in batches, of whoever answers them, and the answers are gathered in one place."""
+"""Runs validations: asks problems in batches, and summarizes the answers."""
 
 import asyncio
 import time
@@ -8,19 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from rl_async_trainer.hang_report import Wait
-from rl_async_trainer.learner_link import LearnerRestartedError
-from rl_async_trainer.messages import ProbeOrder
+from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.validation_run import (
-    PARTITION,
-    ValidationBatch,
-    collect_validation,
-    split_batches,
-    version_metrics,
-)
-from rl_core import Prompt, TransferQueue
+from rl_core import Prompt
+from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.records import NO_VERSION, IntArray
 from rl_metrics.generations import GenerationSample
 from rl_metrics.validation import headline
@@ -34,11 +29,11 @@ OnGenerations = Callable[[int, str, list[GenerationSample]], None]
 OnValidated = Callable[[int, dict[str, float]], None]
 
 
-class Answers(Protocol):
+class Answerer(Protocol):
     """Who answers validation problems: the engines or the learner's side."""
 
-    async def validate(self, batch: ValidationBatch) -> None:
-        """Put an answer to each problem into the queue's validation partition."""
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer each problem, as often as the settings say."""
         ...
 
     async def probe(self, order: ProbeOrder) -> PolicyScores | None:
@@ -62,7 +57,6 @@ class Validator:
         self,
         settings: AsyncSettings,
         inputs: Inputs,
-        queue: TransferQueue,
         *,
         on_generations: OnGenerations,
         progress: Callable[[str], None],
@@ -73,14 +67,12 @@ class Validator:
         Args:
             settings: Of the run.
             inputs: Of the run.
-            queue: Of the run.
             on_generations: Told the samples that were drawn of each validation, with their step.
             progress: Told of each batch that was answered.
             probes: Asks what the policy thinks of tokens.
         """
         self._settings = settings
         self._inputs = inputs
-        self._queue = queue
         self._on_generations = on_generations
         self._progress = progress
         self._probes = probes
@@ -95,7 +87,7 @@ class Validator:
         return self._inputs.validation is not None
 
     async def run(
-        self, step: int, engines: Answers, learner: Answers, *, with_test: bool, is_beside: bool = False
+        self, step: int, engines: Answerer, learner: Answerer, *, with_test: bool, is_beside: bool = False
     ) -> dict[str, float]:
         """Evaluate the policy of now; gives its metrics.
 
@@ -107,16 +99,19 @@ class Validator:
             is_beside: Training goes on meanwhile.
 
         Raises:
-            LearnerRestartedError: The learner's side answered, and died.
+            RoleRestartedError: The learner's side answered, and died.
         """
         whom = engines if self._settings.schedule.validate_on == "engines" else learner
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         async with self._lock:
             for batches in self._batches(step, with_test=with_test):
-                await self._ask(batches, whom, is_beside=is_beside)
-                found, answers = await self._collect(batches)
-                if batches[0].split == "validation":
+                answers = await self._ask(batches, whom, is_beside=is_beside)
+                found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
+                split = batches[0].split
+                if drawn:
+                    self._on_generations(step, split, drawn)
+                if split == "validation":
                     metrics |= found
                     with self._asking(f"what the policy of step {step} thinks of tokens", is_beside=is_beside):
                         await self._probes.ask(partial(_scores, whom, step), answers, step=step)
@@ -126,7 +121,7 @@ class Validator:
             metrics["timing_s/testing"] = time.perf_counter() - started
         return metrics
 
-    def begin(self, step: int, engines: Answers, learner: Answers, on_validated: OnValidated) -> None:
+    def begin(self, step: int, engines: Answerer, learner: Answerer, on_validated: OnValidated) -> None:
         """Evaluate beside the training; `on_validated` gets the metrics.
 
         A learner's side that dies amid it gives up: the controller begins again, or trains the step again.
@@ -135,7 +130,7 @@ class Validator:
         async def work() -> None:
             try:
                 on_validated(step, await self.run(step, engines, learner, with_test=False, is_beside=True))
-            except LearnerRestartedError:
+            except RoleRestartedError:
                 return
             except Exception as error:
                 if not self.failed.done():
@@ -186,13 +181,15 @@ class Validator:
                 chosen = chosen_problems(self._settings, problems)
                 yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
-    async def _ask(self, batches: list[ValidationBatch], whom: Answers, *, is_beside: bool) -> None:
-        await asyncio.to_thread(self._issue, batches)
+    async def _ask(self, batches: list[ValidationBatch], whom: Answerer, *, is_beside: bool) -> list[Answer]:
+        """Answerer to all problems, in the order of asking."""
+        answers: list[Answer] = []
         for batch in batches:
             what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
             with self._asking(what, is_beside=is_beside):
-                await whom.validate(batch)
+                answers += await whom.validate(batch)
             self._progress(what)
+        return answers
 
     @contextmanager
     def _asking(self, what: str, *, is_beside: bool) -> Iterator[None]:
@@ -203,36 +200,41 @@ class Validator:
         finally:
             self._asked = None
 
-    async def _collect(self, batches: list[ValidationBatch]) -> tuple[dict[str, float], list[Answer]]:
-        """Metrics of what was answered, and the answers; trackers are given samples of these."""
-        metrics, answers, drawn = await asyncio.to_thread(self._read, batches)
-        if drawn:
-            self._on_generations(batches[0].step, batches[0].split, drawn)
-        return metrics, answers
-
-    def _read(self, batches: list[ValidationBatch]) -> tuple[dict[str, float], list[Answer], list[GenerationSample]]:
+    def _summarize(
+        self, batches: list[ValidationBatch], answers: list[Answer]
+    ) -> tuple[dict[str, float], list[GenerationSample]]:
+        """Metrics of the answers, and samples of them for the trackers."""
         settings = self._settings
-        answers = collect_validation(self._queue, batches, deadline_s=settings.rollout.deadline_s)
         metrics = summarize_answers(answers) | version_metrics(answers)
         if not settings.metrics.log_val_generations:
-            return metrics, answers, []
+            return metrics, []
         number_of = {prompt.uid: batch.number for batch in batches for prompt in batch.prompts}
-        return metrics, answers, draw_samples(settings, answers, self._inputs.tokenizer, batches=number_of)
-
-    def _issue(self, batches: list[ValidationBatch]) -> None:
-        """Enter the problems; what an attempt left behind that ended amid this validation goes first."""
-        asked: list[Prompt] = [
-            replace(prompt, uid=batch.queue_uid(prompt)) for batch in batches for prompt in batch.prompts
-        ]
-        uids = {prompt.uid for prompt in asked}
-        for entry in self._queue.ledger():
-            if entry.partition == PARTITION and entry.prompt_uid in uids and entry.state in ("issued", "settled"):
-                self._queue.drop(entry.prompt_uid, reason="the validation is asked again")
-        self._queue.forget_finished(partition=PARTITION)
-        self._queue.issue(asked, num_sessions=self._settings.prompts.validation_samples, partition=PARTITION)
+        return metrics, draw_samples(settings, answers, self._inputs.tokenizer, batches=number_of)
 
 
-async def _scores(whom: Answers, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+async def _scores(whom: Answerer, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
     """What a policy thinks; nothing where who knows it has died, and will be asked at the next validation."""
     found = await whom.probe(ProbeOrder(step=step, sequences=sequences, top_k=top_k))
     return PolicyScores(version=NO_VERSION, scores=()) if found is None else found
+
+
+def split_batches(split: str, step: int, prompts: Sequence[Prompt], *, size: int | None) -> list[ValidationBatch]:
+    """Problems in batches of so many, the last with the rest."""
+    size = size or max(len(prompts), 1)
+    return [
+        ValidationBatch(split=split, step=step, number=start // size, prompts=tuple(prompts[start : start + size]))
+        for start in range(0, len(prompts), size)
+    ]
+
+
+def version_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    """Which policy versions answered."""
+    versions = [answer.trajectory.policy_versions for answer in answers]
+    sampled = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
+    sampled = sampled[sampled != NO_VERSION]
+    if not len(sampled):
+        return {}
+    return {
+        "validation/policy_version/min": float(sampled.min()),
+        "validation/policy_version/max": float(sampled.max()),
+    }

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rl_async_trainer.learner_link import IsCurrent, LearnerLink, LearnerRestartedError
+from rl_async_trainer.learner_link import IsCurrent, LearnerLink
 from rl_async_trainer.messages import Packed
 from rl_async_trainer.rollouter_link import RollouterLink
+from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError
 from rl_core.publish import PublishReport
 
@@ -61,7 +62,7 @@ class WeightPublisher:
         """Pack the learner's weights, when the engines have taken those before, and have them published.
 
         Raises:
-            LearnerRestartedError: The learner went back to its last checkpoint meanwhile.
+            RoleRestartedError: The learner went back to its last checkpoint meanwhile.
         """
         is_current = self._learner.course()
         async with self._changed:
@@ -73,14 +74,14 @@ class WeightPublisher:
         """As `pack`, and wait until the engines serve them.
 
         Raises:
-            LearnerRestartedError: As `pack`.
+            RoleRestartedError: As `pack`.
         """
         is_current = self._learner.course()
         await self.pack(version)
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_settled)
         if not is_current():
-            raise LearnerRestartedError("the learner died before the engines had its weights.")
+            raise RoleRestartedError("the learner died before the engines had its weights.")
 
     async def run(self) -> None:
         """Give weights to the engines, one version after the other.
@@ -116,7 +117,7 @@ class WeightPublisher:
                 self._is_packing = True
             try:
                 await self._pack(None, self._learner.course())
-            except LearnerRestartedError:
+            except RoleRestartedError:
                 continue
 
     async def _pack(self, version: int | None, is_current: IsCurrent) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_core import InProcessQueue, Lease, Prompt, TaskSpec, TransferQueue
+from rl_core import InProcessQueue, Prompt, TransferQueue
 from rl_core.weights import WeightTransport
-from rl_distill.teacher.service import TeacherService, teacher_task
+from rl_distill.teacher.service import TeacherService
 from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.memory import MemoryWatch
@@ -13,10 +13,8 @@ from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_rollout.rollout import Rollout
 from rl_trainer.checkpoints import TrainerState
-from rl_trainer.distilling import has_teachers
-from rl_trainer.flow import rollout_columns
+from rl_trainer.flow import queue_tasks
 from rl_trainer.inputs import Inputs
-from rl_trainer.learners import needs_critic
 from rl_trainer.learning import LearningParts
 from rl_trainer.probing import Probes
 from rl_trainer.replay import Replay
@@ -24,11 +22,6 @@ from rl_trainer.rollout_rows import RolloutWriter
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopSignal
-
-REFERENCE = "reference"
-OLD_LOGPROBS = "old_logprobs"
-VALUES = "values"
-TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,29 +76,7 @@ class Parts(LearningParts):
         if self.teachers is not None:
             await self.teachers.issued()
 
-    def lease(self, task: str, num_groups: int) -> Lease:
-        """Lease groups of this step."""
-        return self.queue.lease(task, groups=num_groups, deadline_s=self.settings.rollout.deadline_s)
-
 
 def make_queue(settings: Settings) -> TransferQueue:
     """The queue with the tasks of this run, which get the groups as they were issued: so runs can be repeated."""
-    columns = rollout_columns(settings)
-    late: dict[str, str] = {}
-    if settings.algorithm.kl_coefficient:
-        late[REFERENCE] = "reference_logprobs"
-    if settings.algorithm.old_logprobs == "recompute":
-        late[OLD_LOGPROBS] = "old_logprobs"
-    if needs_critic(settings):
-        late[VALUES] = "values"
-    tasks = [
-        TaskSpec(name=task, needs=columns, gives=frozenset({column}), order="issue") for task, column in late.items()
-    ]
-    given = frozenset(late.values())
-    if has_teachers(settings):
-        chosen = settings.distillation
-        scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
-        tasks.append(scored)
-        given |= scored.gives
-    tasks.append(TaskSpec(name=TRAIN, needs=columns | given, order="issue"))
-    return InProcessQueue(tasks)
+    return InProcessQueue(queue_tasks(settings, order="issue"))

@@ -3,15 +3,14 @@
 import time
 from dataclasses import replace
 
-from rl_core import Batch
 from rl_metrics.reduction import Recorder
-from rl_sync_trainer.assemble import OLD_LOGPROBS, REFERENCE, TRAIN, VALUES, Parts
+from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts
 from rl_trainer.checkpoints import TrainerState
-from rl_trainer.preparation import adapted_kl, prepare_batch
+from rl_trainer.flow import TRAIN
+from rl_trainer.learning_step import learn
 from rl_trainer.speeds import with_speeds
-from rl_trainer.updates import update, with_update
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
@@ -59,9 +58,9 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     recorder = Recorder(strict=parts.settings.metrics.strict)
     num_groups = await collect_step(parts, recorder, step=state.step + 1)
     await rest_engine(parts)
-    add_late_columns(parts, num_groups, recorder)
-    kl = parts.kl.restored(state.kl) if state.kl else parts.kl
-    trained = train_on_groups(parts, state, recorder, num_groups=num_groups, kl_coefficient=kl.coefficient)
+    lease = parts.queue.lease(TRAIN, groups=num_groups, deadline_s=parts.settings.rollout.deadline_s)
+    trained, kl_state = learn(parts, lease.batch, recorder, step=state.step + 1, kl_state=state.kl)
+    parts.queue.ack(lease)
     version = state.policy_version + 1
     with recorder.timer("update_weights"):
         await publish(parts, version, recorder)
@@ -78,45 +77,9 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
         prompt_source=parts.source.state(),
         num_samples=state.num_samples + len(trained),
         steps_wall_s=state.steps_wall_s + step_s,
-        kl=adapted_kl(parts, kl, trained, recorder).state(),
+        kl=kl_state,
         unlogged=with_speeds(parts.settings, recorder.reduce(), trained),
     )
-
-
-def add_late_columns(parts: Parts, num_groups: int, recorder: Recorder) -> None:
-    """Add the reference's logprobs, the learner's own and the critic's values, where the settings ask for them."""
-    temperature, learners = parts.settings.rollout.temperature, parts.learners
-    if learners.reference is not None:
-        lease = parts.lease(REFERENCE, num_groups)
-        with recorder.timer("ref"):
-            logprobs = learners.reference.logprobs(lease.batch, temperature=temperature)
-        parts.queue.ack(lease, {"reference_logprobs": logprobs})
-    if parts.recomputes_old_logprobs:
-        lease = parts.lease(OLD_LOGPROBS, num_groups)
-        with recorder.timer("old_log_prob"):
-            logprobs = learners.policy.logprobs(lease.batch, temperature=temperature)
-        parts.queue.ack(lease, {"old_logprobs": logprobs})
-    if learners.critic is not None:
-        lease = parts.lease(VALUES, num_groups)
-        with recorder.timer("values"):
-            values = learners.critic.values(lease.batch)
-        parts.queue.ack(lease, {"values": values})
-
-
-def train_on_groups(
-    parts: Parts, state: TrainerState, recorder: Recorder, *, num_groups: int, kl_coefficient: float
-) -> Batch:
-    """Lease a step's groups, train on them, and ack.
-
-    Returns:
-        What was trained on, with the tokens that the correction rejected, and what the update said of its tokens.
-    """
-    lease = parts.lease(TRAIN, num_groups)
-    with recorder.timer("adv"):
-        batch = prepare_batch(parts, lease.batch, recorder, kl_coefficient=kl_coefficient)
-    said = update(parts, batch, recorder, step=state.step, kl_coefficient=kl_coefficient)
-    parts.queue.ack(lease)
-    return with_update(batch, said, loss_mask=lease.batch.ragged("loss_mask"))
 
 
 def is_due(step: int, every: int) -> bool:

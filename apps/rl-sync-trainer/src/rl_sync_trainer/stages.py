@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from rl_core import Batch, Prompt
-from rl_core.errors import DeadlineError, WeightProofError
-from rl_core.publish import PublishReport
+from rl_core.errors import DeadlineError
+from rl_core.publish import PublishReport, retry_proof
 from rl_metrics.distributions import timing_distributions
 from rl_metrics.memory import memory_metrics
 from rl_metrics.reduction import Recorder
@@ -215,11 +215,12 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
     deadline_s = parts.settings.rollout.deadline_s
     try:
         async with asyncio.timeout(deadline_s):
-            try:
-                report = await _publish_once(parts, version)
-            except WeightProofError as error:
-                parts.say("weight_proof_failed", version=version, tensor=error.tensor, error=str(error))
-                report = await _publish_once(parts, version)
+            report = await retry_proof(
+                lambda: _publish_once(parts, version),
+                on_failure=lambda error: parts.say(
+                    "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
+                ),
+            )
     except TimeoutError as error:
         raise DeadlineError(f"the engine had not taken policy version {version} after {deadline_s:g} s.") from error
     parts.replay.served(report, engine=parts.engine.traits.name)

@@ -2,22 +2,28 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
-from rl_core import Batch, Prompt, Trajectory, TransferQueue
+from rl_core import Batch, Prompt, TaskSpec, Trajectory, TransferQueue
 from rl_core.broadcast import BroadcastTransport
 from rl_core.errors import DataError
 from rl_core.transports import SharedFileTransport, TensorTransport
 from rl_core.weights import WeightTransport
 from rl_distill.objectives.batch_columns import component_columns, with_reward_components
+from rl_distill.teacher.service import teacher_task
 from rl_rollout.audit import AuditOptions
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.rollout import GroupResult, Rollout, RolloutOptions
+from rl_trainer.distilling import has_teachers
 from rl_trainer.inputs import make_scorer
 from rl_trainer.objective import gdpo_components
 from rl_trainer.rollout_rows import rollout_extras
 from rl_trainer.settings import Settings
+
+TRAIN = "train"
+"""The learner's task in the queue."""
 
 
 def sampling_params(settings: Settings) -> SamplingParams:
@@ -37,6 +43,21 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
     if settings.distillation.texts is not None:
         columns -= {"reward"}
     return columns | component_columns(gdpo_components(settings))
+
+
+def queue_tasks(settings: Settings, *, order: Literal["arrival", "issue"]) -> list[TaskSpec]:
+    """What is done with rows: teachers score them, and the learner trains.
+
+    Args:
+        settings: Of the run.
+        order: In which groups come to the learner.
+    """
+    columns = rollout_columns(settings)
+    if not has_teachers(settings):
+        return [TaskSpec(name=TRAIN, needs=columns, order=order)]
+    chosen = settings.distillation
+    scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
+    return [scored, TaskSpec(name=TRAIN, needs=columns | scored.gives, order=order)]
 
 
 def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> WeightTransport:

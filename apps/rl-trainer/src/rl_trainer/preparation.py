@@ -4,7 +4,6 @@ from rl_core import Batch
 from rl_core.errors import DataError
 from rl_distill.objectives.batch_columns import (
     correction_weight_metrics,
-    mean_reference_kl,
     with_advantages,
     with_correction_weights,
     with_kl_in_reward,
@@ -12,7 +11,6 @@ from rl_distill.objectives.batch_columns import (
     with_token_selection,
 )
 from rl_distill.objectives.distillation import with_distillation_advantages
-from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.teacher.service import teacher_task
 from rl_metrics.reduction import Recorder
 from rl_trainer.distilling import has_policy_gradient, has_teachers, learns_from_rewards, objective_options
@@ -72,15 +70,3 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
     if parts.select_tokens is not None:
         batch = with_token_selection(batch, select=parts.select_tokens, policy_logprobs=parts.sampled_logprobs)
     return batch
-
-
-def adapted_kl(parts: LearningParts, kl: AdaptiveKL, batch: Batch, recorder: Recorder) -> AdaptiveKL:
-    """Record the KL to the reference with its coefficient, and adapt the coefficient to it for the next step."""
-    algorithm = parts.settings.algorithm
-    if not algorithm.kl_coefficient:
-        return kl
-    # The value is the same with k2's gradient; where the KL is a penalty, this is what was taken from the reward.
-    measured = mean_reference_kl(batch, estimator=algorithm.kl_estimator, policy_logprobs=parts.sampled_logprobs)
-    recorder.record("actor/kl_coef", kl.coefficient)
-    recorder.record("actor/reference_kl", measured)
-    return kl.adapted(measured, num_trajectories=len(batch))

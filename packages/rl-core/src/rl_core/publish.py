@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +93,25 @@ async def publish_weights(
         proof_s=time.perf_counter() - updated,
         stall_s=updated - started,
     )
+
+
+async def retry_proof(
+    publish: Callable[[], Awaitable[PublishReport]], *, on_failure: Callable[[WeightProofError], None]
+) -> PublishReport:
+    """Publish, and once more if the proof fails.
+
+    Args:
+        publish: Gives an update to engines and proves it, such as a `publish_weights` with its arguments.
+        on_failure: Called with the error of the first proof.
+
+    Raises:
+        WeightProofError: The second proof failed too.
+    """
+    try:
+        return await publish()
+    except WeightProofError as error:
+        on_failure(error)
+    return await publish()
 
 
 def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: ProofTolerances) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
-from rl_core.cluster.lives import next_life
+from rl_core.cluster.restarts import next_incarnation
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
@@ -251,7 +251,7 @@ class ProcessEngine(EngineCalls):
                 return traits
             except EngineDiedError as error:
                 try:
-                    await next_life(role, life, error)
+                    await next_incarnation(role, life, error)
                 except RoleDiedError as ending:
                     raise _engine_died(ending) from ending
 
