@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo
+from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch
 from rl_core.cluster import Role
@@ -42,19 +42,19 @@ class RollouterLink:
         self._has_weights = asyncio.Event()
         self._served_life = -1
         self._num_engines: int | None = None
-        self._info: RollouterInfo | None = None
+        self._engine: str | None = None
         self.num_restarts = 0
 
     @property
     def is_started(self) -> bool:
         """True while its engines are there."""
-        return self._info is not None and self._life == self._role.incarnation
+        return self._engine is not None and self._life == self._role.incarnation
 
-    async def start(self) -> RollouterInfo:
-        """Start its engines; again, where it dies meanwhile."""
-        while self._info is None:
-            self._info = await self._call("start")  # None where it died, and `_revive` has started it
-        return self._info
+    async def start(self) -> str:
+        """Start its engines; again, where it dies meanwhile. Gives the engine's name."""
+        while self._engine is None:
+            self._engine = await self._call("start")  # None where it died, and `_revive` has started it
+        return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
         """See `Rollouter.submit`; what a dying rollouter was given is given back like the rest.
@@ -156,7 +156,7 @@ class RollouterLink:
                 await self._on_lost(error)
                 self.num_restarts += 1
                 try:
-                    self._info = await self._role.call("start")
+                    self._engine = await self._role.call("start")
                     if self._num_engines is not None:
                         await self._role.call("set_num_engines", self._num_engines)
                 except RoleDiedError as again:
