@@ -25,7 +25,6 @@ from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer.checkpoints import TrainerState
-from rl_trainer.console import make_console
 from rl_trainer.flow import open_rollout
 from rl_trainer.inputs import Inputs, read_inputs
 from rl_trainer.objective import make_kl_control, make_objective, make_selection
@@ -33,7 +32,7 @@ from rl_trainer.replay import Replay
 from rl_trainer.run_folder import RunFolder, open_run
 from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopSignal
-from rl_trainer.trackers import make_trackers
+from rl_trainer.trackers import make_console, make_trackers
 
 SYNC, ASYNC = "sync", "async"
 MODES = (SYNC, ASYNC)

@@ -25,7 +25,9 @@ from _quick_run import write_quick_run
 from rl_metrics import ValidationResponses, read_metrics, summarize_validation
 from rl_metrics.report import write_report
 from rl_metrics.run_record import open_run
-from rl_metrics.testing.invented_runs import InventedRun
+
+sys.path.append(str(BENCHMARKS.parent / "tests" / "support"))
+from invented_runs import InventedRun
 
 EXAMPLE = BENCHMARKS.parent / "examples" / "arithmetic"
 TIMING = BENCHMARKS / "_metrics_timing.py"

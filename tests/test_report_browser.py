@@ -6,12 +6,12 @@ import sys
 import time
 
 import pytest
+from invented_runs import InventedRun
 from report_pages import READY, found, rows_of, show
 
 from rl_metrics.health import judge
 from rl_metrics.report import write_report
 from rl_metrics.run_record import open_run
-from rl_metrics.testing.invented_runs import InventedRun
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",

@@ -3,9 +3,8 @@
 import math
 
 import pytest
+from invented_runs import InventedRun
 from report_pages import report_of, show, write_run
-
-from rl_metrics.testing.invented_runs import InventedRun
 
 METRIC = "critic/score/mean"
 VALUES = (1.0, 3.0, math.nan, 5.0, 7.0, 9.0, 11.0)

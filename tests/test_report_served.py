@@ -3,6 +3,7 @@
 import json
 import os
 
+from invented_runs import InventedRun
 from report_pages import READY, show
 
 from rl_async_trainer.hang_report import HangReport, RoleReport, Wait, write_hang_report
@@ -11,7 +12,6 @@ from rl_metrics.json_lines import JsonLinesWriter
 from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer
 from rl_metrics.run_record import open_run
-from rl_metrics.testing.invented_runs import InventedRun
 
 
 def test_served_it_follows_the_run(page, tmp_path):

@@ -1,11 +1,11 @@
 """The samples of validations in a report, in a browser."""
 
 import pytest
+from invented_runs import InventedRun
 from report_pages import show
 
 from rl_metrics.report import write_report
 from rl_metrics.run_record import open_run
-from rl_metrics.testing.invented_runs import InventedRun
 
 
 @pytest.fixture(scope="module")

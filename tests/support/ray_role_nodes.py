@@ -15,7 +15,7 @@ from rl_core.cluster.ray_incarnation import dump_there, read_there
 from rl_core.errors import RLError
 from rl_core.testing import wait_until
 
-ECHO = "rl_core.testing.cluster_role:EchoRole"
+ECHO = "cluster_conformance.role:EchoRole"
 
 
 def node_of(role):

@@ -22,7 +22,7 @@ def processes_with(token):
     return [pid for pid in found if pid != os.getpid()]
 
 
-SPEC = RoleSpec(name="echo", factory="rl_core.testing.cluster_role:EchoRole")
+SPEC = RoleSpec(name="echo", factory="cluster_conformance.role:EchoRole")
 
 
 def main():

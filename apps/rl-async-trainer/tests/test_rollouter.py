@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from scripted_replicas import EXACT, a_canary, an_update
 
+from rl_async_trainer.group_events import Refusals
 from rl_async_trainer.messages import Dispatch, GroupEvent
-from rl_async_trainer.refusals import Refusals
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.rollouter import Rollouter
 from rl_async_trainer.settings import AsyncSettings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_async_trainer.group_events import refusal
-from rl_async_trainer.messages import GroupEvent, RollouterInfo
+from rl_async_trainer.messages import GroupEvent
 from rl_async_trainer.record import FILE, RunRecord
 from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
 from rl_async_trainer.rollout_window import RolloutWindow
@@ -36,7 +36,7 @@ class MortalRole:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Tell what it has to tell, or die."""
         if method == "start":
-            return RollouterInfo(engine="scripted")
+            return "scripted"
         if self.events:
             events, self.events = self.events, []
             return events

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_trainer.help_text import help_text
-from rl_trainer.setting_fields import attribute_meanings, setting_fields
+from rl_trainer.setting_fields import attribute_meanings, help_text, setting_fields
 from rl_trainer.settings import Settings
 from rl_trainer.sources import load_settings, parse_text
 

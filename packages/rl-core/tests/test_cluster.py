@@ -18,7 +18,7 @@ from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, Settings
 from rl_core.testing import wait_until
 
 START_S = 60.0
-ECHO = "rl_core.testing.cluster_role:EchoRole"
+ECHO = "cluster_conformance.role:EchoRole"
 
 
 def spec_of(**kwargs):
@@ -74,7 +74,7 @@ def test_a_process_gets_its_environment():
         ("rl_core", "module:name"),
         (":EchoRole", "module:name"),
         ("rl_cure:EchoRole", "no module 'rl_cure'"),
-        ("rl_core.testing.cluster_role:Echo", "has no 'Echo'"),
+        ("cluster_conformance.role:Echo", "has no 'Echo'"),
     ],
 )
 def test_a_factory_that_is_not_there_is_refused(factory, message):
@@ -205,7 +205,7 @@ import asyncio, pathlib, sys
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 
 async def main():
-    spec = RoleSpec(name="echo", factory="rl_core.testing.cluster_role:EchoRole")
+    spec = RoleSpec(name="echo", factory="cluster_conformance.role:EchoRole")
     role = await open_cluster(ClusterOptions()).start(spec, deadline_s=60)
     mark = await role.call("environment", "RL_ROLE_MARKS")
     pid = role.pid
@@ -224,7 +224,8 @@ asyncio.run(main())
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_role_and_its_children_end_when_its_parent_is_killed(state, tmp_path):
     command = [sys.executable, "-c", PARENT, state, str(tmp_path / "blocked")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the role is in tests/support
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         try:
             mark, pid = parent.stdout.readline().split()
             family = Family(mark, int(pid))

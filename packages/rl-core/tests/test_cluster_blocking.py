@@ -17,7 +17,7 @@ from rl_core.testing import wait_until
 
 START_S = 60.0
 NOTICED_S = 5.0
-SPEC = RoleSpec(name="echo", factory="rl_core.testing.cluster_role:EchoRole")
+SPEC = RoleSpec(name="echo", factory="cluster_conformance.role:EchoRole")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
 import asyncio
 
+from cluster_conformance import ClusterConformance
+
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
-from rl_core.testing import ClusterConformance
 
 
 class TestInline(ClusterConformance):

@@ -9,7 +9,7 @@ from rl_core.cluster import ClusterOptions, ResourcePool, RoleSpec, open_cluster
 from rl_core.cluster.shares import Shares, count_room, describe, machine_shares, visible_gpus
 from rl_core.errors import SettingsError
 
-ECHO = "rl_core.testing.cluster_role:EchoRole"
+ECHO = "cluster_conformance.role:EchoRole"
 START_S = 60.0
 
 

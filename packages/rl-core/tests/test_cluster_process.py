@@ -1,7 +1,8 @@
 """Roles in processes of this machine: the conformance suite."""
 
+from cluster_conformance import RemoteClusterConformance
+
 from rl_core.cluster import ClusterOptions
-from rl_core.testing import RemoteClusterConformance
 
 
 class TestProcess(RemoteClusterConformance):

@@ -3,6 +3,7 @@ import json
 import os
 
 import pytest
+from mismatched_tokens import MismatchedRun
 from rich.console import Console
 
 from rl_metrics.cli import main
@@ -16,7 +17,6 @@ from rl_metrics.doctor.sickness import judge_health
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.rollout_log import RolloutLog
 from rl_metrics.run_record import open_run
-from rl_metrics.testing.mismatched_tokens import MismatchedRun
 
 STACK = 'thread main:\n  File "/a/loop.py", line 3 in run\n    go()\n  File "/a/socket.py", line 12 in recv\n'
 HANG = {

@@ -4,9 +4,9 @@ from hashlib import sha256
 from importlib.resources import files
 
 import pytest
+from read_report import scripts_of
 
 from rl_metrics.report.page import SCRIPTS, STYLES, page_head, page_tail, run_names
-from rl_metrics.testing.read_report import scripts_of
 
 ASSETS = files("rl_metrics.report") / "assets"
 OWN = sorted(name for name in (*SCRIPTS, *STYLES) if not name.startswith("uPlot"))

@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import structlog
+from invented_runs import InventedRun
 
 from rl_core.errors import DataError
 from rl_metrics.events import EventLog
@@ -14,7 +15,6 @@ from rl_metrics.generations import GenerationSample
 from rl_metrics.histogram import Histogram
 from rl_metrics.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_record import ProbeRow, RunRecord, open_run
-from rl_metrics.testing.invented_runs import InventedRun
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 SCRIPT = "<script>alert(1)</script>\x1b[31m"

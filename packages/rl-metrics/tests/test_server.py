@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import structlog
+from invented_runs import InventedRun
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.testing import wait_until
 from rl_metrics.report import server as serving
 from rl_metrics.report.packing import unpack
 from rl_metrics.report.server import ReportServer
-from rl_metrics.testing.invented_runs import InventedRun
 
 DEADLINE_S = 60.0
 

@@ -4,14 +4,14 @@ import subprocess
 import sys
 
 import pytest
+from invented_runs import InventedRun
+from read_report import read_report, scripts_of
 
 from rl_core.errors import SettingsError
 from rl_metrics.cli import main
 from rl_metrics.report import write_report
 from rl_metrics.report.page import page_head
 from rl_metrics.run_record import open_run
-from rl_metrics.testing.invented_runs import InventedRun
-from rl_metrics.testing.read_report import read_report, scripts_of
 
 HOSTILE = ("</script><script>hacked()</script>", "<!--<script>", "nul\0", "\u202eturned", '"><img onerror=hacked()>')
 

@@ -21,7 +21,8 @@ from chat_model import Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
 from rl_core.errors import SettingsError, ToolError
 from rl_rollout.loops import resolve_loop
 from rl_rollout.tools import CallOptions, ToolBox, ToolCall, ToolRunner
-from rl_rollout.tools.servers import McpServerOptions, connect_server
+from rl_rollout.tools.mcp import McpServer
+from rl_rollout.tools.mcp_options import McpServerOptions
 
 SCRIPT = str(Path(mcp_calculator.__file__))
 COMMAND = (sys.executable, SCRIPT)
@@ -66,7 +67,7 @@ def wait_until_gone(pids):
 
 def using(options, ask, **call_options):
     """Start a server, let `ask` use a runner of its tools, and close it."""
-    server = connect_server("calculator", options)
+    server = McpServer("calculator", options)
 
     async def everything():
         tools = await server.start()
@@ -104,7 +105,7 @@ def test_tools_are_listed_called_and_given_the_environment():
 
 
 def test_the_schema_is_the_servers_and_tools_can_be_chosen():
-    server = connect_server("calculator", McpServerOptions(command=COMMAND, tools=("add",)))
+    server = McpServer("calculator", McpServerOptions(command=COMMAND, tools=("add",)))
     try:
         (add,) = asyncio.run(server.start())
         assert (add.name, add.description) == ("add", "Add two whole numbers.")
@@ -119,7 +120,7 @@ def test_the_schema_is_the_servers_and_tools_can_be_chosen():
 
 
 async def connect_and_close(name, options):
-    server = connect_server(name, options)
+    server = McpServer(name, options)
     try:
         return await server.start()
     finally:
@@ -343,9 +344,10 @@ def test_the_loop_starts_the_servers_of_its_settings_and_ends_them():
 
 FORGETFUL = f"""
 import asyncio, os, pathlib, sys
-from rl_rollout.tools.servers import McpServerOptions, connect_server
+from rl_rollout.tools.mcp import McpServer
+from rl_rollout.tools.mcp_options import McpServerOptions
 
-server = connect_server("c", McpServerOptions(command={COMMAND!r}))
+server = McpServer("c", McpServerOptions(command={COMMAND!r}))
 
 async def start():
     tools = {{tool.name: tool for tool in await server.start()}}

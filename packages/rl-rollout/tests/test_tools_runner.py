@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from chat_model import make_tokenizer
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError, ToolError
 from rl_rollout.tools import CallOptions, ToolBox, ToolCall, ToolRunner
@@ -254,13 +255,15 @@ def test_impossible_options_are_refused(options):
 
 
 def test_without_the_libraries_the_extras_are_named(monkeypatch):
+    from rl_rollout.loops.tools import ToolsLoop, ToolsOptions
     from rl_rollout.tools import tool
-    from rl_rollout.tools.servers import McpServerOptions, connect_server
+    from rl_rollout.tools.mcp_options import McpServerOptions
 
     monkeypatch.setitem(sys.modules, "pydantic", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[tools\]'"):
         tool(lambda: "x")
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.delitem(sys.modules, "rl_rollout.tools.mcp", raising=False)
+    loop = ToolsLoop(ToolsOptions(mcp_servers={"x": McpServerOptions(command=("python",))}))
     with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[mcp\]'"):
-        connect_server("x", McpServerOptions(command=("python",)))
+        asyncio.run(loop.start(make_tokenizer()))

@@ -18,7 +18,7 @@ from rl_async_trainer.controls import Controls
 from rl_async_trainer.heartbeats import Heart, Heartbeats, Link
 from rl_async_trainer.learner_link import LearnerLink
 from rl_async_trainer.live_answers import LiveAnswers
-from rl_async_trainer.messages import LearnerInfo, Packed, RollouterInfo, StepOrder, StepReport
+from rl_async_trainer.messages import LearnerInfo, Packed, StepOrder, StepReport
 from rl_async_trainer.rollouts import Rollouts
 from rl_async_trainer.run_state import AsyncState, read_run_state
 from rl_async_trainer.step_metrics import StepMetrics
@@ -75,8 +75,10 @@ class Controller:
             on_served=self._is_served,
         )
 
-    async def start(self, checkpoint: Path | None) -> tuple[RollouterInfo, LearnerInfo]:
+    async def start(self, checkpoint: Path | None) -> tuple[str, LearnerInfo]:
         """Start what is heavy in the roles, all at once; within one process one after the other.
+
+        Gives the engine's name, and what the learner is.
 
         There, models that are loaded at the same time would be broken: transformers changes global state to load one.
         """

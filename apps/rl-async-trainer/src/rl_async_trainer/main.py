@@ -1,10 +1,11 @@
 """The command line: train, status, scale, simulate, export."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, take_file, take_flag, take_option
 
@@ -30,6 +31,10 @@ USAGE = """usage: rl-async-trainer COMMAND ...
       Write the policy of a checkpoint (or of a run folder: its newest) as a Hugging Face folder."""
 
 
+STATUS_DEADLINE_S = 60.0
+SCALE_DEADLINE_S = 1800.0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status.
 
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_help = not words or words[0] in ("--help", "-h") or (words[0] == "train" and {"--help", "-h"} & set(words))
     if is_help:
         from rl_async_trainer.settings import AsyncSettings
-        from rl_trainer.help_text import help_text
+        from rl_trainer.setting_fields import help_text
 
         say(help_text(USAGE, AsyncSettings))
         return 0 if words else MISTAKE
@@ -82,8 +87,8 @@ def train(words: list[str]) -> int:
     replayed = take_option(words, "--replay")
     settings = read_settings(words)
     say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_async_trainer.checks import check_async_settings
     from rl_async_trainer.plan import describe_async_plan
+    from rl_async_trainer.settings import schedule_problems
     from rl_trainer.train_command import train_checked
 
     async def attempt(
@@ -98,24 +103,51 @@ def train(words: list[str]) -> int:
         settings,
         resume=resume,
         dry_run=dry_run,
-        check=check_async_settings,
         describe=describe_async_plan,
         attempt=attempt,
+        also_refused=schedule_problems(settings),
     )
 
 
 def status(words: list[str]) -> int:
     """`status RUN`."""
-    from rl_async_trainer import live_commands
+    parser = argparse.ArgumentParser(prog="rl-async-trainer status", description="What a live run does.")
+    parser.add_argument("run", type=Path, help="the run's folder")
+    options = parser.parse_args(words)
+    from rl_async_trainer.control_socket import ask_run
 
-    return live_commands.status(words)
+    for line in _status_lines(ask_run(options.run, {"do": "status"}, deadline_s=STATUS_DEADLINE_S)):
+        say(line)
+    return 0
 
 
 def scale(words: list[str]) -> int:
     """`scale RUN --engines N`."""
-    from rl_async_trainer import live_commands
+    parser = argparse.ArgumentParser(
+        prog="rl-async-trainer scale", description="Add engines to a live run, or take some away."
+    )
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")
+    options = parser.parse_args(words)
+    from rl_async_trainer.control_socket import ask_run
 
-    return live_commands.scale(words)
+    count = ask_run(options.run, {"do": "scale", "engines": options.engines}, deadline_s=SCALE_DEADLINE_S)
+    say(f"the run has {count} engine(s) now")
+    return 0
+
+
+def _status_lines(answer: dict[str, Any]) -> list[str]:
+    schedule = answer["schedule"]
+    lines = [
+        f"step {schedule['step']} of {schedule['steps']}",
+        f"versions: engines serve {schedule['served_version']}, the learner trains {schedule['learner_version']}",
+        f"groups: {schedule['inflight']} generated now, {schedule['ready']} ready, {schedule['waiting']} to start",
+    ]
+    if schedule["blocked_by"]:
+        lines.append(f"the learner waits for {', '.join(schedule['blocked_by'])}")
+    for name, role in answer["roles"].items():
+        lines.append(f"{name}: {role}")
+    return lines
 
 
 def simulate(words: list[str]) -> int:

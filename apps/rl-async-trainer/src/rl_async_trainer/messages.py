@@ -53,17 +53,6 @@ class GroupEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RollouterInfo:
-    """What the engines are.
-
-    Attributes:
-        engine: Name of the engine.
-    """
-
-    engine: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerInfo:
     """What the learner is.
 

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.group_events import generated_event, queued_event, refusal
+from rl_async_trainer.group_events import Refusals, generated_event, queued_event, refusal
 from rl_async_trainer.hang_report import RoleReport, Wait
-from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, RollouterInfo, ValidationBatch
-from rl_async_trainer.refusals import Refusals
+from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, ValidationBatch
 from rl_async_trainer.role_parts import ENGINE, engine_reports, role_memory_watch
 from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
@@ -99,8 +98,8 @@ class Rollouter:
         self._served = ServedPolicy()
         self._memory = role_memory_watch(settings, "rollouter", say=self._window.say)
 
-    async def start(self) -> RollouterInfo:
-        """Start engines, rewards and tools.
+    async def start(self) -> str:
+        """Start engines, rewards and tools; gives the engine's name.
 
         Raises:
             EngineError: An engine cannot start.
@@ -114,7 +113,7 @@ class Rollouter:
         self._rollout = self._opened.enter_context(open_rollout(settings, tokenizer, self._engine))
         await self._rollout.start()
         self._replay = Replay(settings, tokenizer, say=self._window.say)
-        return RollouterInfo(engine=self._engine.traits.name)
+        return self._engine.traits.name
 
     def make_engine(self) -> ReplicatedEngine:
         """The engines of the settings, not started."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, RollouterInfo, ValidationBatch
+from rl_async_trainer.messages import Dispatch, GroupEvent, Packed, ProbeOrder, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
@@ -40,7 +40,7 @@ class RollouterLink:
         self._has_weights = asyncio.Event()
         self._served = -1
         self._num_engines: int | None = None
-        self._info: RollouterInfo | None = None
+        self._engine: str | None = None
 
     @property
     def num_restarts(self) -> int:
@@ -50,13 +50,13 @@ class RollouterLink:
     @property
     def is_started(self) -> bool:
         """True while its engines are there."""
-        return self._info is not None and self._role.is_current
+        return self._engine is not None and self._role.is_current
 
-    async def start(self) -> RollouterInfo:
-        """Start its engines; again, where it dies meanwhile."""
-        while self._info is None:
-            self._info = await self._call("start")  # None where it died, and `_restart` has started it
-        return self._info
+    async def start(self) -> str:
+        """Start its engines; again, where it dies meanwhile. Gives the engine's name."""
+        while self._engine is None:
+            self._engine = await self._call("start")  # None where it died, and `_restart` has started it
+        return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: Callable[[], bool]) -> None:
         """See `Rollouter.submit`; what a dying rollouter was given is given back like the rest.
@@ -143,6 +143,6 @@ class RollouterLink:
             await self._has_weights.wait()
 
     async def _restart(self) -> None:
-        self._info = await self._bare.call("start")
+        self._engine = await self._bare.call("start")
         if self._num_engines is not None:
             await self._bare.call("set_num_engines", self._num_engines)

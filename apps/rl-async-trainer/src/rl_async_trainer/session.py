@@ -123,14 +123,14 @@ class Session:
             return
         controller = Controller(controls, self._state)
         with console.phase("starting engines and learner"):
-            rollouter, learner = await stop.run(
+            engine, learner = await stop.run(
                 controller.start(checkpoint),
                 what="engines and learner to start",
                 deadline_s=settings.roles.start_deadline_s,
             )
         self._controller = controller
         ranks = f" on {learner.num_ranks} ranks" if learner.num_ranks > 1 else ""
-        console.say(f"engine: {rollouter.engine}")
+        console.say(f"engine: {engine}")
         console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
         title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
         console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)

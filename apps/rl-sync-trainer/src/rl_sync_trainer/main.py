@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Command] = {"train": train, "validate": validate, "export": export}
     if not words or "--help" in words or "-h" in words:
-        from rl_trainer.help_text import help_text
+        from rl_trainer.setting_fields import help_text
 
         say(help_text(USAGE))
         return 0 if words else MISTAKE
@@ -46,7 +46,6 @@ def train(words: list[str]) -> int:
 
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_trainer.checks import check_settings
     from rl_trainer.plan import describe_plan
     from rl_trainer.train_command import train_checked
 
@@ -57,9 +56,7 @@ def train(words: list[str]) -> int:
 
         return await Session(settings, inputs, folder, console).run()
 
-    return train_checked(
-        settings, resume=resume, dry_run=dry_run, check=check_settings, describe=describe_plan, attempt=attempt
-    )
+    return train_checked(settings, resume=resume, dry_run=dry_run, describe=describe_plan, attempt=attempt)
 
 
 def validate(words: list[str]) -> int:
@@ -74,8 +71,8 @@ def validate(words: list[str]) -> int:
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: evaluating {settings.policy.path}")
     from rl_trainer.checks import check_settings
+    from rl_trainer.evaluation import validate_policy
     from rl_trainer.inputs import read_inputs
-    from rl_trainer.validating import validate_policy
 
     check_settings(settings)
     for name, value in asyncio.run(validate_policy(settings, read_inputs(settings))).items():

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
-from rl_distill.parallel_layout import check_layout
+from rl_distill.parallel_layout import check_layout, check_ranks
 from rl_distill.policy_config import parse_policy_config, read_policy_config
+from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.registry import known_engines
 from rl_rollout.filters import resolve_filter
@@ -17,21 +19,24 @@ from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.steps import StepSelection
 from rl_trainer.algorithm_checks import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer.distillation_checks import distillation_problems, teacher_files
-from rl_trainer.health_checks import health_problems
-from rl_trainer.parallel_checks import parallel_problems
+from rl_trainer.metric_settings import LEVELS
 from rl_trainer.settings import Settings
 
 SCRIPTED = "scripted"
 """An engine for tests, which takes responses instead of a model folder."""
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings, also: Iterable[str] = ()) -> None:
     """Refuse settings that cannot work, all at once.
+
+    Args:
+        settings: Of the run.
+        also: Further problems, of settings that one trainer alone has.
 
     Raises:
         SettingsError: Each line names a setting, what it must be, and what it is.
     """
-    _refuse([*_value_problems(settings), *_lengths(settings), *_files(settings)])
+    _refuse([*also, *_value_problems(settings), *_lengths(settings), *_files(settings)])
 
 
 def check_values(settings: Settings) -> None:
@@ -53,9 +58,9 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         _arithmetic,
         _names,
         algorithm_problems,
-        parallel_problems,
+        _parallel,
         distillation_problems,
-        health_problems,
+        _health,
     ):
         yield from find(settings)
 
@@ -246,6 +251,82 @@ def _names(settings: Settings) -> Iterator[str]:
             ("rollout.loop", rollout.loop, LOOPS.names()),
         ]
     )
+
+
+def _parallel(settings: Settings) -> Iterator[str]:
+    """Layouts that no policy could have, ranks and engines with nowhere to run."""
+    parallel, cluster = settings.parallel, settings.cluster
+    try:
+        check_ranks(parallel)
+    except SettingsError as error:
+        yield f"parallel: {error}"
+    if parallel.ranks > 1 and settings.policy.learner != "megatron":
+        yield (
+            f'parallel.ranks = {parallel.ranks} needs policy.learner = "megatron"; found {settings.policy.learner!r}.'
+        )
+    if parallel.ranks > 1 and cluster.kind == "inline":
+        yield (
+            f'parallel.ranks = {parallel.ranks} needs processes of their own: set cluster.kind to "process" or '
+            '"ray"; found "inline".'
+        )
+    placements = settings.placements
+    if cluster.ray_address is not None and "ray" not in placements.values():
+        on_ray = " or ".join(f'{name} = "ray"' for name in placements)
+        yield f"cluster.ray_address is for {on_ray}; found {', '.join(map(repr, placements.values()))}."
+    if cluster.ray_address is not None and cluster.kind == "ray" and cluster.gpus_per_rank is None:
+        yield (
+            "cluster.gpus_per_rank must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 "
+            "for a GPU each, 0 to train on CPUs; found none."
+        )
+    if cluster.kind == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
+        yield (
+            "cluster.cpus_per_rank and cluster.gpus_per_rank set nothing aside for a rank in the trainer's process; "
+            'set them to 0, or cluster.kind to "process" or "ray".'
+        )
+    yield from _replicas(settings)
+
+
+def _replicas(settings: Settings) -> Iterator[str]:
+    replicas, placement = settings.replicas, settings.rollout.placement
+    if placement == "inline" and (replicas.count > 1 or replicas.cpus or replicas.gpus):
+        yield (
+            f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
+            'own: set rollout.placement to "process" or "ray"; found "inline".'
+        )
+    if settings.weights.transport != "file" and (placement == "inline" or settings.rollout.engine != "vllm"):
+        yield (
+            f'weights.transport = "{settings.weights.transport}" is for vLLM in processes of its own: set '
+            f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r} and '
+            f"engine {settings.rollout.engine!r}."
+        )
+    if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
+        yield (
+            "replicas.gpus must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 for a "
+            "GPU each, 0 to generate on CPUs; found none."
+        )
+
+
+def _health(settings: Settings) -> Iterator[str]:
+    """Problems of `[health]`: names that there are not, and rules that cannot pause as they are off."""
+    health = settings.health
+    for name, number in health.thresholds.items():
+        if math.isnan(number):
+            yield f"health.thresholds: {name} must be a number; found {number}."
+    look_ups: dict[str, Callable[[], object]] = {
+        "health.thresholds": lambda: with_thresholds(GUIDE, health.thresholds),
+        "health.off": lambda: without(GUIDE, health.off),
+        "health.pause_on": lambda: require_rules(GUIDE, health.pause_on, also=LEVELS),
+    }
+    for setting, look_up in look_ups.items():
+        try:
+            look_up()
+        except SettingsError as error:
+            yield f"{setting}: {error}"
+    for rule in health.pause_on:
+        if rule in health.off:
+            yield f"health.pause_on has {rule}, which health.off switches off; take it out of one of them."
+    if health.pause_on and not health.enabled:
+        yield "health.pause_on needs health.enabled = true."
 
 
 def _files(settings: Settings) -> Iterator[str]:

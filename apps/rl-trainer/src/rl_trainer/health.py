@@ -15,8 +15,7 @@ from rl_metrics.histogram import Histogram
 from rl_metrics.history import read_history
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
-from rl_trainer.health_checks import LEVELS
-from rl_trainer.metric_settings import HealthSettings
+from rl_trainer.metric_settings import LEVELS, HealthSettings
 from rl_trainer.run_folder import RunFolder
 from rl_trainer.settings import Settings
 from rl_trainer.stopping import StopSignal

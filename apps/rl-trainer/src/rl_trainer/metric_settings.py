@@ -3,6 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl_metrics.health.finding import Severity
+
+LEVELS: tuple[Severity, ...] = ("critical", "warning")
+"""Words that `health.pause_on` takes beside names of rules."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSettings:

@@ -1,21 +1,24 @@
 """What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.cluster.shares import count_room, describe, machine_shares
+from rl_distill.teacher.options import ESTIMATORS, DistillationOptions
 from rl_trainer.engines import replica_pool
 from rl_trainer.learners import gpus_per_rank, needs_critic
 from rl_trainer.settings import Settings
-from rl_trainer.teacher_plan import describe_teachers, teacher_memory
+from rl_trainer.teachers import teacher_pool
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAM_BYTES = 8
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 GIB = 2**30
+INDENT = " " * 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,7 @@ def count_parameters(folder: Path) -> int:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         for name, entry in header.items():
             if name != "__metadata__":
-                size = 1
-                for length in entry["shape"]:
-                    size *= length
-                total += size
+                total += math.prod(entry["shape"])
     return total
 
 
@@ -74,7 +74,7 @@ def _roles(settings: Settings, inline_engine: str, inline_rank: str) -> Iterator
     if needs_critic(settings):
         start = settings.critic.path or "the policy's layers under a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
-    yield from describe_teachers(settings)
+    yield from _teachers(settings)
 
 
 def _engine_place(settings: Settings) -> str:
@@ -115,6 +115,51 @@ def _room(settings: Settings) -> Iterator[str]:
     room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
     verdict = "" if room == ranks else f", room for {room} of {ranks} ranks: a run here would be refused"
     yield f"             this machine has {describe(there.cpus, len(there.gpus))}{verdict}"
+
+
+def _teachers(settings: Settings) -> Iterator[str]:
+    """Each teacher with its place and what it answers for, and what is learnt from them."""
+    chosen = settings.distillation
+    if not chosen.is_on:
+        return
+    for name, teacher in chosen.teachers.items():
+        places = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "actors of Ray")}
+        one, several = places[teacher.placement]
+        where = f"1 replica in {one}" if teacher.replicas == 1 else f"{teacher.replicas} replicas in {several}"
+        ranks = f" of {teacher.tensor} ranks" if teacher.tensor > 1 else ""
+        pool = teacher_pool(settings, name)
+        aside = "" if pool is None else f" with {describe(pool.cpus, pool.gpus)} each"
+        yield f"  teacher    {name}: {teacher.engine}, {teacher.dtype}, {where}{ranks}{aside}"
+        sources = [repr(source) for source in teacher.data_sources]
+        parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
+        parts += ["all others" if sources else "all prompts"] if name == chosen.default_teacher else []
+        yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
+    yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {_beside(chosen)}"
+    if chosen.texts is not None:
+        yield f"{INDENT}from the texts in column {chosen.texts!r}, in place of rollouts"
+    if chosen.cache is not None:
+        yield f"{INDENT}with scores stored in {chosen.cache}"
+
+
+def _teacher_memory(settings: Settings) -> Iterator[str]:
+    """What the weights of teachers take."""
+    for name, teacher in settings.distillation.teachers.items():
+        weights = count_parameters(teacher.model) * BYTES[teacher.dtype] / GIB
+        cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
+        yield f"  teacher    {name}: {teacher.replicas} x {weights:.2f} GiB weights{cache}"
+
+
+def _compared(chosen: DistillationOptions) -> str:
+    if chosen.loss in (*ESTIMATORS, "nll"):
+        return f"{chosen.loss} of the sampled token" if chosen.teachers else f"{chosen.loss} of a teacher's texts"
+    if chosen.needs_hidden:
+        return f"{chosen.loss} of whole distributions"
+    rest = {"bucket": "a bucket of the rest", "drop": "nothing of the rest", "renormalise": "these made to sum to 1"}
+    return f"{chosen.loss} of the top {chosen.top_k} tokens and {rest[chosen.tail]}"
+
+
+def _beside(chosen: DistillationOptions) -> str:
+    return f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else "no task rewards"
 
 
 def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
@@ -158,7 +203,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield f"  critic     {critic / GIB:.2f} GiB"
     if reference:
         yield f"  reference  {reference / GIB:.2f} GiB"
-    yield from teacher_memory(settings, count_parameters)
+    yield from _teacher_memory(settings)
     yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
 
 

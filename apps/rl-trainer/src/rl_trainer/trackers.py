@@ -1,16 +1,31 @@
-"""The trackers that the settings ask for."""
+"""The trackers that the settings ask for, the console among them."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
 from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.console import ConsoleTracker, run_console
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_metrics.trackers.protocol import Ending, Tracker
 from rl_trainer.report_writer import ReportWriter
 from rl_trainer.run_folder import plain_settings
 from rl_trainer.settings import Settings
+
+
+def make_console(settings: Settings) -> ConsoleTracker:
+    """A progress bar in a terminal, plain lines elsewhere, or what `metrics.console` says."""
+    kind = settings.metrics.console
+    generations_in = "generations.jsonl and the report" if settings.metrics.report else "generations.jsonl"
+    if kind == "off":
+        return ConsoleTracker(console=Console(file=io.StringIO()))
+    if kind == "auto":
+        return ConsoleTracker(generations_in=generations_in)
+    target = run_console(force_terminal=kind == "bar", force_interactive=kind == "bar")
+    return ConsoleTracker(console=target, generations_in=generations_in)
 
 
 def make_trackers(

@@ -1,19 +1,19 @@
 """What `train` does in both trainers: check everything that can be checked, then make one attempt at the run."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_trainer.attempt import Outcome
-from rl_trainer.checks import check_trainable
+from rl_trainer.checks import check_settings, check_trainable
 from rl_trainer.command_line import say
-from rl_trainer.console import make_console
 from rl_trainer.distillation_checks import check_teachers
 from rl_trainer.inputs import Inputs, read_inputs
 from rl_trainer.plan import PromptCounts
 from rl_trainer.run_folder import RunFolder, open_run, require_resumable
 from rl_trainer.settings import Settings
+from rl_trainer.trackers import make_console
 
 Chosen = TypeVar("Chosen", bound=Settings)
 
@@ -23,9 +23,9 @@ def train_checked(
     *,
     resume: bool,
     dry_run: bool,
-    check: Callable[[Chosen], None],
     describe: Callable[[Chosen, PromptCounts], str],
     attempt: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, Outcome]],
+    also_refused: Iterable[str] = (),
 ) -> int:
     """Train, or print the plan; gives the exit status.
 
@@ -33,15 +33,15 @@ def train_checked(
         settings: Of the run.
         resume: Go on with the run in the folder.
         dry_run: Print the plan and end; nothing is written.
-        check: Refuses settings that cannot work.
         describe: The plan as text.
         attempt: Trains in a folder that this process holds.
+        also_refused: What of the settings this trainer alone has cannot work, in words.
 
     Raises:
         SettingsError: A setting is impossible, or the folder is not free.
         DataError: A file of the user cannot be used.
     """
-    check(settings)
+    check_settings(settings, also_refused)
     check_trainable(settings)
     inputs = read_inputs(settings)
     check_teachers(settings, inputs.tokenizer, inputs.train)

@@ -15,7 +15,7 @@ from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, SessionResult, describe_failure, stable_seed
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rescoring import score_groups_again
+from rl_rollout.rescoring import score_again
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.user_errors import ends_the_run
 
@@ -203,7 +203,9 @@ class Rollout:
         """
         await self.start()
         context = self._context(self._engine, SamplingParams(max_tokens=1))
-        return await score_groups_again(groups, loop=self._loop, context=context)
+        stored = [(group.prompt, group.sessions) for group in groups]
+        again = await score_again(stored, loop=self._loop, context=context)
+        return [replace(group, sessions=sessions) for group, sessions in zip(groups, again, strict=True)]
 
     def _context(self, engine: RolloutEngine, sampling: SamplingParams) -> LoopContext:
         return LoopContext(

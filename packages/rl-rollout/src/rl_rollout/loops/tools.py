@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,10 +16,13 @@ from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionR
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
+from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.parsers import ToolParser, resolve_parser
 from rl_rollout.tools.protocol import ToolCall, ToolResult
-from rl_rollout.tools.servers import McpServerOptions, ToolServer, connect_server
 from rl_rollout.user_errors import ends_the_run
+
+if TYPE_CHECKING:
+    from rl_rollout.tools.mcp import McpServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class ToolsLoop(SessionLoop):
         self._given = [] if toolbox is None else toolbox.tools()
         self._own = resolve_tools(self._options.tools)
         self._toolbox = ToolBox([*self._given, *self._own])
-        self._servers: list[ToolServer] = []
+        self._servers: list[McpServer] = []
         self._runner = ToolRunner(self._toolbox, self._options.calls)
         self._starting = asyncio.Lock()
         self._joined: Joined | None = None
@@ -85,8 +89,10 @@ class ToolsLoop(SessionLoop):
             raise SettingsError("the agent loop 'tools' needs a tokenizer. Give Rollout one: tokenizer=...")
         self.close()
         try:
-            for name, server_options in self._options.mcp_servers.items():
-                self._servers.append(connect_server(name, server_options))
+            if self._options.mcp_servers:
+                from rl_rollout.tools.mcp import McpServer
+
+                self._servers = [McpServer(name, options) for name, options in self._options.mcp_servers.items()]
             listed = await asyncio.gather(*(server.start() for server in self._servers))
             self._toolbox = ToolBox([*self._given, *self._own, *(tool for tools in listed for tool in tools)])
             if not self._toolbox.names():

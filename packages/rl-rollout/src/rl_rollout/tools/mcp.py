@@ -23,8 +23,8 @@ from rl_rollout.rewards.outputs import printable, shown_error
 from rl_rollout.tools import server_process
 from rl_rollout.tools.garbage import TELL, drop_tracebacks
 from rl_rollout.tools.loop_thread import LoopThread
+from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.protocol import Tool
-from rl_rollout.tools.servers import McpServerOptions
 
 try:
     from mcp import Client, StdioServerParameters, stdio_client
@@ -99,7 +99,7 @@ class McpServer:
         self._has_warned = False
 
     async def start(self) -> list[Tool]:
-        """See `ToolServer.start`.
+        """Start it, and list its tools; a tool's call starts it again when it died.
 
         Raises:
             SettingsError: It does not start, has no tools, or not those that the options name.
@@ -132,7 +132,7 @@ class McpServer:
         return await self._thread.run(self._call(tool, readable))
 
     def close(self) -> None:
-        """See `ToolServer.close`."""
+        """End it, with all that it started. Can be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             atexit.unregister(self.close)

@@ -1,12 +1,9 @@
-"""Servers that offer tools: what a loop needs of them, without the library that speaks to them."""
+"""How an MCP server is started or reached; free of the library that speaks to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Protocol
 
 from rl_core.errors import SettingsError
-from rl_rollout.tools.protocol import Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,29 +50,3 @@ class McpServerOptions:
                 "an MCP server needs start_timeout_s > 0, probe_timeout_s > 0 and max_pause_s >= 0; found "
                 f"{self.start_timeout_s}, {self.probe_timeout_s} and {self.max_pause_s}."
             )
-
-
-class ToolServer(Protocol):
-    """A server that was told how to start."""
-
-    async def start(self) -> Sequence[Tool]:
-        """Start it, and list its tools; a tool's call starts it again when it died.
-
-        Raises:
-            SettingsError: It does not start, or has no tools, or not those that are wanted.
-        """
-        ...
-
-    def close(self) -> None:
-        """End it, with all that it started. Can be called twice."""
-        ...
-
-
-def connect_server(name: str, options: McpServerOptions) -> ToolServer:
-    """A server that is not started yet.
-
-    Raises:
-        MissingExtraError: The library is not installed.
-    """
-    server: ToolServer = import_module("rl_rollout.tools.mcp").McpServer(name, options)
-    return server

@@ -108,7 +108,7 @@ class EchoRole:
         """Give it back."""
         return value
 
-    def named(_self, **given: Any) -> dict[str, Any]:  # noqa: N805 - so that "self" can be given too
+    def named(_self, **given: Any) -> dict[str, Any]:
         """Give back what came by name."""
         return given
 
@@ -195,7 +195,7 @@ class EchoRole:
         """A process that does not end by itself, and has either a session of its own, or nothing in its environment."""
         command = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
         environment: dict[str, str] | None = None if own_session else {}  # as of programs that write over it
-        return subprocess.Popen(command, start_new_session=own_session, env=environment).pid  # noqa: S603 - ours
+        return subprocess.Popen(command, start_new_session=own_session, env=environment).pid
 
     def fork_sleeper(self) -> int:
         """A child that holds on to everything that this process has open."""

@@ -1,10 +1,10 @@
 """What every placement of roles must do."""
 
-from rl_core.testing.cluster_calls import CallChecks
-from rl_core.testing.cluster_deaths import DeathChecks, RestartChecks
-from rl_core.testing.cluster_life import CloseChecks, PoolChecks, StartChecks
-from rl_core.testing.cluster_remote import BorderChecks, EndChecks
-from rl_core.testing.cluster_stacks import BlockedStackChecks, StackChecks
+from cluster_conformance.calls import CallChecks
+from cluster_conformance.deaths import DeathChecks, RestartChecks
+from cluster_conformance.life import CloseChecks, PoolChecks, StartChecks
+from cluster_conformance.remote import BorderChecks, EndChecks
+from cluster_conformance.stacks import BlockedStackChecks, StackChecks
 
 
 class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks, StackChecks):

@@ -1,4 +1,3 @@
-# ruff: noqa: S101 - a test suite that other packages import: its assertions are its purpose
 """What every check of a cluster stands on."""
 
 import asyncio
@@ -15,7 +14,7 @@ from rl_core.testing.clock import wait_until
 
 Result = TypeVar("Result")
 
-ECHO = "rl_core.testing.cluster_role:EchoRole"
+ECHO = "cluster_conformance.role:EchoRole"
 START_S = 120.0
 """For what must happen: long, so that a busy machine fails no check."""
 NOTICED_S = 5.0

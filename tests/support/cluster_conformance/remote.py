@@ -1,14 +1,13 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of what crosses the border of a role's own process, and of how that process ends."""
 
 import asyncio
 import threading
 
+from cluster_conformance.checks import START_S, ClusterChecks, catches, echo, until, within
+from cluster_conformance.role import Unreadable
 from rl_core.cluster import Cluster
 from rl_core.cluster.guard import is_running
 from rl_core.errors import NotReadyError, RoleError
-from rl_core.testing.cluster_checks import START_S, ClusterChecks, catches, echo, until, within
-from rl_core.testing.cluster_role import Unreadable
 from rl_core.testing.queue_checks import refuses
 
 GONE_S = 10.0

@@ -1,4 +1,3 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of calls: to one role, to all, each with its own, and as they finish."""
 
 import asyncio
@@ -6,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from cluster_conformance.checks import NOTICED_S, START_S, ClusterChecks, catches, within
 from rl_core.cluster import Cluster, RoleContext, RoleSpec
 from rl_core.errors import DeadlineError, SettingsError, WeightProofError
-from rl_core.testing.cluster_checks import NOTICED_S, START_S, ClusterChecks, catches, within
 from rl_core.testing.queue_checks import refuses
 
 
@@ -145,7 +144,7 @@ class CallChecks(ClusterChecks):
 
     def test_factories_may_be_async_and_need_no_context(self) -> None:
         async def use(cluster: Cluster) -> list[str]:
-            slow = RoleSpec(name="slow", factory="rl_core.testing.cluster_role:make_slowly", rank=7)
+            slow = RoleSpec(name="slow", factory="cluster_conformance.role:make_slowly", rank=7)
             role = await cluster.start(slow, deadline_s=START_S)
             place = await role.call("place")
             assert (place.rank, place.size) == (7, 1)

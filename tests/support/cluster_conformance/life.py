@@ -1,15 +1,14 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of starts, pools and ends."""
 
 import asyncio
 
+from cluster_conformance.checks import START_S, ClusterChecks, echo, within
 from rl_core.cluster import Cluster, ResourcePool, RestartPolicy, RoleSpec
 from rl_core.cluster.guard import is_running
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError
-from rl_core.testing.cluster_checks import START_S, ClusterChecks, echo, within
 from rl_core.testing.queue_checks import refuses
 
-SLOWLY = "rl_core.testing.cluster_role:make_slowly"
+SLOWLY = "cluster_conformance.role:make_slowly"
 
 
 class StartChecks(ClusterChecks):
@@ -111,7 +110,7 @@ class CloseChecks(ClusterChecks):
 
     def test_close_closes_the_objects_and_can_be_called_twice(self) -> None:
         async def use(cluster: Cluster) -> list[int]:
-            spec = echo(factory="rl_core.testing.cluster_role:AsyncEchoRole", close_file=self.folder / "closed")
+            spec = echo(factory="cluster_conformance.role:AsyncEchoRole", close_file=self.folder / "closed")
             group = await cluster.start_group(spec, size=2, deadline_s=START_S)
             pids = [role.pid for role in group]
             waiting = asyncio.ensure_future(group[0].call("wait_forever"))
@@ -129,7 +128,7 @@ class CloseChecks(ClusterChecks):
         assert self.make_options().kind == "inline" or not any(is_running(pid) for pid in pids)
 
     def test_a_role_that_fails_to_close_keeps_no_other(self) -> None:
-        bad = RoleSpec(name="bad", factory="rl_core.testing.cluster_role:BadCloseRole")
+        bad = RoleSpec(name="bad", factory="cluster_conformance.role:BadCloseRole")
 
         async def use(cluster: Cluster) -> None:
             good = await cluster.start(echo(close_file=self.folder / "closed"), deadline_s=START_S)

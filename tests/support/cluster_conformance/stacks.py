@@ -1,13 +1,12 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of stacks: what a role does right now, also when it does not answer its calls."""
 
 import asyncio
 import os
 import signal
 
+from cluster_conformance.checks import START_S, ClusterChecks, echo, until
 from rl_core.cluster import Cluster, Role
 from rl_core.cluster.stacks import is_silent
-from rl_core.testing.cluster_checks import START_S, ClusterChecks, echo, until
 
 LONG_S = 60.0
 """For answers that come at once: long, so that a busy machine fails no check."""

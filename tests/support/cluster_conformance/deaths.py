@@ -1,4 +1,3 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of deaths: noticed, named, explained, and followed by a restart where one is wanted."""
 
 import asyncio
@@ -6,10 +5,10 @@ import os
 import signal
 from collections.abc import Sequence
 
+from cluster_conformance.checks import NOTICED_S, START_S, ClusterChecks, catches, echo, until, within
 from rl_core.cluster import Cluster, RestartedRole, RestartPolicy, Role
 from rl_core.cluster.guard import is_running
 from rl_core.errors import RLError, RoleDiedError, RoleError
-from rl_core.testing.cluster_checks import NOTICED_S, START_S, ClusterChecks, catches, echo, until, within
 from rl_core.testing.queue_checks import refuses
 
 

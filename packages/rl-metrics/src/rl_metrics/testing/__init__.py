@@ -1,1 +1,0 @@
-"""What tests and benchmarks of runs' records share."""
