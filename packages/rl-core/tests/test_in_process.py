@@ -31,19 +31,6 @@ def test_waiting_on_a_clock_that_stands_still_does_not_spin():
     assert clock.num_reads - before < 200  # a loop without a pause reads it a hundred thousand times
 
 
-def test_waiting_beside_a_group_that_another_task_may_take_does_not_spin():
-    partial = TaskSpec(name="partial", needs=frozenset({"reward"}), partial_after_s=1)
-    clock = FakeClock()
-    queue = InProcessQueue([TRAIN, partial], clock=clock)
-    queue.issue(make_prompts(1), num_sessions=2)
-    queue.put("p0", 0, [make_trajectory("p0", 0)])
-    clock.advance(5)
-    before = clock.num_reads
-    with pytest.raises(DeadlineError, match="lacks sessions"):
-        queue.lease("train", groups=1, deadline_s=0.3)
-    assert clock.num_reads - before < 60
-
-
 def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
     queue = InProcessQueue([TRAIN])
     queue.issue(make_prompts(1), num_sessions=1)

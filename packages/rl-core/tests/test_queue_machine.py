@@ -134,14 +134,13 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @rule(
         task=st.sampled_from(["reference", "train", "log", "eval"]),
-        unit=st.sampled_from(["groups", "rows"]),
-        amount=st.integers(1, 4),
+        num_groups=st.integers(1, 4),
         allow_fewer=st.booleans(),
     )
-    def lease(self, task, unit, amount, allow_fewer):
+    def lease(self, task, num_groups, allow_fewer):
         self.expire()
-        expected = self.expected_lease(task, unit, amount, allow_fewer)
-        self.take(task, expected, allow_fewer=allow_fewer, **{unit: amount})
+        expected = self.expected_lease(task, num_groups, allow_fewer)
+        self.take(task, expected, allow_fewer=allow_fewer, groups=num_groups)
 
     @precondition(lambda self: self.known)
     @rule(
@@ -197,7 +196,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     def work(self, task, amount, more, seconds):
         """The usual way of a consumer, to whom something may happen meanwhile."""
         before = set(self.held)
-        self.lease(task, "groups", amount, allow_fewer=True)
+        self.lease(task, amount, allow_fewer=True)
         if self.held.keys() - before:
             held = self.held[max(self.held)]
             self.publish(more)

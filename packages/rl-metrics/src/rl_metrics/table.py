@@ -279,7 +279,6 @@ QUEUE = (
     one("queue/waited_s/{kind}", "s", "Time that answered requests of this kind have waited so far."),
     one("queue/leases_expired", "leases", "Leases and claims that ran out so far."),
     one("queue/reissued", "groups", "Groups issued again so far."),
-    one("queue/sessions_left_out", "sessions", "Sessions that no task waited for any longer, so far."),
     one("queue/acks/{task}", "groups", "Groups that this task has acked so far."),
     one("queue/drops/{reason}", "groups", "Groups dropped for this reason so far."),
 )

@@ -98,7 +98,7 @@ class QueueClient(ABC):
     ) -> Claim:
         """See `TransferQueue.claim`."""
         number = whole(prompts, "prompts")
-        request = LeaseRequest(GENERATE, "groups", number, claim_s, deadline_s, True, partition=partition)
+        request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True, partition=partition)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
         try:
             unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
@@ -160,21 +160,19 @@ class QueueClient(ABC):
         task: str,
         *,
         groups: int | None = None,
-        rows: int | None = None,
-        tokens: int | None = None,
         prompts: Sequence[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
         """See `TransferQueue.lease`."""
-        unit, amount, named = _asked(task, groups=groups, rows=rows, tokens=tokens, prompts=prompts)
+        number, named = _asked(task, groups, prompts)
         if named and allow_fewer:
             raise DataError("a lease of named prompts takes exactly these; leave allow_fewer out, or name fewer.")
         ends_at = time.monotonic() + deadline_s
         while True:
             remaining_s = max(ends_at - time.monotonic(), 0.0)
-            request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer, named)
+            request = LeaseRequest(task, number, lease_s, remaining_s, allow_fewer, named)
             reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
             try:
                 unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
@@ -331,21 +329,16 @@ class QueueClient(ABC):
         return reply
 
 
-def _asked(task: str, *, prompts: Sequence[str] | None, **amounts: int | None) -> tuple[str, int, list[str]]:
-    """What a lease asks for: the unit, how much of it, and the prompts that it names.
+def _asked(task: str, groups: int | None, prompts: Sequence[str] | None) -> tuple[int, list[str]]:
+    """How many groups a lease asks for, and the prompts that it names.
 
     Raises:
-        DataError: It asks for nothing, or in several units, or is a producer's.
+        DataError: It asks for nothing, or for both, or is a producer's.
     """
-    asked: dict[str, Any] = {unit: amount for unit, amount in amounts.items() if amount is not None}
-    if prompts is not None:
-        asked["prompts"] = names_of(prompts)
-    if len(asked) != 1 or task == GENERATE:
-        raise DataError(
-            f"a lease asks for groups, rows, tokens or prompts of a task; found {asked or 'none'} of {task!r}."
-        )
-    ((unit, found),) = asked.items()
-    return (unit, len(found), found) if unit == "prompts" else (unit, whole(found, unit), [])
+    if (groups is None) == (prompts is None) or task == GENERATE:
+        raise DataError(f"a lease is of groups or of prompts of a task; found {groups=}, {prompts=} of {task!r}.")
+    named = [] if prompts is None else names_of(prompts)
+    return (len(named) if groups is None else whole(groups, "groups")), named
 
 
 def names_of(prompts: Sequence[str]) -> list[str]:

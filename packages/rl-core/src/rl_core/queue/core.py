@@ -146,18 +146,6 @@ class QueueCore:
             group.state = "dropped"
         self._changed(group)
 
-    def settle_overdue(self, task: TaskSpec, *, now: float) -> None:
-        """Close groups whose missing sessions this task does not wait for any longer."""
-        after_s = task.partial_after_s
-        if after_s is None:
-            return
-        partly = [group for group in self.groups.partly.values() if group.partition == task.partition]
-        for group in [group for group in partly if group.issued_at + after_s <= now]:
-            missing = group.missing_sessions
-            self.counts["sessions_left_out"] += len(missing)
-            group.failures |= dict.fromkeys(missing, f"not there {after_s:g} s after its prompt was issued")
-            self._settle(group)
-
     def forget_finished(self, partition: str | None = None) -> int:
         """Take done and dropped prompts out, of one partition or of all."""
         if partition is not None:
@@ -183,7 +171,6 @@ class QueueCore:
             DataError: It names a prompt that will never be there.
         """
         task = self.groups.task_of(request)
-        self.settle_overdue(task.spec, now=now)
         if blocked.is_still(task, policy_version=self.policy_version):
             return None
 

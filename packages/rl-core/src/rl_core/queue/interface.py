@@ -29,8 +29,6 @@ class TaskSpec:
             group waits for those before it, and the same prompts give the same order in every run.
         max_staleness: Rows whose oldest token is of a policy version further behind the queue's than this are
             dropped when they would be leased, and an ack that comes later than that is refused.
-        partial_after_s: Take a group without the sessions that are missing so long after its prompt was issued;
-            they can no longer be put then. Whole groups only, when None.
         partition: The prompts that the task sees, those that were issued to it; a group is done when every task of
             its partition has acked.
     """
@@ -40,7 +38,6 @@ class TaskSpec:
     gives: frozenset[str] = frozenset()
     order: Literal["arrival", "issue"] = "arrival"
     max_staleness: int | None = None
-    partial_after_s: float | None = None
     partition: str = DEFAULT_PARTITION
 
 
@@ -237,20 +234,16 @@ class TransferQueue(Protocol):
         task: str,
         *,
         groups: int | None = None,
-        rows: int | None = None,
-        tokens: int | None = None,
         prompts: Sequence[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
-        """Take groups that are ready for a task: so many, as many as fit into so many rows or tokens, or these.
+        """Take groups that are ready for a task: so many, or these.
 
         Args:
             task: Name of a declared task.
             groups: How many groups to wait for.
-            rows: Wait until this many rows are ready, and take the groups that fit, at least one.
-            tokens: The same in tokens, the prompt's included.
             prompts: Uids of the groups to take, exactly these and in this order, whatever the task's order is; waits
                 until all of them are ready, and for those that another consumer has.
             deadline_s: Longest wait.

@@ -96,14 +96,10 @@ class Drop(Message):
 
 
 class LeaseRequest(Message):
-    """Groups for a task; `unit` says what `amount` counts: groups, rows, tokens, or the prompts that are named.
-
-    `partition` is that of a claim; a task has one.
-    """
+    """So many groups for a task, or those of the prompts that are named; `partition` is that of a claim."""
 
     task: str
-    unit: str
-    amount: int
+    groups: int
     lease_s: float
     deadline_s: float
     allow_fewer: bool

@@ -37,7 +37,6 @@ SINGLE = {
     "oldest_issued_s": _Family("oldest_issued_seconds", "Age of the oldest prompt whose sessions are not all settled."),
     "leases_expired": _Family("leases_expired", "Leases and claims that ran out.", is_counter=True),
     "reissued": _Family("prompts_reissued", "Prompts that were issued again.", is_counter=True),
-    "sessions_left_out": _Family("sessions_left_out", "Sessions that no task waited for any longer.", is_counter=True),
 }
 BY_LABEL = {
     "groups": _Family("groups", "Groups in each state.", ("state",)),

@@ -174,8 +174,7 @@ class QueueService:
         """
         until_expiry_s = max(self.core.next_expiry() - self._clock(), self._pause_s)
         ends = [waiting.ends_at for waiting in (*self._leases, *self._puts)]
-        overdue_s = self._next_overdue_s()
-        return min(until_expiry_s, overdue_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
+        return min(until_expiry_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
 
     def withdraw(self, answer: Answer, unheard: int | None) -> None:
         """Nobody hears these answers any more: forget who waits for them, and take back a lease that went unheard."""
@@ -297,10 +296,8 @@ class QueueService:
             raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
             core.groups.task_of(request)
-            if request.amount < 1 or request.unit not in ("groups", "rows", "tokens", "prompts"):
-                raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
-            if (request.unit == "prompts") != bool(request.prompts):
-                raise DataError(f"a lease of {request.unit} names {len(request.prompts)} prompts.")
+            if request.groups < 1:
+                raise DataError(f"a lease is of at least 1 group; found {request.groups}.")
             check_once(request.prompts)
             _check_lease_s(request.lease_s)
         elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
@@ -347,7 +344,7 @@ class QueueService:
         task = self.core.groups.task_of(request)
         if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
             raise NothingToLeaseError(
-                f"task {request.task!r} asked for {request.amount} {request.unit}, but nothing that was issued can "
+                f"task {request.task!r} asked for {request.groups} groups, but nothing that was issued can "
                 f"become ready for it: {self.core.groups.describe_states(task.spec.partition)}."
             )
         return None
@@ -422,7 +419,7 @@ class QueueService:
                 found = describe_named(groups, request)
             else:
                 found = groups.describe_wait(groups.task_of(request), now=self._clock())
-            return f"lease of {request.amount} {request.unit} for task {request.task!r} waited: {found}"
+            return f"lease of {request.groups} groups for task {request.task!r} waited: {found}"
         rows = request.num_rows if isinstance(request, Reserve) else sum(part.num_rows for part in request.parts)
         held = f"{groups.num_rows} of {options.capacity_rows} held"
         if options.capacity_bytes is not None:
@@ -445,18 +442,6 @@ class QueueService:
         for lease_id in self.core.expire(now=self._clock()):
             self._pause_s = SHORTEST_PAUSE_S
             self._note(f"lease {lease_id} ran out")
-
-    def _next_overdue_s(self) -> float:
-        groups = self.core.groups
-        specs = {waiting.request.task: groups.task_of(waiting.request).spec for waiting in self._leases}  # type: ignore[arg-type, union-attr]
-        overdue = [
-            group.issued_at + spec.partial_after_s
-            for spec in specs.values()
-            if spec.partial_after_s is not None
-            for group in groups.partly.values()
-            if group.partition == spec.partition
-        ]
-        return max(min(overdue) - self._clock(), self._pause_s) if overdue else LONGEST_PAUSE_S * 60
 
     # -- the journal
 

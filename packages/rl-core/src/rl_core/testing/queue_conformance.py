@@ -9,7 +9,6 @@ from rl_core.testing.queue_leases import LeaseChecks
 from rl_core.testing.queue_ledger import LedgerChecks
 from rl_core.testing.queue_named import NamedLeaseChecks
 from rl_core.testing.queue_own_columns import OwnColumnChecks
-from rl_core.testing.queue_partial import PartialChecks
 from rl_core.testing.queue_partitions import PartitionChecks
 from rl_core.testing.queue_room import RoomChecks
 from rl_core.testing.queue_rows import RowChecks
@@ -27,7 +26,6 @@ class QueueConformance(
     FinishChecks,
     StalenessChecks,
     ClaimChecks,
-    PartialChecks,
     DropChecks,
     RoomChecks,
     WaitChecks,

@@ -20,8 +20,6 @@ from rl_core.testing.queue_checks import (
 from rl_core.testing.queue_staleness import sampled_by
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
-PARTIAL = replace(TRAIN, partial_after_s=10)
-
 
 class NamedLeaseChecks(QueueChecks):
     """Exactly the groups that are named, in that order, or none."""
@@ -104,7 +102,7 @@ class NamedLeaseChecks(QueueChecks):
         queue.ack(lease, {"reference_logprobs": given})
         queue.lease("train", prompts=["p1"], deadline_s=0)
         words = (
-            "lease of 4 prompts for task 'train' waited: 3 not ready",
+            "lease of 4 groups for task 'train' waited: 3 not ready",
             "'p3' lacks 2 of 3 sessions",
             "'p2' lacks columns ['reference_logprobs']",
             "'p1' is leased by a consumer of this task",
@@ -186,17 +184,6 @@ class NamedLeaseChecks(QueueChecks):
             waiter.result(DEADLINE_S)
         assert [entry.state for entry in queue.ledger()] == ["dropped", "issued"]
 
-    def test_a_named_partial_group_is_taken_when_its_time_has_come(self) -> None:
-        queue = self.queue(PARTIAL)
-        queue.issue(make_prompts(2), num_sessions=2)
-        queue.put("p1", 1, [make_trajectory("p1", 1)])
-        waiter = self.spawn(queue.lease, "train", prompts=["p1"], deadline_s=DEADLINE_S)
-        self.wait_for_stat(queue, "waiting/lease", 1)
-        self.advance(queue, 9)
-        assert queue.stats()["waiting/lease"] == 1
-        self.advance(queue, 1)
-        assert waiter.result(DEADLINE_S).batch.keys == (("p1", 1, 0),)
-
     def test_a_full_queue_lets_in_what_a_consumer_waits_for_by_name(self) -> None:
         queue = self.queue(TRAIN, capacity_rows=2)
         queue.issue(make_prompts(3), num_sessions=1)
@@ -223,7 +210,7 @@ class NamedLeaseChecks(QueueChecks):
 
     def test_impossible_names_are_refused(self) -> None:
         queue = self.filled(num_prompts=2)
-        with refuses(DataError, "prompts", "found 0"):
+        with refuses(DataError, "at least 1 group", "found 0"):
             queue.lease("train", prompts=[], deadline_s=0)
         with refuses(DataError, "'p1'", "more than once"):
             queue.lease("train", prompts=["p1", "p0", "p1"], deadline_s=0)
@@ -233,7 +220,7 @@ class NamedLeaseChecks(QueueChecks):
             queue.lease("train", prompts=make_prompts(1), deadline_s=0)  # type: ignore[arg-type]
         with refuses(DataError, "allow_fewer"):
             queue.lease("train", prompts=["p0"], allow_fewer=True, deadline_s=0)
-        with refuses(DataError, "groups, rows, tokens or prompts"):
+        with refuses(DataError, "groups or of prompts"):
             queue.lease("train", prompts=["p0"], groups=1, deadline_s=0)
         with refuses(DataError, "'generate'"):
             queue.lease("generate", prompts=["p0"], deadline_s=0)
