@@ -180,7 +180,7 @@ class QueueModel:
             return DataError
         stale = [group for group in named if self.is_ready(group, task) and self.is_stale(group, task)]
         for group in stale:
-            self.take_out(group, "stale", reissue=self.options.reissue_stale)
+            self.take_out(group, "stale", reissue=False)
         if stale:
             return DataError
         return named if all(self.is_ready(group, task) for group in named) else DeadlineError
@@ -196,10 +196,8 @@ class QueueModel:
                     if len(picked) == num_groups or not self.is_ready(group, task):
                         break
                     if self.is_stale(group, task):
-                        self.take_out(group, "stale", reissue=self.options.reissue_stale)
+                        self.take_out(group, "stale", reissue=False)
                         num_dropped += 1
-                        if self.tasks[task].order == "issue" and self.options.reissue_stale:
-                            break
                         continue
                     picked.append(group)
             if picked and (len(picked) == num_groups or (allow_fewer and len(picked) == len(self.possible(task)))):

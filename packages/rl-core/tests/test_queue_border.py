@@ -44,7 +44,7 @@ def test_numbers_of_numpy_are_numbers(queue):
     queue.issue([make_prompt("n")], num_sessions=np.int64(2))
     queue.fail("n", np.int64(1), reason="engine aborted")
     queue.set_policy_version(np.int64(3))
-    queue.put_batch(Batch((), {}), empty_sessions=[("n", np.int32(0))])
+    queue.put("n", np.int32(0), [])
     assert queue.ledger()[1].state == "dropped"
     for wrong in (2.0, "2", None, 1 << 70):
         with pytest.raises(DataError, match="num_sessions"):

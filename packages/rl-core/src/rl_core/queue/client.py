@@ -26,7 +26,6 @@ from rl_core.queue.interface import (
     Claim,
     Lease,
     LedgerEntry,
-    SessionKey,
     TaskSpec,
     Unsettled,
 )
@@ -123,23 +122,19 @@ class QueueClient(ABC):
     ) -> None:
         """See `TransferQueue.put`."""
         check_trajectories(prompt_uid, session_index, trajectories)
-        sessions = [(prompt_uid, session_index)]
-        batch = batch_of_session(trajectories) if trajectories else Batch((), {})
-        self.put_batch(batch, empty_sessions=() if trajectories else sessions, deadline_s=deadline_s)
+        if trajectories:
+            self.put_batch(batch_of_session(trajectories), deadline_s=deadline_s)
+        else:
+            self._put_all(Batch((), {}), [(prompt_uid, [whole(session_index, "session_index")])], deadline_s=deadline_s)
 
-    def put_batch(
-        self,
-        batch: Batch,
-        *,
-        empty_sessions: Sequence[SessionKey] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> None:
+    def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """See `TransferQueue.put_batch`."""
         check_finite(batch)
         batch = in_group_order(batch)
-        sessions = sessions_of(batch, [(uid, whole(index, "session_index")) for uid, index in empty_sessions])
-        if not sessions:
-            return
+        if len(batch):
+            self._put_all(batch, sessions_of(batch), deadline_s=deadline_s)
+
+    def _put_all(self, batch: Batch, sessions: list[tuple[str, list[int]]], *, deadline_s: float) -> None:
         put = Put(sessions, describe_parts(batch), sorted(batch.names), None, self._new_put_id(), 0, deadline_s)
         ends_at = time.monotonic() + deadline_s
         while True:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, StaleLeaseError
+from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.index import SPARE_ENTRIES, GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
@@ -177,7 +177,7 @@ class QueueCore:
         def drop_stale(group: QueuedGroup) -> bool:
             if not self._is_stale(group, task.spec):
                 return False
-            self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
+            self.drop(group, "stale", reissue=False, now=now)
             return True
 
         pick = pick_named if request.prompts else pick_next
@@ -215,12 +215,11 @@ class QueueCore:
         lease.expires_at = expires_at
         self._note_expiry(lease)
 
-    def ack(self, ack: Ack, *, now: float) -> None:
+    def ack(self, ack: Ack) -> None:
         """Finish a lease, with the columns that it gives."""
         lease = self.current(ack.lease_id, ack.task)
         if frozenset(ack.columns) != lease.task.gives:
             raise DataError(f"task {ack.task!r} gives {sorted(lease.task.gives)}; found {sorted(ack.columns)}.")
-        self._refuse_stale(lease, now=now)
         self.leases.pop(lease.lease_id)
         self._note_end(lease.lease_id, "was acked")
         self.counts[f"acks/{ack.task}"] += len(lease.groups)
@@ -358,18 +357,6 @@ class QueueCore:
         for part in put.parts:
             if part.prompt_uid not in sessions or part.num_rows < 1 or part.first < 0:
                 raise DataError(f"a put has rows of prompt {part.prompt_uid!r} and settles no session of it.")
-
-    def _refuse_stale(self, lease: RunningLease, *, now: float) -> None:
-        stale = [group for group in lease.groups if self._is_stale(group, lease.task)]
-        if stale:
-            oldest = min(group.oldest for group in stale)
-            for group in stale:
-                self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
-            raise StaleLeaseError(
-                f"{len(stale)} of {len(lease.groups)} groups of lease {lease.lease_id} became too stale for task "
-                f"{lease.task.name!r}: version {oldest} against {self.policy_version}, max_staleness "
-                f"{lease.task.max_staleness}. They are dropped, the others delivered again; drop this result."
-            )
 
     def _is_stale(self, group: QueuedGroup, task: TaskSpec) -> bool:
         return (

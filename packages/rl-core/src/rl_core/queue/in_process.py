@@ -39,7 +39,7 @@ class InProcessQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, what to do with stale rows, and the journal's directory.
+            options: Bounds, and the journal's directory.
             clock: Seconds, for leases; tests give their own.
 
         Raises:

@@ -49,7 +49,7 @@ class RayQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, what to do with stale rows, and the journal's directory, on the node of this process. With
+            options: Bounds, and the journal's directory, on the node of this process. With
                 a journal, a keeper that dies is started again by Ray and goes on.
             clock: Seconds, for leases, as the keeper reads them; tests give their own.
 

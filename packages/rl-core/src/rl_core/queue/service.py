@@ -268,7 +268,7 @@ class QueueService:
         place = request.place
         if request.reservation:
             place = self._room.find(request.reservation).place or place
-        self.core.ack(msgspec.structs.replace(request, place=place), now=self._clock())
+        self.core.ack(msgspec.structs.replace(request, place=place))
         if request.reservation:
             self._room.end(request.reservation)
         self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
@@ -328,7 +328,7 @@ class QueueService:
                 self._waited(kind, waiting)
                 self._answers.append((waiting.answer, reply))
         queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
-        return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale, and takes what is late
+        return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale
 
     def _attempt(self, request: LeaseRequest | Reserve | Put, client: str, blocked: Blocked) -> Reply | None:
         """The answer of a request that may wait, or None while it cannot go on."""

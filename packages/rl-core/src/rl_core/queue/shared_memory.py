@@ -67,7 +67,7 @@ class SharedMemoryQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, what to do with stale rows, and the journal's directory. With a journal, a keeper that
+            options: Bounds, and the journal's directory. With a journal, a keeper that
                 dies is started again, and nobody but who waits a moment longer sees it.
 
         Raises:

@@ -2,7 +2,6 @@
 """Checks of acks by name, without a lease."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from rl_core.errors import DataError, NothingToLeaseError, OutdatedLeaseError
 from rl_core.queue.interface import TaskSpec, TransferQueue
@@ -17,7 +16,6 @@ from rl_core.testing.queue_checks import (
     refuses,
     uids_of,
 )
-from rl_core.testing.queue_staleness import sampled_by
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 LOG = TaskSpec(name="log", needs=frozenset({"reward"}))
@@ -102,18 +100,6 @@ class FinishChecks(QueueChecks):
         assert queue.stats()["acks/train"] == 0
         queue.finish("train", ["p0"])
         assert queue.ledger()[0].state == "done"
-
-    def test_what_became_stale_after_it_was_read_counts(self) -> None:
-        queue = self.queue(replace(TRAIN, max_staleness=1))
-        queue.issue(make_prompts(2), num_sessions=1)
-        for uid in ("p0", "p1"):
-            queue.put(uid, 0, [sampled_by(uid, 0, 0)])
-        queue.release(queue.lease("train", prompts=["p0"], deadline_s=0))
-        queue.set_policy_version(5)
-        queue.finish("train", ["p0"])
-        with refuses(DataError, "too stale", "'p1'"):
-            queue.lease("train", prompts=["p1"], deadline_s=0)
-        assert self.states(queue) == ["done", "dropped"]
 
     def test_a_producer_that_waits_for_room_is_woken(self) -> None:
         queue = self.queue(TRAIN, capacity_rows=2)

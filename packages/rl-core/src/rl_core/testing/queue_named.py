@@ -160,18 +160,17 @@ class NamedLeaseChecks(QueueChecks):
         assert uids_of(waiter.result(DEADLINE_S)) == ["p1", "p0"]
 
     def test_a_named_group_that_is_too_stale_is_dropped_and_named(self) -> None:
-        for is_reissued in (False, True):
-            queue = self.queue(replace(TRAIN, max_staleness=1), reissue_stale=is_reissued)
-            queue.issue(make_prompts(3), num_sessions=1)
-            for index in range(3):
-                queue.put(f"p{index}", 0, [sampled_by(f"p{index}", 0, index)])
-            queue.set_policy_version(2)
-            with refuses(DataError, "1 of 2 prompts", "too stale", "max_staleness 1", "'p0'"):
-                queue.lease("train", prompts=["p2", "p0"], deadline_s=DEADLINE_S)
-            entries = queue.ledger()
-            assert [entry.state for entry in entries] == ["issued" if is_reissued else "dropped", "settled", "settled"]
-            assert (entries[0].reason, queue.stats()["drops/stale"]) == ("stale", 1)
-            assert uids_of(queue.lease("train", prompts=["p2", "p1"], deadline_s=0)) == ["p2", "p1"]
+        queue = self.queue(replace(TRAIN, max_staleness=1))
+        queue.issue(make_prompts(3), num_sessions=1)
+        for index in range(3):
+            queue.put(f"p{index}", 0, [sampled_by(f"p{index}", 0, index)])
+        queue.set_policy_version(2)
+        with refuses(DataError, "1 of 2 prompts", "too stale", "max_staleness 1", "'p0'"):
+            queue.lease("train", prompts=["p2", "p0"], deadline_s=DEADLINE_S)
+        entries = queue.ledger()
+        assert [entry.state for entry in entries] == ["dropped", "settled", "settled"]
+        assert (entries[0].reason, queue.stats()["drops/stale"]) == ("stale", 1)
+        assert uids_of(queue.lease("train", prompts=["p2", "p1"], deadline_s=0)) == ["p2", "p1"]
 
     def test_a_named_group_that_becomes_stale_during_the_wait_is_refused(self) -> None:
         queue = self.queue(replace(TRAIN, max_staleness=0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.errors import DeadlineError, NothingToLeaseError, OutdatedLeaseError, StaleLeaseError
+from rl_core.errors import NothingToLeaseError, OutdatedLeaseError
 from rl_core.queue.interface import TaskSpec, TransferQueue
 from rl_core.records import NO_VERSION, Trajectory
 from rl_core.testing.queue_checks import REFERENCE, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
@@ -32,7 +32,7 @@ class StalenessChecks(QueueChecks):
         assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p1", "p2"]
         entry = queue.ledger()[0]
         assert (entry.state, entry.reason, entry.num_rows) == ("dropped", "stale", 0)
-        assert (queue.stats()["drops/stale"], queue.stats()["reissued"]) == (1, 0)
+        assert queue.stats()["drops/stale"] == 1
 
     def test_the_oldest_token_of_a_group_counts(self) -> None:
         queue = self.queue(FRESH)
@@ -68,77 +68,24 @@ class StalenessChecks(QueueChecks):
         queue.ack(queue.lease("train", groups=1, deadline_s=0))
         assert queue.ledger()[0].state == "done"
 
-    def test_an_ack_of_rows_that_became_stale_is_refused_and_the_others_come_again(self) -> None:
-        queue = self.versioned(FRESH, versions=[1, 0, 2])
-        lease = queue.lease("train", groups=3, deadline_s=0)
-        queue.set_policy_version(2)
-        with refuses(StaleLeaseError, "1 of 3 groups", f"lease {lease.lease_id}", "'train'", "max_staleness 1"):
-            queue.ack(lease)
-        assert [entry.state for entry in queue.ledger()] == ["settled", "dropped", "settled"]
-        assert [entry.acked_by for entry in queue.ledger()] == [frozenset()] * 3
-        assert queue.stats()["drops/stale"] == 1
-        with refuses(OutdatedLeaseError, f"lease {lease.lease_id}"):
-            queue.ack(lease)
-        again = queue.lease("train", groups=2, deadline_s=0)
-        assert uids_of(again) == ["p0", "p2"]
-        queue.ack(again)
-        assert [entry.state for entry in queue.ledger()] == ["done", "dropped", "done"]
-
-    def test_an_ack_at_the_bound_counts(self) -> None:
-        queue = self.versioned(FRESH, versions=[0])
+    def test_what_became_stale_after_it_was_leased_counts(self) -> None:
+        queue = self.versioned(FRESH, versions=[0, 0, 0])
         lease = queue.lease("train", groups=1, deadline_s=0)
-        queue.set_policy_version(1)
+        queue.release(queue.lease("train", prompts=["p1"], deadline_s=0))
+        queue.set_policy_version(5)
         queue.ack(lease)
-        assert queue.ledger()[0].state == "done"
-
-    def test_columns_of_a_stale_ack_are_not_kept(self) -> None:
-        queue = self.versioned(replace(REFERENCE, max_staleness=1), TRAIN, versions=[0, 2])
-        lease = queue.lease("reference", groups=2, deadline_s=0)
-        queue.set_policy_version(2)
-        given = {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])}
-        with refuses(StaleLeaseError, "1 of 2 groups"):
-            queue.ack(lease, given)
-        assert queue.ledger()[1].acked_by == frozenset()
-        again = queue.lease("reference", groups=1, deadline_s=0)
-        assert uids_of(again) == ["p1"]
-        assert "reference_logprobs" not in again.batch
-
-    def test_stale_prompts_are_issued_again_when_asked(self) -> None:
-        queue = self.versioned(FRESH, versions=[0, 2], reissue_stale=True)
-        queue.set_policy_version(2)
-        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
-        entry = queue.ledger()[0]
-        assert (entry.state, entry.reason, entry.attempt, entry.num_rows) == ("issued", "stale", 2, 0)
-        assert (queue.stats()["drops/stale"], queue.stats()["reissued"]) == (1, 1)
-        (unsettled,) = queue.unsettled()
-        assert (unsettled.prompt.uid, unsettled.sessions, unsettled.attempt) == ("p0", (0,), 2)
-        assert uids_of(queue.claim(prompts=2, deadline_s=0)) == ["p0"]
-        queue.put("p0", 0, [sampled_by("p0", 0, 2)])
-        lease = queue.lease("train", groups=1, deadline_s=0)
-        assert lease.batch.ragged("policy_versions")[0].tolist() == [-1, -1, 2]
-        queue.ack(lease)
-        assert queue.ledger()[0].state == "done"
-
-    def test_prompts_that_became_stale_before_the_ack_are_issued_again_when_asked(self) -> None:
-        queue = self.versioned(FRESH, versions=[0, 2], reissue_stale=True)
-        lease = queue.lease("train", groups=2, deadline_s=0)
-        queue.set_policy_version(2)
-        with refuses(StaleLeaseError, "1 of 2 groups"):
-            queue.ack(lease)
-        assert [(entry.state, entry.attempt) for entry in queue.ledger()] == [("issued", 2), ("settled", 1)]
-        assert [unsettled.prompt.uid for unsettled in queue.unsettled()] == ["p0"]
-
-    def test_a_consumer_in_the_order_of_issue_waits_for_what_is_issued_again(self) -> None:
-        task = replace(TRAIN_IN_ORDER, max_staleness=0)
-        queue = self.versioned(task, versions=[0, 1], reissue_stale=True)
-        queue.set_policy_version(1)
-        with refuses(DeadlineError, "'p0' lacks sessions [0]"):
+        queue.finish("train", ["p1"])
+        with refuses(NothingToLeaseError, "2 done", "1 dropped"):
             queue.lease("train", groups=1, deadline_s=0)
-        queue.put("p0", 0, [sampled_by("p0", 0, 1)])
-        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-        queue = self.versioned(task, versions=[0, 1])
+
+    def test_a_stale_prompt_is_generated_again_once_it_is_forgotten(self) -> None:
+        queue = self.versioned(replace(TRAIN_IN_ORDER, max_staleness=0), versions=[0, 1])
         queue.set_policy_version(1)
-        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"], "p0 does not hold it up"
+        assert queue.forget_finished() == 1
+        queue.issue(make_prompts(1), num_sessions=1)
+        queue.put("p0", 0, [sampled_by("p0", 0, 1)])
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p0"]
 
     def test_nothing_is_left_when_all_is_stale(self) -> None:
         queue = self.versioned(FRESH, versions=[0, 0])
