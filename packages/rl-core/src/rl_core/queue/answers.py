@@ -31,8 +31,6 @@ def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
                 )
                 for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
             ]
-        case "tasks":
-            return msgspec.to_builtins(list(core.specs.values()))
         case _:
             raise DataError(f"unknown question {what!r}.")
 

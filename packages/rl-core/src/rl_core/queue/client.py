@@ -29,6 +29,7 @@ from rl_core.queue.interface import (
     TaskSpec,
     Unsettled,
 )
+from rl_core.queue.journal import Recovery
 from rl_core.queue.messages import (
     GENERATE,
     Ack,
@@ -243,6 +244,11 @@ class QueueClient(ABC):
     def stats(self) -> dict[str, float]:
         """See `TransferQueue.stats`."""
         return dict(self._ask("stats"))
+
+    def recovery(self) -> Recovery | None:
+        """What was found when the journal was opened; None without one."""
+        found = self._ask("recovery")
+        return None if found is None else msgspec.convert(found, Recovery)
 
     # -- inside
 

@@ -203,7 +203,7 @@ class TransferQueue(Protocol):
 
         Args:
             batch: Rows with any known columns; a session's rows must all be in it.
-            deadline_s: Longest wait for room.
+            deadline_s: Longest wait for capacity.
 
         Raises:
             The same as `put`.
