@@ -277,7 +277,7 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
         JournalError: Something in it cannot be read.
     """
     try:
-        groups = [_group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
+        groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
         places = {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT * FROM segments")}
         meta = read_meta(connection)
         counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
@@ -323,10 +323,11 @@ def _translated(directory: Path) -> Iterator[None]:
         raise JournalError(f"the journal in {directory} cannot be used: {error.strerror or error}.") from error
 
 
-def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+    """A row of the table of groups, checked."""
     found = msgspec.json.decode(record, type=GroupRecord)
     group = QueuedGroup(
-        uid=uid,
+        uid=msgspec.convert(uid, str),
         order=number,
         num_sessions=found.num_sessions,
         prompt=prompt,
