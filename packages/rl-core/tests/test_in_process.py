@@ -1,4 +1,4 @@
-"""The queue in the process: the conformance suite, and what is its own."""
+"""The queue in the process: the whole conformance suite, with a journal the backend's part, and what is its own."""
 
 import itertools
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, DeadlineError, SettingsError
-from rl_core.testing import FakeClock, QueueConformance, make_prompts, make_trajectory
+from rl_core.testing import FakeClock, QueueBackendConformance, QueueConformance, make_prompts, make_trajectory
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"reward"}))
 
@@ -98,7 +98,7 @@ def _time_puts(num_groups):
     return spent
 
 
-class TestInProcessQueueWithAJournal(QueueConformance):
+class TestInProcessQueueWithAJournal(QueueBackendConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path):
         self.folders = (tmp_path / str(number) for number in itertools.count())

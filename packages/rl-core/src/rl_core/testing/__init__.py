@@ -2,12 +2,13 @@
 
 from rl_core.testing.clock import FakeClock, wait_until
 from rl_core.testing.cluster_conformance import ClusterConformance, RemoteClusterConformance
-from rl_core.testing.queue_conformance import QueueConformance
+from rl_core.testing.queue_conformance import QueueBackendConformance, QueueConformance
 from rl_core.testing.rows import make_prompt, make_prompts, make_trajectory, ragged_like
 
 __all__ = [
     "ClusterConformance",
     "FakeClock",
+    "QueueBackendConformance",
     "QueueConformance",
     "RemoteClusterConformance",
     "make_prompt",

@@ -7,7 +7,7 @@ from rl_core.testing.rows import make_prompts, ragged_like
 
 
 class LeaseChecks(QueueChecks):
-    """Groups are delivered in issue order, to one consumer of a task at a time, until one has acked."""
+    """Groups are delivered in the task's order, to one consumer of a task at a time, until one has acked."""
 
     def test_groups_come_as_they_arrive(self) -> None:
         queue = self.queue()
@@ -57,22 +57,6 @@ class LeaseChecks(QueueChecks):
         assert queue.ledger()[0].acked_by == {"train", "reference"}
         assert (queue.stats()["rows"], queue.stats()["size_bytes"]) == (0, 0)
 
-    def test_a_lease_that_ran_out_is_delivered_again_and_its_ack_refused(self) -> None:
-        queue = self.filled(num_prompts=2)
-        old = queue.lease("train", groups=2, deadline_s=0, lease_s=10)
-        assert old.expires_at == self.clock() + 10
-        self.advance(queue, 9.5)
-        with refuses(DeadlineError, "0 ready"):
-            queue.lease("train", groups=1, deadline_s=0)
-        self.advance(queue, 0.5)
-        new = queue.lease("train", groups=2, deadline_s=0)
-        assert (uids_of(new), new.batch.keys) == (["p0", "p1"], old.batch.keys)
-        with refuses(OutdatedLeaseError, f"lease {old.lease_id}", "'train'"):
-            queue.ack(old)
-        queue.release(old)
-        queue.ack(new)
-        assert [entry.state for entry in queue.ledger()] == ["done", "done"]
-
     def test_an_ack_in_time_counts_after_the_lease_would_have_run_out(self) -> None:
         queue = self.filled(num_prompts=1)
         lease = queue.lease("train", groups=1, deadline_s=0, lease_s=10)
@@ -82,17 +66,6 @@ class LeaseChecks(QueueChecks):
         assert queue.ledger()[0].state == "done"
         with refuses(OutdatedLeaseError, "was acked"):
             queue.ack(lease)
-
-    def test_an_extended_lease_stays(self) -> None:
-        queue = self.filled(num_prompts=1)
-        lease = queue.lease("train", groups=1, deadline_s=0, lease_s=10)
-        self.advance(queue, 9)
-        extended = queue.extend(lease, lease_s=10)
-        assert (extended.lease_id, extended.expires_at) == (lease.lease_id, self.clock() + 10)
-        self.advance(queue, 9)
-        queue.ack(extended)
-        with refuses(OutdatedLeaseError, f"lease {lease.lease_id}"):
-            queue.extend(extended, lease_s=10)
 
     def test_a_lease_may_be_cut_short(self) -> None:
         queue = self.filled(num_prompts=1)
@@ -110,17 +83,6 @@ class LeaseChecks(QueueChecks):
         with refuses(OutdatedLeaseError, "was released"):
             queue.ack(lease)
         assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-
-    def test_a_drop_ends_the_leases_on_its_prompt_alone(self) -> None:
-        queue = self.filled(num_prompts=3)
-        both = queue.lease("train", groups=2, deadline_s=0)
-        other = queue.lease("train", groups=1, deadline_s=0)
-        queue.drop("p0", reason="too stale")
-        with refuses(OutdatedLeaseError, f"lease {both.lease_id}"):
-            queue.ack(both)
-        queue.ack(other)
-        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
-        assert [entry.state for entry in queue.ledger()] == ["dropped", "settled", "done"]
 
     def test_a_prompt_that_one_task_has_acked_may_be_dropped(self) -> None:
         queue = self.filled(REFERENCE, TRAIN, num_prompts=1)
