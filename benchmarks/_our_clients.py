@@ -66,7 +66,7 @@ class Client:
     def get_bulk(self, topic: str) -> tuple[float, float]:  # noqa: ARG002 - as the peers have it
         """Get all producers' samples, every byte read once; seconds of that, and of the ack, which the peers lack."""
         started = time.perf_counter()
-        lease = self._queue.lease("train", rows=NUM_SAMPLES, deadline_s=CALL_TIMEOUT_S)
+        lease = self._queue.lease("train", groups=NUM_SAMPLES // GROUP_SIZE, deadline_s=CALL_TIMEOUT_S)
         self._look(lease)
         got = time.perf_counter()
         self._queue.ack(lease)
@@ -140,8 +140,9 @@ class OurQueue:
             rows = make_rows(np.ones(count, dtype=np.int64), seed=start)
             self._queue.put_batch(batch_of(rows, topic=f"{topic}/{start}", group_size=GROUP_SIZE))
         leases: list[Any] = []
+        groups = batch_rows // GROUP_SIZE
         lease_ms = times_ms(
-            lambda: leases.append(self._queue.lease("train", rows=batch_rows)), num_calls=num_calls, starts_at=0.0
+            lambda: leases.append(self._queue.lease("train", groups=groups)), num_calls=num_calls, starts_at=0.0
         )
         for lease in leases:
             self._queue.ack(lease)

@@ -1,4 +1,4 @@
-"""The queue on Ray: the conformance suite, and what is its own."""
+"""The queue on Ray: the backend's part of the conformance suite, and what is its own."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from rl_core import QueueOptions, TaskSpec
 from rl_core.errors import JournalError, RoleError
 from rl_core.queue.ray_queue import RayQueue
 from rl_core.ray_session import RayOptions, start_ray, stop_ray
-from rl_core.testing import QueueConformance, make_prompts, make_trajectory, wait_until
+from rl_core.testing import QueueBackendConformance, make_prompts, make_trajectory, wait_until
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 LONG = 20_000
@@ -26,7 +26,7 @@ def ray():
     stop_ray()
 
 
-class TestRayQueue(QueueConformance):
+class TestRayQueue(QueueBackendConformance):
     def make_queue(self, tasks, *, options, clock):
         return RayQueue(tasks, options=options, clock=clock)
 

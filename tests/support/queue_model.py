@@ -180,35 +180,27 @@ class QueueModel:
             return DataError
         stale = [group for group in named if self.is_ready(group, task) and self.is_stale(group, task)]
         for group in stale:
-            self.take_out(group, "stale", reissue=self.options.reissue_stale)
+            self.take_out(group, "stale", reissue=False)
         if stale:
             return DataError
         return named if all(self.is_ready(group, task) for group in named) else DeadlineError
 
-    def expected_lease(self, task, unit, amount, allow_fewer):
+    def expected_lease(self, task, num_groups, allow_fewer):
         """Groups that a lease should give, or the error; stale ones are dropped on the way."""
         while True:
-            size = {"groups": lambda group: 1, "rows": lambda group: len(group.keys)}[unit]
             ready = [group for group in self.groups if self.is_ready(group, task)]
             is_last = allow_fewer and 0 < len(ready) == len(self.possible(task))
-            picked, total, num_dropped = [], 0, 0
-            if sum(map(size, ready)) >= amount or is_last:
+            picked, num_dropped = [], 0
+            if len(ready) >= num_groups or is_last:
                 for group in self.queue_of(task):
-                    does_fit = not total or total + size(group) <= amount
-                    if total >= amount or not self.is_ready(group, task) or not does_fit:
+                    if len(picked) == num_groups or not self.is_ready(group, task):
                         break
                     if self.is_stale(group, task):
-                        self.take_out(group, "stale", reissue=self.options.reissue_stale)
+                        self.take_out(group, "stale", reissue=False)
                         num_dropped += 1
-                        if self.tasks[task].order == "issue" and self.options.reissue_stale:
-                            break
                         continue
                     picked.append(group)
-                    total += size(group)
-            rest = [group for group in self.queue_of(task) if group not in picked]
-            is_next_ready = bool(rest) and self.is_ready(rest[0], task)
-            is_full = total >= amount or (total and is_next_ready and total + size(rest[0]) > amount)
-            if picked and (is_full or (allow_fewer and len(picked) == len(self.possible(task)))):
+            if picked and (len(picked) == num_groups or (allow_fewer and len(picked) == len(self.possible(task)))):
                 return picked
             if not self.possible(task):
                 return NothingToLeaseError

@@ -1,4 +1,4 @@
-"""The queue in the process: the conformance suite, and what is its own."""
+"""The queue in the process: the whole conformance suite, with a journal the backend's part, and what is its own."""
 
 import itertools
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, DeadlineError, SettingsError
-from rl_core.testing import FakeClock, QueueConformance, make_prompts, make_trajectory
+from rl_core.testing import FakeClock, QueueBackendConformance, QueueConformance, make_prompts, make_trajectory
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"reward"}))
 
@@ -29,19 +29,6 @@ def test_waiting_on_a_clock_that_stands_still_does_not_spin():
     with pytest.raises(DeadlineError, match=r"for 0\.3 s"):
         queue.lease("train", groups=1, deadline_s=0.3)
     assert clock.num_reads - before < 200  # a loop without a pause reads it a hundred thousand times
-
-
-def test_waiting_beside_a_group_that_another_task_may_take_does_not_spin():
-    partial = TaskSpec(name="partial", needs=frozenset({"reward"}), partial_after_s=1)
-    clock = FakeClock()
-    queue = InProcessQueue([TRAIN, partial], clock=clock)
-    queue.issue(make_prompts(1), num_sessions=2)
-    queue.put("p0", 0, [make_trajectory("p0", 0)])
-    clock.advance(5)
-    before = clock.num_reads
-    with pytest.raises(DeadlineError, match="lacks sessions"):
-        queue.lease("train", groups=1, deadline_s=0.3)
-    assert clock.num_reads - before < 60
 
 
 def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
@@ -111,7 +98,7 @@ def _time_puts(num_groups):
     return spent
 
 
-class TestInProcessQueueWithAJournal(QueueConformance):
+class TestInProcessQueueWithAJournal(QueueBackendConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path):
         self.folders = (tmp_path / str(number) for number in itertools.count())

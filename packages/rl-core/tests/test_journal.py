@@ -255,6 +255,14 @@ def test_a_directory_that_cannot_be_used_is_a_journal_error(tmp_path, opened, ma
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_directory_that_was_refused_opens_once_it_is_mended(tmp_path, opened):
+    (tmp_path / SEGMENTS).write_text("no directory")
+    with pytest.raises(JournalError):
+        opened(tmp_path)
+    (tmp_path / SEGMENTS).unlink()
+    assert opened(tmp_path).ledger() == []
+
+
 DAMAGED = [
     ("meta", "UPDATE meta SET value = x'ff' WHERE key = 'format'"),
     ("meta", "UPDATE meta SET value = 'many' WHERE key = 'epoch'"),

@@ -44,7 +44,7 @@ def test_numbers_of_numpy_are_numbers(queue):
     queue.issue([make_prompt("n")], num_sessions=np.int64(2))
     queue.fail("n", np.int64(1), reason="engine aborted")
     queue.set_policy_version(np.int64(3))
-    queue.put_batch(Batch((), {}), empty_sessions=[("n", np.int32(0))])
+    queue.put("n", np.int32(0), [])
     assert queue.ledger()[1].state == "dropped"
     for wrong in (2.0, "2", None, 1 << 70):
         with pytest.raises(DataError, match="num_sessions"):
@@ -138,7 +138,7 @@ def test_full_stays_full_while_a_task_could_take_what_is_ready():
     stream, _ = other._open(1e12)
     from rl_core.queue.messages import LeaseRequest
 
-    stream.sendall(encode_frame(LeaseRequest("train", "groups", 1, 60.0, 60.0, False)))  # waits for values
+    stream.sendall(encode_frame(LeaseRequest("train", 1, 60.0, 60.0, False)))  # waits for values
     with pytest.raises(DeadlineError, match="2 of 2 held"):
         queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0.2)
     lease = queue.lease("score", groups=1, deadline_s=0)

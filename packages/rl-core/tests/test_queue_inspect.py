@@ -25,7 +25,7 @@ from rl_core.testing.rows import ragged_like
 
 NEEDS = frozenset({"input_ids", "reward"})
 SCORE = TaskSpec(name="score", needs=NEEDS, gives=frozenset({"values"}), order="issue", max_staleness=3)
-TRAIN = TaskSpec(name="train", needs=NEEDS | {"values"}, partial_after_s=60.0)
+TRAIN = TaskSpec(name="train", needs=NEEDS | {"values"})
 TRAIN_ALONE = TaskSpec(name="train", needs=frozenset({"reward"}))
 GUIDE = Path(__file__).parents[3] / "docs/guides/transfer-queue.md"
 LONG = 20_000

@@ -18,7 +18,6 @@ from rl_core.errors import (
     DataError,
     DeadlineError,
     OutdatedLeaseError,
-    StaleLeaseError,
 )
 from rl_core.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory, ragged_like
@@ -29,10 +28,10 @@ OUTPUTS = st.lists(st.integers(-1, 2), max_size=2)
 
 
 class QueueMachine(QueueModel, RuleBasedStateMachine):
-    @initialize(max_staleness=st.sampled_from([None, 0, 1]), reissue_stale=st.booleans())
-    def open(self, max_staleness, reissue_stale):
+    @initialize(max_staleness=st.sampled_from([None, 0, 1]))
+    def open(self, max_staleness):
         self.tasks = tasks_of(max_staleness)
-        self.options = QueueOptions(reissue_stale=reissue_stale)
+        self.options = QueueOptions()
         self.queue = InProcessQueue(list(self.tasks.values()), options=self.options, clock=self.clock)
 
     # -- producers
@@ -64,18 +63,20 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     def settle_many(self, outputs, is_reversed):
         self.expire()
         missing = [(group, session) for group in self.open_groups() for session in group.missing]
-        rows, empty, touched = [], [], {}
+        rows, empty = [], []
         for (group, session), own in zip(missing[::-1] if is_reversed else missing, outputs, strict=False):
-            more, group.rows[session] = self.rows_of(group, session, own)
-            rows += more
-            empty += [] if more else [(group.uid, session)]
-            touched.setdefault(group.uid, bool(more))
-            touched[group.uid] |= bool(more)
-        batch = Batch.from_trajectories(rows[::-1]) if rows else Batch((), {})
-        self.queue.put_batch(batch, empty_sessions=empty, deadline_s=0)
-        with_rows = list(dict.fromkeys(row.prompt_uid for row in rows[::-1]))
-        for uid in [*with_rows, *dict.fromkeys(uid for uid, _ in empty if uid not in with_rows)]:
+            if own:
+                more, group.rows[session] = self.rows_of(group, session, own)
+                rows += more
+            else:
+                empty.append((group, session))
+        self.queue.put_batch(Batch.from_trajectories(rows[::-1]) if rows else Batch((), {}), deadline_s=0)
+        for uid in dict.fromkeys(row.prompt_uid for row in rows[::-1]):
             self.settle(self.find(uid))
+        for group, session in empty:
+            self.queue.put(group.uid, session, [], deadline_s=0)
+            group.rows[session] = []
+            self.settle(group)
 
     @rule(num_prompts=st.integers(1, 3), behind=st.integers(-1, 2), is_reversed=st.booleans())
     def make_ready(self, num_prompts, behind, is_reversed):
@@ -134,14 +135,13 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @rule(
         task=st.sampled_from(["reference", "train", "log", "eval"]),
-        unit=st.sampled_from(["groups", "rows"]),
-        amount=st.integers(1, 4),
+        num_groups=st.integers(1, 4),
         allow_fewer=st.booleans(),
     )
-    def lease(self, task, unit, amount, allow_fewer):
+    def lease(self, task, num_groups, allow_fewer):
         self.expire()
-        expected = self.expected_lease(task, unit, amount, allow_fewer)
-        self.take(task, expected, allow_fewer=allow_fewer, **{unit: amount})
+        expected = self.expected_lease(task, num_groups, allow_fewer)
+        self.take(task, expected, allow_fewer=allow_fewer, groups=num_groups)
 
     @precondition(lambda self: self.known)
     @rule(
@@ -197,7 +197,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     def work(self, task, amount, more, seconds):
         """The usual way of a consumer, to whom something may happen meanwhile."""
         before = set(self.held)
-        self.lease(task, "groups", amount, allow_fewer=True)
+        self.lease(task, amount, allow_fewer=True)
         if self.held.keys() - before:
             held = self.held[max(self.held)]
             self.publish(more)
@@ -215,13 +215,6 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         if held.lease.lease_id not in self.held:
             with pytest.raises(OutdatedLeaseError):
                 self.queue.ack(held.lease, given)
-            return
-        stale = [group for group in held.groups if self.is_stale(group, held.task)]
-        if stale:
-            with pytest.raises(StaleLeaseError):
-                self.queue.ack(held.lease, given)
-            for group in stale:
-                self.take_out(group, "stale", reissue=self.options.reissue_stale)
             return
         self.queue.ack(held.lease, given)
         self.end(held)
@@ -356,12 +349,12 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 class CrashMachine(QueueMachine):
     """The same on a queue with a journal, which crashes now and then."""
 
-    @initialize(max_staleness=st.sampled_from([None, 1]), reissue_stale=st.booleans())
-    def open(self, max_staleness, reissue_stale):
+    @initialize(max_staleness=st.sampled_from([None, 1]))
+    def open(self, max_staleness):
         self.folder = Path(tempfile.mkdtemp(prefix="queue-machine-"))
         self.num_crashes = 0
         self.tasks = tasks_of(max_staleness)
-        self.options = QueueOptions(reissue_stale=reissue_stale, directory=self.folder / "0")
+        self.options = QueueOptions(directory=self.folder / "0")
         self.queue = InProcessQueue(list(self.tasks.values()), options=self.options, clock=self.clock)
 
     @rule(is_closed=st.booleans())
@@ -374,7 +367,7 @@ class CrashMachine(QueueMachine):
             self.queue.close()
         shutil.copytree(self.options.directory, copy)
         self.queue.close()
-        self.options = QueueOptions(reissue_stale=self.options.reissue_stale, directory=copy)
+        self.options = QueueOptions(directory=copy)
         self.queue = InProcessQueue(list(self.tasks.values()), options=self.options, clock=self.clock)
         for held in list(self.held.values()):
             self.end(held)

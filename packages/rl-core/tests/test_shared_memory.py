@@ -1,4 +1,4 @@
-"""The queue in shared memory: the conformance suite, and what is its own."""
+"""The queue in shared memory: the whole conformance suite over a socket, and what is its own."""
 
 import resource
 import socket
@@ -65,7 +65,7 @@ def connection_of(queue):
     return stream
 
 
-ASK_FOR_ONE = LeaseRequest("train", "groups", 1, 3600.0, 600.0, False)
+ASK_FOR_ONE = LeaseRequest("train", 1, 3600.0, 600.0, False)
 
 
 def test_a_lease_that_is_broken_off_while_it_waits_goes_to_nobody(queue):

@@ -140,7 +140,7 @@ print((folder / pool.allocate(1 << 24, "a")[0]).stat().st_size)
 def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "slots")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-    assert f"no room for {1 << 24} bytes in {tmp_path / 'slots'}" in said[0]
+    assert f"no space for {1 << 24} bytes in {tmp_path / 'slots'}" in said[0]
     assert "Free some, or set capacity_bytes." in said[0]
     assert said[1:] == ["True", str(1 << 24)]
 
@@ -148,7 +148,7 @@ def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(tmp_path):
 def test_a_folder_that_went_away_is_a_journal_error(tmp_path):
     pool = SlotPool(tmp_path / "slots")
     (tmp_path / "slots").rmdir()
-    with pytest.raises(JournalError, match=r"no room for .* No such file or directory"):
+    with pytest.raises(JournalError, match=r"no space for .* No such file or directory"):
         pool.allocate(1, "a")
 
 

@@ -37,10 +37,6 @@ class OutdatedLeaseError(RLError, RuntimeError):
     """A lease was acked or extended after it had expired, been released or been acked."""
 
 
-class StaleLeaseError(OutdatedLeaseError):
-    """An ack came when rows of its lease had become older than the task allows; nothing of it counts."""
-
-
 class AlreadySettledError(DataError):
     """A session was put or failed a second time; what was there first stays."""
 

@@ -275,11 +275,10 @@ QUEUE = (
     one("queue/claims", "claims", "Claims of producers that run now."),
     one("queue/oldest_lease_s", "s", "Age of the oldest lease that runs now."),
     one("queue/oldest_issued_s", "s", "Age of the oldest group whose sessions are not all settled."),
-    one("queue/waiting/{kind}", "requests", "Requests that wait now: put for room, lease for groups."),
+    one("queue/waiting/{kind}", "requests", "Requests that wait now: put for capacity, lease for groups."),
     one("queue/waited_s/{kind}", "s", "Time that answered requests of this kind have waited so far."),
     one("queue/leases_expired", "leases", "Leases and claims that ran out so far."),
     one("queue/reissued", "groups", "Groups issued again so far."),
-    one("queue/sessions_left_out", "sessions", "Sessions that no task waited for any longer, so far."),
     one("queue/acks/{task}", "groups", "Groups that this task has acked so far."),
     one("queue/drops/{reason}", "groups", "Groups dropped for this reason so far."),
 )

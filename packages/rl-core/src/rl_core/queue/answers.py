@@ -31,8 +31,6 @@ def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
                 )
                 for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
             ]
-        case "tasks":
-            return msgspec.to_builtins(list(core.specs.values()))
         case _:
             raise DataError(f"unknown question {what!r}.")
 
@@ -48,7 +46,7 @@ def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:
     stats["leases"], stats["claims"] = len(leases), len(core.leases) - len(leases)
     stats["oldest_lease_s"] = now - min((lease.leased_at for lease in leases), default=now)
     stats["oldest_issued_s"] = now - min((group.issued_at for group in core.groups.issued.values()), default=now)
-    stats |= {name: core.counts[name] for name in ("leases_expired", "reissued", "sessions_left_out")}
+    stats |= {name: core.counts[name] for name in ("leases_expired", "reissued")}
     stats |= {name: core.counts[name] for name in (f"acks/{task}" for task in core.specs)}
     stats |= {f"drops/{reason}": count for reason, count in sorted(core.drops.items())}
     return stats

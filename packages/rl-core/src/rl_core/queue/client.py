@@ -26,10 +26,10 @@ from rl_core.queue.interface import (
     Claim,
     Lease,
     LedgerEntry,
-    SessionKey,
     TaskSpec,
     Unsettled,
 )
+from rl_core.queue.journal import Recovery
 from rl_core.queue.messages import (
     GENERATE,
     Ack,
@@ -98,7 +98,7 @@ class QueueClient(ABC):
     ) -> Claim:
         """See `TransferQueue.claim`."""
         number = whole(prompts, "prompts")
-        request = LeaseRequest(GENERATE, "groups", number, claim_s, deadline_s, True, partition=partition)
+        request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True, partition=partition)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
         try:
             unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
@@ -123,23 +123,19 @@ class QueueClient(ABC):
     ) -> None:
         """See `TransferQueue.put`."""
         check_trajectories(prompt_uid, session_index, trajectories)
-        sessions = [(prompt_uid, session_index)]
-        batch = batch_of_session(trajectories) if trajectories else Batch((), {})
-        self.put_batch(batch, empty_sessions=() if trajectories else sessions, deadline_s=deadline_s)
+        if trajectories:
+            self.put_batch(batch_of_session(trajectories), deadline_s=deadline_s)
+        else:
+            self._put_all(Batch((), {}), [(prompt_uid, [whole(session_index, "session_index")])], deadline_s=deadline_s)
 
-    def put_batch(
-        self,
-        batch: Batch,
-        *,
-        empty_sessions: Sequence[SessionKey] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> None:
+    def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """See `TransferQueue.put_batch`."""
         check_finite(batch)
         batch = in_group_order(batch)
-        sessions = sessions_of(batch, [(uid, whole(index, "session_index")) for uid, index in empty_sessions])
-        if not sessions:
-            return
+        if len(batch):
+            self._put_all(batch, sessions_of(batch), deadline_s=deadline_s)
+
+    def _put_all(self, batch: Batch, sessions: list[tuple[str, list[int]]], *, deadline_s: float) -> None:
         put = Put(sessions, describe_parts(batch), sorted(batch.names), None, self._new_put_id(), 0, deadline_s)
         ends_at = time.monotonic() + deadline_s
         while True:
@@ -160,21 +156,19 @@ class QueueClient(ABC):
         task: str,
         *,
         groups: int | None = None,
-        rows: int | None = None,
-        tokens: int | None = None,
         prompts: Sequence[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
         """See `TransferQueue.lease`."""
-        unit, amount, named = _asked(task, groups=groups, rows=rows, tokens=tokens, prompts=prompts)
+        number, named = _asked(task, groups, prompts)
         if named and allow_fewer:
             raise DataError("a lease of named prompts takes exactly these; leave allow_fewer out, or name fewer.")
         ends_at = time.monotonic() + deadline_s
         while True:
             remaining_s = max(ends_at - time.monotonic(), 0.0)
-            request = LeaseRequest(task, unit, amount, lease_s, remaining_s, allow_fewer, named)
+            request = LeaseRequest(task, number, lease_s, remaining_s, allow_fewer, named)
             reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
             try:
                 unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
@@ -250,6 +244,11 @@ class QueueClient(ABC):
     def stats(self) -> dict[str, float]:
         """See `TransferQueue.stats`."""
         return dict(self._ask("stats"))
+
+    def recovery(self) -> Recovery | None:
+        """What was found when the journal was opened; None without one."""
+        found = self._ask("recovery")
+        return None if found is None else msgspec.convert(found, Recovery)
 
     # -- inside
 
@@ -331,21 +330,16 @@ class QueueClient(ABC):
         return reply
 
 
-def _asked(task: str, *, prompts: Sequence[str] | None, **amounts: int | None) -> tuple[str, int, list[str]]:
-    """What a lease asks for: the unit, how much of it, and the prompts that it names.
+def _asked(task: str, groups: int | None, prompts: Sequence[str] | None) -> tuple[int, list[str]]:
+    """How many groups a lease asks for, and the prompts that it names.
 
     Raises:
-        DataError: It asks for nothing, or in several units, or is a producer's.
+        DataError: It asks for nothing, or for both, or is a producer's.
     """
-    asked: dict[str, Any] = {unit: amount for unit, amount in amounts.items() if amount is not None}
-    if prompts is not None:
-        asked["prompts"] = names_of(prompts)
-    if len(asked) != 1 or task == GENERATE:
-        raise DataError(
-            f"a lease asks for groups, rows, tokens or prompts of a task; found {asked or 'none'} of {task!r}."
-        )
-    ((unit, found),) = asked.items()
-    return (unit, len(found), found) if unit == "prompts" else (unit, whole(found, unit), [])
+    if (groups is None) == (prompts is None) or task == GENERATE:
+        raise DataError(f"a lease is of groups or of prompts of a task; found {groups=}, {prompts=} of {task!r}.")
+    named = [] if prompts is None else names_of(prompts)
+    return (len(named) if groups is None else whole(groups, "groups")), named
 
 
 def names_of(prompts: Sequence[str]) -> list[str]:

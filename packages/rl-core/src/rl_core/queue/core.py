@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError, StaleLeaseError
+from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.index import SPARE_ENTRIES, GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
@@ -146,18 +146,6 @@ class QueueCore:
             group.state = "dropped"
         self._changed(group)
 
-    def settle_overdue(self, task: TaskSpec, *, now: float) -> None:
-        """Close groups whose missing sessions this task does not wait for any longer."""
-        after_s = task.partial_after_s
-        if after_s is None:
-            return
-        partly = [group for group in self.groups.partly.values() if group.partition == task.partition]
-        for group in [group for group in partly if group.issued_at + after_s <= now]:
-            missing = group.missing_sessions
-            self.counts["sessions_left_out"] += len(missing)
-            group.failures |= dict.fromkeys(missing, f"not there {after_s:g} s after its prompt was issued")
-            self._settle(group)
-
     def forget_finished(self, partition: str | None = None) -> int:
         """Take done and dropped prompts out, of one partition or of all."""
         if partition is not None:
@@ -183,14 +171,13 @@ class QueueCore:
             DataError: It names a prompt that will never be there.
         """
         task = self.groups.task_of(request)
-        self.settle_overdue(task.spec, now=now)
         if blocked.is_still(task, policy_version=self.policy_version):
             return None
 
         def drop_stale(group: QueuedGroup) -> bool:
             if not self._is_stale(group, task.spec):
                 return False
-            self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
+            self.drop(group, "stale", reissue=False, now=now)
             return True
 
         pick = pick_named if request.prompts else pick_next
@@ -228,12 +215,11 @@ class QueueCore:
         lease.expires_at = expires_at
         self._note_expiry(lease)
 
-    def ack(self, ack: Ack, *, now: float) -> None:
+    def ack(self, ack: Ack) -> None:
         """Finish a lease, with the columns that it gives."""
         lease = self.current(ack.lease_id, ack.task)
         if frozenset(ack.columns) != lease.task.gives:
             raise DataError(f"task {ack.task!r} gives {sorted(lease.task.gives)}; found {sorted(ack.columns)}.")
-        self._refuse_stale(lease, now=now)
         self.leases.pop(lease.lease_id)
         self._note_end(lease.lease_id, "was acked")
         self.counts[f"acks/{ack.task}"] += len(lease.groups)
@@ -371,18 +357,6 @@ class QueueCore:
         for part in put.parts:
             if part.prompt_uid not in sessions or part.num_rows < 1 or part.first < 0:
                 raise DataError(f"a put has rows of prompt {part.prompt_uid!r} and settles no session of it.")
-
-    def _refuse_stale(self, lease: RunningLease, *, now: float) -> None:
-        stale = [group for group in lease.groups if self._is_stale(group, lease.task)]
-        if stale:
-            oldest = min(group.oldest for group in stale)
-            for group in stale:
-                self.drop(group, "stale", reissue=self.options.reissue_stale, now=now)
-            raise StaleLeaseError(
-                f"{len(stale)} of {len(lease.groups)} groups of lease {lease.lease_id} became too stale for task "
-                f"{lease.task.name!r}: version {oldest} against {self.policy_version}, max_staleness "
-                f"{lease.task.max_staleness}. They are dropped, the others delivered again; drop this result."
-            )
 
     def _is_stale(self, group: QueuedGroup, task: TaskSpec) -> bool:
         return (

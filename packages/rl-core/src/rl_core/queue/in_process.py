@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.queue.client import QueueClient
-from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import SEGMENTS, Recovery, SqliteJournal
+from rl_core.queue.journal import SEGMENTS
 from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
 from rl_core.queue.prompts import check_prompt, encode_prompt
@@ -39,7 +38,7 @@ class InProcessQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, what to do with stale rows, and the journal's directory.
+            options: Bounds, and the journal's directory.
             clock: Seconds, for leases; tests give their own.
 
         Raises:
@@ -55,21 +54,16 @@ class InProcessQueue(QueueClient):
         self._condition = threading.Condition()
         self._num_waited = 0
         self._due_at = float("inf")
-        self._recovery: Recovery | None = None
+        self._has_journal = options.directory is not None
         if options.directory is None:
             super().__init__(tasks, HeldRows())
-            self._service = QueueService(QueueCore(tasks, options), clock=clock)
-            return
-        directory = Path(options.directory)
-        journal = SqliteJournal(directory, tasks, options, clock=clock)
-        store = SlotPool(directory / SEGMENTS)
-        core, self._recovery = journal.recover(store.check, store.remove_others)
-        super().__init__(tasks, SlotRows(directory / SEGMENTS, self._unpinned.append))
-        self._service = QueueService(core, clock=clock, journal=journal, store=store, is_pinning=True)
-
-    def recovery(self) -> Recovery | None:
-        """What was found when the journal was opened; None without one."""
-        return self._recovery
+            self._service = QueueService(tasks, options, clock=clock)
+        else:
+            segments = Path(options.directory) / SEGMENTS
+            super().__init__(tasks, SlotRows(segments, self._unpinned.append))
+            self._service = QueueService(
+                tasks, options, clock=clock, make_store=lambda: SlotPool(segments), is_pinning=True
+            )
 
     def close(self) -> None:
         """See `TransferQueue.close`."""
@@ -109,7 +103,7 @@ class InProcessQueue(QueueClient):
 
     def _pack(self, prompt: Prompt) -> Any:
         check_prompt(prompt)
-        return prompt if self._recovery is None else encode_prompt(prompt)  # now: a journal could not refuse it later
+        return encode_prompt(prompt) if self._has_journal else prompt  # now: a journal could not refuse it later
 
 
 def _ignore(reply: Reply) -> None:

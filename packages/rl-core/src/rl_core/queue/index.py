@@ -24,7 +24,6 @@ class Counted(NamedTuple):
 
     state: PromptState
     num_rows: int
-    num_tokens: int
     size_bytes: int
     ready: int
     possible: int
@@ -33,7 +32,7 @@ class Counted(NamedTuple):
 StateKey = tuple[str, PromptState]
 """A partition and a state."""
 
-NOT_COUNTED = Counted("issued", 0, 0, 0, 0, 0)
+NOT_COUNTED = Counted("issued", 0, 0, 0, 0)
 
 
 class TaskGroups:
@@ -48,7 +47,7 @@ class TaskGroups:
         self.spec = spec
         self.name, self.needs, self.is_of_claims = spec.name, spec.needs, spec.name == GENERATE
         self.bit = bit
-        self.num_ready = self.ready_rows = self.ready_tokens = self.num_possible = self.num_left = 0
+        self.num_ready = self.num_possible = self.num_left = 0
         self._heap: list[tuple[int, int, QueuedGroup]] = []
 
     def bits(self, group: QueuedGroup) -> tuple[int, int]:
@@ -140,7 +139,6 @@ class GroupIndex:
         self._bytes_in: Counter[StateKey] = Counter()
         self._finished: dict[int, QueuedGroup] = {}
         self.issued: dict[int, QueuedGroup] = {}
-        self.partly: dict[int, QueuedGroup] = {}
         self.num_rows = 0
         self.size_bytes = 0
         self._arrivals = itertools.count()
@@ -237,7 +235,7 @@ class GroupIndex:
             ready |= is_ready
             possible |= is_possible
         old = group.counted
-        new = Counted(group.state, group.num_rows, group.num_tokens, group.size_bytes, ready, possible)
+        new = Counted(group.state, group.num_rows, group.size_bytes, ready, possible)
         if old is None:
             self._groups_in[group.partition, new.state] += 1
         if new != old:
@@ -251,13 +249,8 @@ class GroupIndex:
         """Keep a group where groups of its state are."""
         if group.state == "issued":
             self.issued[group.order] = group
-            if group.num_rows:
-                self.partly[group.order] = group
-            else:
-                self.partly.pop(group.order, None)
         else:
             self.issued.pop(group.order, None)
-            self.partly.pop(group.order, None)
             if not group.is_open:
                 self._finished[group.order] = group
 
@@ -316,7 +309,7 @@ class GroupIndex:
         if was_in != is_in and not is_new:
             self._groups_in[was_in] -= 1
             self._groups_in[is_in] += 1
-        if old[:4] != new[:4]:
+        if old[:3] != new[:3]:
             self._rows_in[was_in] -= old.num_rows
             self._rows_in[is_in] += new.num_rows
             self._bytes_in[was_in] -= old.size_bytes
@@ -324,11 +317,7 @@ class GroupIndex:
             self.num_rows += new.num_rows - old.num_rows
             self.size_bytes += new.size_bytes - old.size_bytes
         for task in self._seeing[partition]:
-            was, is_now = bool(old.ready & task.bit), bool(new.ready & task.bit)
-            if was or is_now:
-                task.num_ready += is_now - was
-                task.ready_rows += is_now * new.num_rows - was * old.num_rows
-                task.ready_tokens += is_now * new.num_tokens - was * old.num_tokens
+            task.num_ready += bool(new.ready & task.bit) - bool(old.ready & task.bit)
             could, can = bool(old.possible & task.bit), bool(new.possible & task.bit)
             task.num_possible += can - could
             task.num_left += could and not can

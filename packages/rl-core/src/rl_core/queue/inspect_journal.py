@@ -10,21 +10,21 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rl_core.errors import JournalError, SegmentError
-from rl_core.queue.group import LatePart, Part
-from rl_core.queue.interface import PromptState, TaskSpec
+from rl_core.queue.group import QueuedGroup
+from rl_core.queue.interface import TaskSpec
 from rl_core.queue.journal import (
     DATABASE,
     READABLE_VERSIONS,
     SEGMENTS,
     TABLES,
     Counts,
-    GroupRecord,
     Recovery,
+    group_of,
     read_meta,
 )
 from rl_core.queue.journal_report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
@@ -52,7 +52,7 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
         _require_queue(directory)
         wal = read_wal(_log_of(database))
         with _opened(database) as connection:
-            found = _read(connection, directory, limit)
+            found = _read(connection, directory)
         damaged = _damaged(directory, found, is_verified=is_verified)
         segments = _segments_report(directory, found, damaged, is_verified=is_verified)
     except (sqlite3.Error, msgspec.MsgspecError, RecursionError) as error:
@@ -61,26 +61,29 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
         if isinstance(error, JournalError):
             raise
         raise JournalError(f"the queue in {directory} cannot be read: {error.strerror or error}.") from error
+    prompts, partitions = found.prompts, {task.partition: Counter[str]() for task in found.tasks}
+    for prompt in prompts:
+        partitions.setdefault(prompt.partition, Counter())[prompt.state] += 1
     return JournalReport(
         directory=str(directory),
         format_version=found.format_version,
         keeper_pid=keeper_pid(directory),
         tasks=found.tasks,
         policy_version=found.counts.policy_version,
-        states=found.states,
-        partitions=found.partitions,
-        num_rows=found.num_rows,
-        num_tokens=found.num_tokens,
-        size_bytes=found.size_bytes,
-        acks=found.acks,
+        states=Counter(prompt.state for prompt in prompts),
+        partitions=partitions,
+        num_rows=sum(prompt.num_rows for prompt in prompts),
+        num_tokens=sum(prompt.num_tokens for prompt in prompts),
+        size_bytes=sum(prompt.size_bytes for prompt in prompts),
+        acks={task.name: sum(task.name in prompt.acked_by for prompt in prompts) for task in found.tasks},
         drops=found.counts.drops,
         counts=found.counts.counts,
         recovery=found.recovery,
         wal_transactions=wal.num_transactions,
         wal_torn_bytes=wal.torn_bytes,
         segments=segments,
-        prompts=tuple(found.prompts),
-        num_prompts_left_out=sum(found.states.values()) - len(found.prompts),
+        prompts=tuple(prompts[:limit]),
+        num_prompts_left_out=len(prompts) - len(prompts[:limit]),
     )
 
 
@@ -101,35 +104,16 @@ def keeper_pid(directory: Path) -> int | None:
 # -- the database
 
 
-class _Found:
-    """What one pass through the database gives."""
+class _Found(NamedTuple):
+    """What one pass through the database gives; `places` and `uids` are of the segments that prompts need."""
 
-    def __init__(
-        self, format_version: int, tasks: tuple[TaskSpec, ...], counts: Counts, recovery: Recovery | None
-    ) -> None:
-        self.format_version, self.tasks, self.counts, self.recovery = format_version, tasks, counts, recovery
-        self.places: dict[int, Any] = {}
-        self.uids: dict[int, list[str]] = {}
-        self.states: Counter[str] = Counter()
-        self.partitions: dict[str, Counter[str]] = {task.partition: Counter() for task in tasks}
-        self.acks: Counter[str] = Counter({task.name: 0 for task in tasks})
-        self.num_rows = self.num_tokens = self.size_bytes = 0
-        self.prompts: list[InspectedPrompt] = []
-
-    def add(self, prompt: InspectedPrompt, segments: set[int], limit: int | None) -> None:
-        """Count a prompt, and keep it as long as there is room."""
-        self.states[prompt.state] += 1
-        self.partitions.setdefault(prompt.partition, Counter())[prompt.state] += 1
-        self.acks.update(prompt.acked_by)
-        self.num_rows += prompt.num_rows
-        self.num_tokens += prompt.num_tokens
-        self.size_bytes += prompt.size_bytes
-        for number in segments:
-            uids = self.uids.setdefault(number, [])
-            if len(uids) < MAX_NAMED:
-                uids.append(prompt.uid)
-        if limit is None or len(self.prompts) < limit:
-            self.prompts.append(prompt)
+    format_version: int
+    tasks: tuple[TaskSpec, ...]
+    counts: Counts
+    recovery: Recovery | None
+    prompts: list[InspectedPrompt]
+    places: dict[int, Any]
+    uids: dict[int, list[str]]
 
 
 def _require_queue(directory: Path) -> None:
@@ -222,61 +206,58 @@ def _tables(connection: sqlite3.Connection) -> dict[str, str]:
     return dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view')").fetchall())
 
 
-def _read(connection: sqlite3.Connection, directory: Path, limit: int | None) -> _Found:
+def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
     meta = read_meta(connection)
     if "tasks" not in meta:
         raise JournalError(f"the queue in {directory} is damaged: it does not say its tasks.")
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
     recovery = msgspec.json.decode(meta["recovery"], type=Recovery) if "recovery" in meta else None
-    found = _Found(int(meta["format"]), tasks, counts, recovery)
-    found.places = _read_places(connection)
-    for uid, state, record in connection.execute("SELECT uid, state, record FROM groups ORDER BY number"):
+    places = _read_places(connection)
+    prompts: list[InspectedPrompt] = []
+    uids: dict[int, list[str]] = {}
+    for row in connection.execute("SELECT number, uid, state, x'', record FROM groups ORDER BY number"):
         try:
-            prompt, segments = _prompt_of(uid, state, record)
+            group = group_of(*row)
         except (msgspec.MsgspecError, TypeError) as error:
             raise JournalError(
-                f"the queue in {directory} is damaged: prompt {uid!r} cannot be read: {error}."
+                f"the queue in {directory} is damaged: prompt {row[1]!r} cannot be read: {error}."
             ) from error
-        if segments - found.places.keys():
-            missing = sorted(segments - found.places.keys())
+        missing = sorted(set(group.segments()) - places.keys())
+        if missing:
             raise JournalError(
-                f"the queue in {directory} is damaged: prompt {uid!r} names segments {missing}, not there."
+                f"the queue in {directory} is damaged: prompt {group.uid!r} names segments {missing}, not there."
             )
-        found.add(prompt, segments, limit)
-    found.places = {number: place for number, place in found.places.items() if number in found.uids}
-    return found
+        for number in set(group.segments()):
+            uids.setdefault(number, []).append(group.uid)
+        prompts.append(_prompt_of(group))
+    needed = {number: place for number, place in places.items() if number in uids}
+    return _Found(int(meta["format"]), tasks, counts, recovery, prompts, needed, uids)
 
 
 def _read_places(connection: sqlite3.Connection) -> dict[int, Any]:
     return {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT number, place FROM segments")}
 
 
-def _prompt_of(uid: str, state: str, record: bytes) -> tuple[InspectedPrompt, set[int]]:
-    found = msgspec.json.decode(record, type=GroupRecord)
-    parts = [Part(*part[:7], frozenset(part[7])) for part in found.parts]
-    late = [LatePart(*part[:5], frozenset(part[5])) for part in found.late]
-    versions = [(part.oldest, part.newest) for part in parts if part.oldest >= 0]
-    prompt = InspectedPrompt(
-        uid=msgspec.convert(uid, str),
-        state=msgspec.convert(state, PromptState),
-        attempt=found.attempt,
-        num_sessions=found.num_sessions,
-        sessions_settled=len(found.settled) + len(found.failures),
-        sessions_failed=found.failures,
-        sessions_missing=tuple(
-            i for i in range(found.num_sessions) if i not in found.settled and i not in found.failures
-        ),
-        num_rows=sum(part.num_rows for part in parts),
-        num_tokens=sum(part.num_tokens for part in parts),
-        size_bytes=sum(part.size_bytes for part in parts) + sum(part.size_bytes for part in late),
-        policy_versions=(min(v[0] for v in versions), max(v[1] for v in versions)) if versions else None,
-        acked_by=tuple(sorted(found.acked)),
-        reason=found.reason,
-        issued_at=found.issued_at,
-        partition=found.partition,
+def _prompt_of(group: QueuedGroup) -> InspectedPrompt:
+    entry = group.entry()
+    return InspectedPrompt(
+        uid=group.uid,
+        state=group.state,
+        attempt=group.attempt,
+        num_sessions=group.num_sessions,
+        sessions_settled=entry.sessions_settled,
+        sessions_failed=entry.sessions_failed,
+        sessions_missing=tuple(group.missing_sessions),
+        num_rows=group.num_rows,
+        num_tokens=group.num_tokens,
+        size_bytes=group.size_bytes,
+        policy_versions=entry.policy_versions,
+        acked_by=tuple(sorted(group.acked)),
+        reason=group.reason,
+        issued_at=group.issued_at,
+        partition=group.partition,
     )
-    return prompt, {part.segment for part in parts} | {part.segment for part in late}
 
 
 # -- segments
@@ -294,7 +275,7 @@ def _damaged(directory: Path, found: _Found, *, is_verified: bool) -> list[Damag
     with _opened(directory / DATABASE) as connection:  # a keeper may have freed some meanwhile
         now = _read_places(connection)
     return [
-        DamagedSegment(number=number, prompts=tuple(found.uids.get(number, ())), reason=reason)
+        DamagedSegment(number=number, prompts=tuple(found.uids[number][:MAX_NAMED]), reason=reason)
         for number, reason in reasons.items()
         if now.get(number) == found.places[number]
     ]

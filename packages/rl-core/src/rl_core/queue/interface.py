@@ -13,8 +13,6 @@ DEFAULT_LEASE_S = 3600.0
 DEFAULT_PARTITION = "train"
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
-SessionKey = tuple[str, int]
-"""A session: its prompt's uid and its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +25,8 @@ class TaskSpec:
         gives: Columns that the task adds when it acks.
         order: "arrival" delivers groups as they become ready, "issue" strictly as their prompts were issued: a
             group waits for those before it, and the same prompts give the same order in every run.
-        max_staleness: Rows whose oldest token is of a policy version further behind the queue's than this are
-            dropped when they would be leased, and an ack that comes later than that is refused.
-        partial_after_s: Take a group without the sessions that are missing so long after its prompt was issued;
-            they can no longer be put then. Whole groups only, when None.
+        max_staleness: Groups whose oldest token is of a policy version further behind the queue's than this are
+            dropped when they would be leased.
         partition: The prompts that the task sees, those that were issued to it; a group is done when every task of
             its partition has acked.
     """
@@ -40,7 +36,6 @@ class TaskSpec:
     gives: frozenset[str] = frozenset()
     order: Literal["arrival", "issue"] = "arrival"
     max_staleness: int | None = None
-    partial_after_s: float | None = None
     partition: str = DEFAULT_PARTITION
 
 
@@ -52,14 +47,12 @@ class QueueOptions:
         capacity_rows: `put` waits while this many rows are held and some of them can be consumed; it does not
             wait when every consumer waits for more groups than there are.
         capacity_bytes: The same in bytes of columns.
-        reissue_stale: Prompts dropped for staleness are issued again; otherwise they are done with.
         directory: Where the journal and the rows are kept, so that the queue can be opened again after a crash;
             in memory only, when None. A directory with a journal is gone on with.
     """
 
     capacity_rows: int | None = None
     capacity_bytes: int | None = None
-    reissue_stale: bool = False
     directory: Path | None = None
 
 
@@ -205,19 +198,12 @@ class TransferQueue(Protocol):
         """
         ...
 
-    def put_batch(
-        self,
-        batch: Batch,
-        *,
-        empty_sessions: Sequence[SessionKey] = (),
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> None:
+    def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """Settle every session that the batch has rows of, all or none: one segment, however many sessions.
 
         Args:
             batch: Rows with any known columns; a session's rows must all be in it.
-            empty_sessions: Sessions that gave no row.
-            deadline_s: Longest wait for room.
+            deadline_s: Longest wait for capacity.
 
         Raises:
             The same as `put`.
@@ -237,20 +223,16 @@ class TransferQueue(Protocol):
         task: str,
         *,
         groups: int | None = None,
-        rows: int | None = None,
-        tokens: int | None = None,
         prompts: Sequence[str] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
-        """Take groups that are ready for a task: so many, as many as fit into so many rows or tokens, or these.
+        """Take groups that are ready for a task: so many, or these.
 
         Args:
             task: Name of a declared task.
             groups: How many groups to wait for.
-            rows: Wait until this many rows are ready, and take the groups that fit, at least one.
-            tokens: The same in tokens, the prompt's included.
             prompts: Uids of the groups to take, exactly these and in this order, whatever the task's order is; waits
                 until all of them are ready, and for those that another consumer has.
             deadline_s: Longest wait.
@@ -274,15 +256,12 @@ class TransferQueue(Protocol):
 
         Raises:
             OutdatedLeaseError: The lease ran out, was released or was acked.
-            StaleLeaseError: Rows became too stale meanwhile: their prompts are dropped, the others delivered again.
             DataError: A column that the task does not give, one that is missing, or a NaN logprob.
         """
         ...
 
     def finish(self, task: str, prompt_uids: Sequence[str]) -> None:
         """Ack groups by name, all or none, that were leased and released before: work that counts later than it reads.
-
-        What became stale meanwhile counts too: it was fresh when it was leased.
 
         Raises:
             DataError: The task gives columns, or a prompt was acked by it before, is done or dropped, is leased by a

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import JournalError, RLError, SegmentError
+from rl_core.queue.capacity import SegmentStore
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import LatePart, Part, QueuedGroup
 from rl_core.queue.interface import DEFAULT_PARTITION, PromptState, QueueOptions, TaskSpec
@@ -134,7 +135,11 @@ class SqliteJournal:
             raise
 
     def write(self, core: QueueCore) -> None:
-        """See `Journal.write`."""
+        """Write what has changed, all or nothing.
+
+        Raises:
+            JournalError: The disk is full, or broken.
+        """
         counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
         with _translated(self._directory), self._transaction() as cursor:
             cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])  # uids come back
@@ -151,7 +156,7 @@ class SqliteJournal:
             cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
 
     def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
-        """See `Journal.load`."""
+        """The state as it was last written; clients still look at the segments in `pins`."""
         core = QueueCore(self._tasks, self._options)
         core.first_lease = self._epoch * EPOCH_LEASES + 1
         core.lease_ids = itertools.count(core.first_lease)
@@ -169,22 +174,15 @@ class SqliteJournal:
         core.segments.number_from(self._epoch * EPOCH_LEASES + 1)
         return core
 
-    def recover(
-        self, check: Callable[[Any], None], remove_others: Callable[[list[Any]], int]
-    ) -> tuple[QueueCore, Recovery]:
-        """The state after a crash or a stop, with what cannot be read issued again, and a report.
-
-        Args:
-            check: Raises SegmentError for a place whose segment is torn.
-            remove_others: Removes room that is not among these places, and says how much of it.
-        """
+    def recover(self, store: SegmentStore) -> tuple[QueueCore, Recovery]:
+        """The state after a crash or a stop, with what cannot be read issued again, and a report."""
         core = self.load({})
         lost = []
         for number in list(core.segments):
             if number not in core.segments:
                 continue  # freed with one that is lost
             try:
-                check(core.segments.place(number))
+                store.check(core.segments.place(number))
             except SegmentError as error:
                 uids = sorted(group.uid for group in core.groups if number in group.segments())
                 lost.append(f"segment {number} of prompts {', '.join(uids)}: {error}")
@@ -198,14 +196,14 @@ class SqliteJournal:
             num_unsettled=len(core.groups.issued),
             torn_journal_bytes=self.torn_bytes,
             lost_segments=tuple(lost),
-            removed_slots=remove_others([core.segments.place(number) for number in core.segments]),
+            removed_slots=store.remove_others([core.segments.place(number) for number in core.segments]),
         )
         with _translated(self._directory), self._transaction() as cursor:
             cursor.execute("INSERT OR REPLACE INTO meta VALUES ('recovery', ?)", (msgspec.json.encode(report),))
         return core, report
 
     def close(self) -> None:
-        """See `Journal.close`."""
+        """Let go of the file, and of the directory's lock."""
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
         lock, self._lock = self._lock, -1
@@ -279,7 +277,7 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
         JournalError: Something in it cannot be read.
     """
     try:
-        groups = [_group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
+        groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
         places = {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT * FROM segments")}
         meta = read_meta(connection)
         counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
@@ -325,10 +323,11 @@ def _translated(directory: Path) -> Iterator[None]:
         raise JournalError(f"the journal in {directory} cannot be used: {error.strerror or error}.") from error
 
 
-def _group_of(number: int, uid: str, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+    """A row of the table of groups, checked."""
     found = msgspec.json.decode(record, type=GroupRecord)
     group = QueuedGroup(
-        uid=uid,
+        uid=msgspec.convert(uid, str),
         order=number,
         num_sessions=found.num_sessions,
         prompt=prompt,

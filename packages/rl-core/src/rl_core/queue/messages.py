@@ -52,7 +52,7 @@ class Issue(Message):
 
 
 class Reserve(Message):
-    """Room for rows, before they are written; answered by `Reserved`."""
+    """Capacity for rows, before they are written; answered by `Reserved`."""
 
     sessions: list[tuple[str, list[int]]]
     num_rows: int
@@ -65,7 +65,7 @@ class Reserve(Message):
 class Put(Message):
     """Rows that are written; `place` is where, in the backend's terms, `sessions` those that it settles.
 
-    `reservation` is that of `Reserve`, 0 where room is waited for now.
+    `reservation` is that of `Reserve`, 0 where capacity is waited for now.
     """
 
     sessions: list[tuple[str, list[int]]]
@@ -96,14 +96,10 @@ class Drop(Message):
 
 
 class LeaseRequest(Message):
-    """Groups for a task; `unit` says what `amount` counts: groups, rows, tokens, or the prompts that are named.
-
-    `partition` is that of a claim; a task has one.
-    """
+    """So many groups for a task, or those of the prompts that are named; `partition` is that of a claim."""
 
     task: str
-    unit: str
-    amount: int
+    groups: int
     lease_s: float
     deadline_s: float
     allow_fewer: bool
@@ -169,7 +165,7 @@ class SetPolicyVersion(Message):
 
 
 class Ask(Message):
-    """For "stats", "ledger", "unsettled", "forget_finished", "tasks"; of one partition, where that can be asked."""
+    """For "stats", "ledger", "unsettled", "recovery", "forget_finished"; of one partition, where that can be asked."""
 
     what: str
     partition: str | None = None

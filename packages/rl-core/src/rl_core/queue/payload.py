@@ -5,15 +5,15 @@ from typing import Any, NamedTuple, Protocol
 from rl_core.batch import Batch
 
 INLINE_BYTES = 1 << 16
-"""Segments up to this size travel with the message that announces them, and need no room of their own."""
+"""Segments up to this size travel with the message that announces them, and need no place of their own."""
 
 
 class Prepared(NamedTuple):
     """A batch that is ready to be written.
 
     Attributes:
-        place: Where it is, when it needs no room; it travels with the message that announces it.
-        size_bytes: How much room it needs otherwise.
+        place: Where it is, when it needs no other place; it travels with the message that announces it.
+        size_bytes: How large a place it needs otherwise.
         plan: How it is written.
     """
 
@@ -36,7 +36,7 @@ class Payload(Protocol):
         ...
 
     def write(self, prepared: Prepared, place: Any) -> Any:
-        """Write a batch into room; gives where it is, or None when the room itself says it."""
+        """Write a batch to a place; gives where it is, or None when the place says it."""
         ...
 
     def read(self, number: int, place: Any) -> Batch:
@@ -58,7 +58,7 @@ class HeldRows:
         return Prepared(batch, 0, None)
 
     def write(self, prepared: Prepared, place: Any) -> Any:
-        """Never called: rows need no room."""
+        """Never called: rows are their own place."""
         raise NotImplementedError
 
     def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002

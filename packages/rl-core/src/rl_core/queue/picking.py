@@ -45,18 +45,16 @@ def pick_next(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropStal
     """Groups in the task's order, as many as are asked for; None while they are not there."""
     task = groups.task_of(request)
     picked: list[QueuedGroup] = []
-    total = 0
     if _may_suffice(task, request):
-        while not _is_full(task, request, total):
+        while len(picked) < request.groups:
             group = task.peek()
             if group is None or not task.is_ready(group):
                 break
             if drop_stale(group):
                 continue
             picked.append(task.take())
-            total += _size(group, request.unit)
     is_all = request.task == GENERATE or (request.allow_fewer and len(picked) == task.num_possible)
-    is_enough = bool(picked) and (is_all or _is_full(task, request, total))
+    is_enough = bool(picked) and (is_all or len(picked) == request.groups)
     for group in picked:
         if is_enough:
             task.let_go(group)
@@ -166,22 +164,6 @@ def _why_not_ready(task: TaskGroups, group: QueuedGroup) -> str:
 
 def _may_suffice(task: TaskGroups, request: LeaseRequest) -> bool:
     """False when counts alone say that there is not enough."""
-    ready = {"groups": task.num_ready, "rows": task.ready_rows, "tokens": task.ready_tokens}[request.unit]
     if request.task == GENERATE:
         return task.num_ready > 0
-    return ready >= request.amount or (request.allow_fewer and 0 < task.num_ready == task.num_possible)
-
-
-def _is_full(task: TaskGroups, request: LeaseRequest, total: int) -> bool:
-    """True when what is picked is enough: the amount is there, or the next group does not fit into it."""
-    if total >= request.amount:
-        return True
-    following = task.peek() if total else None
-    if following is None or not task.is_ready(following):
-        return False
-    return total + _size(following, request.unit) > request.amount
-
-
-def _size(group: QueuedGroup, unit: str) -> int:
-    """What a group counts for a lease in groups, rows or tokens."""
-    return 1 if unit == "groups" else group.num_rows if unit == "rows" else group.num_tokens
+    return task.num_ready >= request.groups or (request.allow_fewer and 0 < task.num_ready == task.num_possible)

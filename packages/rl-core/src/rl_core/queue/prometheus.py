@@ -37,7 +37,6 @@ SINGLE = {
     "oldest_issued_s": _Family("oldest_issued_seconds", "Age of the oldest prompt whose sessions are not all settled."),
     "leases_expired": _Family("leases_expired", "Leases and claims that ran out.", is_counter=True),
     "reissued": _Family("prompts_reissued", "Prompts that were issued again.", is_counter=True),
-    "sessions_left_out": _Family("sessions_left_out", "Sessions that no task waited for any longer.", is_counter=True),
 }
 BY_LABEL = {
     "groups": _Family("groups", "Groups in each state.", ("state",)),
@@ -46,7 +45,7 @@ BY_LABEL = {
     "partition_groups": _Family("partition_groups", "Groups of each partition in each state.", PARTITION_AND_STATE),
     "partition_rows": _Family("partition_rows", "Rows of these groups.", PARTITION_AND_STATE),
     "partition_size_bytes": _Family("partition_size_bytes", "Bytes of their columns.", PARTITION_AND_STATE),
-    "waiting": _Family("waiting", "Requests that wait now: puts for room, leases and claims for groups.", ("kind",)),
+    "waiting": _Family("waiting", "Requests that wait: puts for capacity, leases and claims for groups.", ("kind",)),
     "waited_s": _Family("waited_seconds", "Time that answered requests had waited.", ("kind",), is_counter=True),
     "acks": _Family("acks", "Groups that each task has acked.", ("task",), is_counter=True),
     "drops": _Family("drops", "Prompts dropped, by the beginning of their reason.", ("reason",), is_counter=True),

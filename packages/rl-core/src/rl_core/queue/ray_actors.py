@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.errors import JournalError, SegmentError
-from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import SEGMENTS, Recovery, SqliteJournal
-from rl_core.queue.messages import Ack, Ask, Done, Leased, Put, Refused, Reply, decode_request
+from rl_core.queue.journal import SEGMENTS
+from rl_core.queue.messages import Ack, Leased, Put, Refused, Reply, decode_request
 from rl_core.queue.scratch import MappedScratches, ScratchName
 from rl_core.queue.service import QueueService
 from rl_core.segment import segment_size
@@ -93,13 +92,7 @@ class Keeper:
         self._references: dict[str, list[Reference]] = {}
         self._folder = None if options.directory is None else Path(options.directory) / SEGMENTS
         self._storages: dict[str, Any] = {}
-        self._journal: SqliteJournal | None = None
-        self._recovery: Recovery | None = None
-        core = QueueCore(tasks, options)
-        if options.directory is not None:
-            self._journal = SqliteJournal(Path(options.directory), tasks, options, clock=clock)
-            core, self._recovery = self._journal.recover(self._check, self._remove_others)
-        self._service = QueueService(core, clock=clock, journal=self._journal, store=self, reservation_s=RESERVATION_S)
+        self._service = QueueService(tasks, options, clock=clock, make_store=lambda: self, reservation_s=RESERVATION_S)
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -118,8 +111,6 @@ class Keeper:
             message = decode_request(body)
         except msgspec.MsgspecError as error:
             return encode(Refused("DataError", f"a request cannot be read: {error}.")), {}
-        if isinstance(message, Ask) and message.what == "recovery":
-            return encode(Done(msgspec.to_builtins(self._recovery))), {}
         self._references |= references
         answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._service.submit(message, client, lambda reply: _answer(answered, reply))
@@ -172,6 +163,27 @@ class Keeper:
             if spill is not None and self._folder is not None:
                 (self._folder / Path(spill).name).unlink(missing_ok=True)
 
+    def check(self, place: Any) -> None:
+        """See `SegmentStore.check`."""
+        if isinstance(place, list) and self._folder is not None:
+            path = self._folder / Path(place[3] or "").name
+            try:
+                memory = np.memmap(path, dtype=np.uint8, mode="r")
+            except (OSError, ValueError) as error:
+                raise SegmentError(f"{path} cannot be read: {error}.") from error
+            if segment_size(memory) > len(memory):
+                raise SegmentError(f"{path} is torn.")
+
+    def remove_others(self, places: list[Any]) -> int:
+        """See `SegmentStore.remove_others`."""
+        if self._folder is None:
+            return 0
+        kept = {Path(place[3]).name for place in places if isinstance(place, list) and place[3]}
+        others = [path for path in self._folder.glob("*.seg*") if path.name not in kept]
+        for path in others:
+            path.unlink(missing_ok=True)
+        return len(others)
+
     # -- inside
 
     def _run(self) -> None:
@@ -189,25 +201,6 @@ class Keeper:
             return {}
         keys = [place[1] for place in reply.places.values() if isinstance(place, list)]
         return {key: self._references[key] for key in keys if key in self._references}
-
-    def _check(self, place: Any) -> None:
-        if isinstance(place, list) and self._folder is not None:
-            path = self._folder / Path(place[3] or "").name
-            try:
-                memory = np.memmap(path, dtype=np.uint8, mode="r")
-            except (OSError, ValueError) as error:
-                raise SegmentError(f"{path} cannot be read: {error}.") from error
-            if segment_size(memory) > len(memory):
-                raise SegmentError(f"{path} is torn.")
-
-    def _remove_others(self, places: list[Any]) -> int:
-        if self._folder is None:
-            return 0
-        kept = {Path(place[3]).name for place in places if isinstance(place, list) and place[3]}
-        others = [path for path in self._folder.glob("*.seg*") if path.name not in kept]
-        for path in others:
-            path.unlink(missing_ok=True)
-        return len(others)
 
 
 def encode(reply: Reply) -> bytes:

@@ -16,7 +16,6 @@ from rl_core.batch import Batch
 from rl_core.errors import DeadlineError, JournalError, NotReadyError, RLError, RoleError, SegmentError
 from rl_core.queue.client import QueueClient
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import Recovery
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
 from rl_core.queue.payload import INLINE_BYTES, Prepared
 from rl_core.queue.scratch import Scratches
@@ -49,7 +48,7 @@ class RayQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, what to do with stale rows, and the journal's directory, on the node of this process. With
+            options: Bounds, and the journal's directory, on the node of this process. With
                 a journal, a keeper that dies is started again by Ray and goes on.
             clock: Seconds, for leases, as the keeper reads them; tests give their own.
 
@@ -90,11 +89,6 @@ class RayQueue(QueueClient):
     def keeper_pid(self) -> int:
         """Process id of the keeper."""
         return self._pid
-
-    def recovery(self) -> Recovery | None:
-        """What was found when the journal was opened; None without one."""
-        found = self._ask("recovery")
-        return None if found is None else msgspec.convert(found, Recovery)
 
     def close(self) -> None:
         """Leave the queue; it ends when its owner closes it."""
@@ -180,7 +174,7 @@ class RayRows:
         plan = plan_segment(batch)
         return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
 
-    def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - rooms have no place here
+    def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - the store names no place here
         """Give a segment to this node's storage."""
         from rl_core.queue.ray_actors import STORED
 

@@ -76,8 +76,8 @@ def _task(task: TaskSpec) -> str:
     if task.partition != DEFAULT_PARTITION:
         said.append(f"partition {printable(task.partition)}")
     said.append(f"order {task.order}")
-    limits = {"max_staleness": task.max_staleness, "partial_after_s": task.partial_after_s}
-    said += [f"{name} {value:g}" for name, value in limits.items() if value is not None]
+    if task.max_staleness is not None:
+        said.append(f"max_staleness {task.max_staleness}")
     return "; ".join(said)
 
 

@@ -75,17 +75,15 @@ def in_group_order(batch: Batch) -> Batch:
     return batch if bool((order == np.arange(len(batch))).all()) else batch.select(order)
 
 
-def sessions_of(batch: Batch, empty: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
-    """The sessions of each prompt that rows in group order are of, and those that gave none."""
+def sessions_of(batch: Batch) -> list[tuple[str, list[int]]]:
+    """The sessions of each prompt that rows in group order are of."""
     found: dict[str, list[int]] = {}
     uids, prompts, sessions = batch.keys.uids, batch.keys.prompts, batch.keys.sessions
-    if len(uids) == 1 and not empty:
+    if len(uids) == 1:
         return [(uids[0], list(dict.fromkeys(sessions.tolist())))]
     is_first = (np.diff(prompts, prepend=-1) != 0) | (np.diff(sessions, prepend=-1) != 0)
     for prompt, session in zip(prompts[is_first].tolist(), sessions[is_first].tolist(), strict=True):
         found.setdefault(uids[prompt], []).append(session)
-    for uid, session in empty:
-        found.setdefault(uid, []).append(session)
     return list(found.items())
 
 

@@ -16,13 +16,11 @@ from typing import Any
 
 import msgspec
 
-from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import SEGMENTS, SqliteJournal, lock_directory
+from rl_core.queue.journal import SEGMENTS, lock_directory
 from rl_core.queue.messages import (
     FRAME,
     MAX_FRAME_BYTES,
-    Ask,
     Done,
     Hello,
     Leased,
@@ -88,17 +86,11 @@ class QueueServer:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._lock = lock_directory(folder)
-        directory = options.directory
-        self.slots = folder / SEGMENTS if directory is None else Path(directory) / SEGMENTS
-        journal, self.recovery = None, None
-        if directory is None:
-            store, core = SlotPool(self.slots), QueueCore(tasks, options)
-        else:
-            journal = SqliteJournal(Path(directory), tasks, options, clock=clock)
-            store = SlotPool(self.slots)
-            core, self.recovery = journal.recover(store.check, store.remove_others)
-        self._tasks, self._has_journal = tasks, journal is not None
-        self.service = QueueService(core, clock=clock, journal=journal, store=store, is_pinning=True)
+        self.slots = (folder if options.directory is None else Path(options.directory)) / SEGMENTS
+        self._tasks, self._has_journal = tasks, options.directory is not None
+        self.service = QueueService(
+            tasks, options, clock=clock, make_store=lambda: SlotPool(self.slots), is_pinning=True
+        )
         self._connections: dict[socket.socket, _Connection] = {}
         self._clients: dict[str, int] = {}
         self._answered: dict[int, _Connection] = {}
@@ -220,8 +212,6 @@ class QueueServer:
             connection.reply(Refused("NotReadyError", "say hello first."))
         elif isinstance(message, Unpin):
             self.service.submit(message, connection.client, lambda _: None)
-        elif isinstance(message, Ask) and message.what == "recovery":
-            connection.reply(Done(msgspec.to_builtins(self.recovery)))
         else:
             self.service.submit(message, connection.client, connection.reply)
 

@@ -1,15 +1,18 @@
 """Requests to a queue: who may go on, who waits and until when, and what is written before anybody is answered."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rl_core.errors import DataError, DeadlineError, JournalError, NothingToLeaseError, RLError
 from rl_core.queue.answers import answer_of, leased_of, stats_of
+from rl_core.queue.capacity import Capacity, SegmentStore
 from rl_core.queue.core import QueueCore, RunningLease
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.journal import Recovery, SqliteJournal
 from rl_core.queue.messages import (
     Ack,
     Ask,
@@ -33,33 +36,12 @@ from rl_core.queue.messages import (
     Unpin,
 )
 from rl_core.queue.picking import Blocked, check_once, describe_named
-from rl_core.queue.room import OwnPlaces, Room, SegmentStore
 
 SHORTEST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 1.0
 LARGEST_SEGMENT = 1 << 40
 
 Answer = Callable[[Reply], None]
-
-
-class Journal(Protocol):
-    """Where a queue's state is kept."""
-
-    def write(self, core: QueueCore) -> None:
-        """Write what has changed, all or nothing.
-
-        Raises:
-            JournalError: The disk is full, or broken.
-        """
-        ...
-
-    def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
-        """The state as it was last written; clients still look at the segments in `pins`."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the file."""
-        ...
 
 
 class _Waiting(NamedTuple):
@@ -83,28 +65,42 @@ class QueueService:
 
     def __init__(
         self,
-        core: QueueCore,
+        tasks: Sequence[TaskSpec],
+        options: QueueOptions,
         *,
         clock: Callable[[], float],
-        journal: Journal | None = None,
-        store: SegmentStore | None = None,
+        make_store: Callable[[], SegmentStore] | None = None,
         is_pinning: bool = False,
         reservation_s: float = float("inf"),
     ) -> None:
-        """Serve a state.
+        """Open a queue.
 
         Args:
-            core: The state.
+            tasks: As they were checked.
+            options: Bounds, and the journal's directory.
             clock: Seconds, for leases.
-            journal: Where changes are written.
-            store: Where segments are, when not where the clients say.
+            make_store: Gives where segments are, once the journal's directory is there; None where requests bring them.
             is_pinning: Clients look at segments in memory that is reused, and say when they no longer do.
             reservation_s: How long a client may take to write, where nothing tells that it is gone.
+
+        Raises:
+            JournalError: The journal cannot be opened.
         """
-        self.core = core
+        self.core = QueueCore(tasks, options)
         self._clock = clock
-        self._journal = journal
-        self._room = Room(store or OwnPlaces(), reservation_s=reservation_s)
+        self._journal: SqliteJournal | None = None
+        self._recovery: Recovery | None = None
+        if options.directory is not None:
+            self._journal = SqliteJournal(Path(options.directory), tasks, options, clock=clock)
+        try:
+            store = None if make_store is None else make_store()
+            if self._journal is not None and store is not None:
+                self.core, self._recovery = self._journal.recover(store)
+        except BaseException:
+            if self._journal is not None:
+                self._journal.close()  # its lock would keep the directory closed to this process, too
+            raise
+        self._capacity = Capacity(store, reservation_s=reservation_s)
         self._is_pinning = is_pinning
         self._leases: list[_Waiting] = []
         self._puts: list[_Waiting] = []
@@ -113,7 +109,7 @@ class QueueService:
         self._event: tuple[str, float] = ("nothing yet", time.time())
         self._pause_s = SHORTEST_PAUSE_S
         self._is_changed = False
-        self._written_version = core.policy_version
+        self._written_version = self.core.policy_version
         self._turn = 0
         self.num_waited = 0
         self.is_closed = False
@@ -136,7 +132,7 @@ class QueueService:
             else:
                 reply = self._handle(request, client)
         except RLError as error:
-            self._give_up_room(request)
+            self._give_up_reservation(request)
             reply = refusal(error)
         self._answers.append((answer, reply))
 
@@ -174,8 +170,7 @@ class QueueService:
         """
         until_expiry_s = max(self.core.next_expiry() - self._clock(), self._pause_s)
         ends = [waiting.ends_at for waiting in (*self._leases, *self._puts)]
-        overdue_s = self._next_overdue_s()
-        return min(until_expiry_s, overdue_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
+        return min(until_expiry_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
 
     def withdraw(self, answer: Answer, unheard: int | None) -> None:
         """Nobody hears these answers any more: forget who waits for them, and take back a lease that went unheard."""
@@ -189,7 +184,7 @@ class QueueService:
         """A client is gone: what it held is given back, and nobody waits for it."""
         self._leases = [waiting for waiting in self._leases if waiting.client != client]
         self._puts = [waiting for waiting in self._puts if waiting.client != client]
-        self._room.give_up_of(client)
+        self._capacity.give_up_of(client)
         self.core.drop_client(client)
         self._note(f"the process {client} went away")
 
@@ -268,15 +263,17 @@ class QueueService:
         self.core.current(request.lease_id, request.task)  # a keeper that was started anew knows no reservation
         place = request.place
         if request.reservation:
-            place = self._room.find(request.reservation).place or place
-        self.core.ack(msgspec.structs.replace(request, place=place), now=self._clock())
+            place = self._capacity.find(request.reservation).place or place
+        self.core.ack(msgspec.structs.replace(request, place=place))
         if request.reservation:
-            self._room.end(request.reservation)
+            self._capacity.end(request.reservation)
         self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
 
     def _answer(self, request: Ask) -> Any:
         if request.what == "stats":
             return self._stats()
+        if request.what == "recovery":
+            return msgspec.to_builtins(self._recovery)
         if request.what == "forget_finished":
             self._is_changed = True
             return self.core.forget_finished(request.partition)
@@ -284,7 +281,7 @@ class QueueService:
 
     def _stats(self) -> dict[str, float]:
         stats = stats_of(self.core, now=self._clock())
-        stats["rows/reserved"], stats["size_bytes/reserved"] = self._room.num_rows, self._room.size_bytes
+        stats["rows/reserved"], stats["size_bytes/reserved"] = self._capacity.num_rows, self._capacity.size_bytes
         stats["waiting/put"], stats["waiting/lease"] = len(self._puts), len(self._leases)
         stats |= {f"waited_s/{name}": waited for name, waited in self._waited_s.items()}
         return {name: float(value) for name, value in stats.items()}
@@ -297,10 +294,8 @@ class QueueService:
             raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
             core.groups.task_of(request)
-            if request.amount < 1 or request.unit not in ("groups", "rows", "tokens", "prompts"):
-                raise DataError(f"{request.unit} must be at least 1; found {request.amount}.")
-            if (request.unit == "prompts") != bool(request.prompts):
-                raise DataError(f"a lease of {request.unit} names {len(request.prompts)} prompts.")
+            if request.groups < 1:
+                raise DataError(f"a lease is of at least 1 group; found {request.groups}.")
             check_once(request.prompts)
             _check_lease_s(request.lease_s)
         elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
@@ -324,14 +319,14 @@ class QueueService:
             try:
                 reply = self._attempt(waiting.request, waiting.client, waiting.blocked)
             except RLError as error:
-                self._give_up_room(waiting.request)
+                self._give_up_reservation(waiting.request)
                 reply = refusal(error)
             if reply is not None:
                 done.append(waiting)
                 self._waited(kind, waiting)
                 self._answers.append((waiting.answer, reply))
         queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
-        return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale, and takes what is late
+        return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale
 
     def _attempt(self, request: LeaseRequest | Reserve | Put, client: str, blocked: Blocked) -> Reply | None:
         """The answer of a request that may wait, or None while it cannot go on."""
@@ -347,7 +342,7 @@ class QueueService:
         task = self.core.groups.task_of(request)
         if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
             raise NothingToLeaseError(
-                f"task {request.task!r} asked for {request.amount} {request.unit}, but nothing that was issued can "
+                f"task {request.task!r} asked for {request.groups} groups, but nothing that was issued can "
                 f"become ready for it: {self.core.groups.describe_states(task.spec.partition)}."
             )
         return None
@@ -363,19 +358,19 @@ class QueueService:
     def _try_put(self, request: Reserve | Put, client: str) -> Reply | None:
         self.core.check_sessions(request.sessions)
         if isinstance(request, Put) and request.reservation:
-            held = self._room.find(request.reservation)
+            held = self._capacity.find(request.reservation)
             self.core.put(msgspec.structs.replace(request, place=held.place or request.place))
-            self._room.end(request.reservation)
+            self._capacity.end(request.reservation)
             return self._has_put(request)
         if isinstance(request, Put):
             size_bytes = sum(part.size_bytes for part in request.parts)
-            if not self._has_room(request, sum(part.num_rows for part in request.parts), size_bytes):
+            if not self._fits(request, sum(part.num_rows for part in request.parts), size_bytes):
                 return None
             self.core.put(request)
             return self._has_put(request)
-        if not self._has_room(request, request.num_rows, request.size_bytes):
+        if not self._fits(request, request.num_rows, request.size_bytes):
             return None
-        return Reserved(*self._room.reserve(request, client))
+        return Reserved(*self._capacity.reserve(request, client))
 
     def _has_put(self, request: Put) -> Done:
         uid, indices = request.sessions[0]
@@ -386,15 +381,15 @@ class QueueService:
     def _is_settled_put(self, request: Any) -> bool:
         return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
 
-    def _has_room(self, request: Reserve | Put, num_rows: int, size_bytes: int) -> bool:
+    def _fits(self, request: Reserve | Put, num_rows: int, size_bytes: int) -> bool:
         waiting = {waiting.request.task for waiting in self._leases}  # type: ignore[union-attr]
         uids = [uid for uid, _ in request.sessions]
-        return self._room.fits(self.core, num_rows, size_bytes, prompt_uids=uids, waiting_tasks=waiting)
+        return self._capacity.fits(self.core, num_rows, size_bytes, prompt_uids=uids, waiting_tasks=waiting)
 
-    def _give_up_room(self, request: Any) -> None:
-        """Free the room of what is refused; its client reserves again."""
+    def _give_up_reservation(self, request: Any) -> None:
+        """Free what was reserved for a request that is refused; its client reserves again."""
         if isinstance(request, Put | Ack) and request.reservation:
-            self._room.give_up(request.reservation, request.place)
+            self._capacity.give_up(request.reservation, request.place)
 
     # -- time
 
@@ -422,14 +417,14 @@ class QueueService:
                 found = describe_named(groups, request)
             else:
                 found = groups.describe_wait(groups.task_of(request), now=self._clock())
-            return f"lease of {request.amount} {request.unit} for task {request.task!r} waited: {found}"
+            return f"lease of {request.groups} groups for task {request.task!r} waited: {found}"
         rows = request.num_rows if isinstance(request, Reserve) else sum(part.num_rows for part in request.parts)
         held = f"{groups.num_rows} of {options.capacity_rows} held"
         if options.capacity_bytes is not None:
             held += f", {groups.size_bytes} of {options.capacity_bytes} bytes"
-        if self._room.num_rows:
-            held += f", {self._room.num_rows} rows being written by {self._room.clients}"
-        return f"put of {rows} rows waited for room: {held}, {groups.describe_states()}"
+        if self._capacity.num_rows:
+            held += f", {self._capacity.num_rows} rows being written by {self._capacity.clients}"
+        return f"put of {rows} rows waited for capacity: {held}, {groups.describe_states()}"
 
     @property
     def last_event(self) -> str:
@@ -441,22 +436,10 @@ class QueueService:
         self._is_changed = True
 
     def _expire(self) -> None:
-        self._room.give_up_late(self._note)
+        self._capacity.give_up_late(self._note)
         for lease_id in self.core.expire(now=self._clock()):
             self._pause_s = SHORTEST_PAUSE_S
             self._note(f"lease {lease_id} ran out")
-
-    def _next_overdue_s(self) -> float:
-        groups = self.core.groups
-        specs = {waiting.request.task: groups.task_of(waiting.request).spec for waiting in self._leases}  # type: ignore[arg-type, union-attr]
-        overdue = [
-            group.issued_at + spec.partial_after_s
-            for spec in specs.values()
-            if spec.partial_after_s is not None
-            for group in groups.partly.values()
-            if group.partition == spec.partition
-        ]
-        return max(min(overdue) - self._clock(), self._pause_s) if overdue else LONGEST_PAUSE_S * 60
 
     # -- the journal
 
@@ -474,7 +457,7 @@ class QueueService:
                 return
             self._written_version = core.policy_version
         for _, place in core.segments.freed:
-            self._room.store.free(place)
+            self._capacity.free(place)
         core.dirty.clear()
         core.forgotten.clear()
         core.segments.added.clear()
@@ -485,14 +468,14 @@ class QueueService:
         core, old = self.core, self.core.segments
         for _, reply in self._answers:
             if isinstance(reply, Reserved):
-                self._room.give_up(reply.reservation)
+                self._capacity.give_up(reply.reservation)
             if isinstance(reply, Leased) and self._is_pinning and reply.lease_id in core.leases:
                 for number in reply.places:
                     old.unpin(number, core.leases[reply.lease_id].client)
         places = {number: place for number, place in old.freed if number in old.added}
         places |= {number: old.place(number) for number in old.added if number in old}
         for place in places.values():
-            self._room.store.free(place)
+            self._capacity.free(place)
         if self._journal is not None:
             self.core = self._journal.load(old.pins())
             self.core.number_after(core)

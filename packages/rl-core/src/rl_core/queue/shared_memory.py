@@ -24,7 +24,6 @@ from rl_core import errors
 from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError
 from rl_core.queue.client import QueueClient
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import Recovery
 from rl_core.queue.messages import (
     FRAME,
     MAX_FRAME_BYTES,
@@ -67,7 +66,7 @@ class SharedMemoryQueue(QueueClient):
 
         Args:
             tasks: Every task that must ack a group before it is done.
-            options: Bounds, what to do with stale rows, and the journal's directory. With a journal, a keeper that
+            options: Bounds, and the journal's directory. With a journal, a keeper that
                 dies is started again, and nobody but who waits a moment longer sees it.
 
         Raises:
@@ -110,11 +109,6 @@ class SharedMemoryQueue(QueueClient):
     def keeper_pid(self) -> int:
         """Process id of the keeper."""
         return self._pid
-
-    def recovery(self) -> Recovery | None:
-        """What was found when the journal was opened; None without one."""
-        found = self._ask("recovery")
-        return None if found is None else msgspec.convert(found, Recovery)
 
     def close(self) -> None:
         """Leave the queue; it ends when its owner closes it."""

@@ -118,7 +118,7 @@ class SlotPool:
             path.unlink(missing_ok=True)
             is_full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM)
             advice = " Free some, or set capacity_bytes." if is_full else ""
-            raise JournalError(f"no room for {capacity} bytes in {self._folder}: {error.strerror}.{advice}") from error
+            raise JournalError(f"no space for {capacity} bytes in {self._folder}: {error.strerror}.{advice}") from error
         finally:
             if descriptor >= 0:
                 os.close(descriptor)

@@ -74,7 +74,5 @@ def check_options(options: QueueOptions) -> None:
 def _check_numbers(task: TaskSpec) -> None:
     if task.order not in ("arrival", "issue"):
         raise SettingsError(f"order of task {task.name!r} must be 'arrival' or 'issue'; found {task.order!r}.")
-    for name in ("max_staleness", "partial_after_s"):
-        found = getattr(task, name)
-        if found is not None and found < 0:
-            raise SettingsError(f"{name} of task {task.name!r} must be at least 0; found {found}.")
+    if task.max_staleness is not None and task.max_staleness < 0:
+        raise SettingsError(f"max_staleness of task {task.name!r} must be at least 0; found {task.max_staleness}.")

@@ -6,7 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
+
+from rl_core.batch import Batch
+from rl_core.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.queue.interface import QueueOptions, TaskSpec, TransferQueue
+from rl_core.records import NO_VERSION, Trajectory
 from rl_core.testing.clock import FakeClock, wait_until
 from rl_core.testing.rows import make_prompts, make_trajectory
 
@@ -19,7 +24,20 @@ TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}))
 TRAIN_IN_ORDER = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}), order="issue")
 REFERENCE = TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"}))
 TEACHER = TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"}))
+REWARD = TaskSpec(name="reward", needs=frozenset({"input_ids"}), gives=frozenset({"reward"}))
 TRAIN_LATE = TaskSpec(name="train", needs=frozenset({"input_ids", "reference_logprobs"}))
+LOG = TaskSpec(name="log", needs=frozenset({"reward"}))
+
+LARGE = 20_000
+"""Tokens of a row whose columns are larger than what any backend sends inline."""
+
+TOP_K = 4
+OWN = {
+    "own_top_logprobs": ColumnSpec(dtype="float32", is_ragged=True, meaning="The teacher's largest logprobs."),
+    "own_top_ids": ColumnSpec(dtype="int32", is_ragged=True, meaning="The tokens of these."),
+    "own_embedding": ColumnSpec(dtype="float16", is_ragged=False, meaning="A few numbers of each row."),
+}
+"""Columns of a program's own, which `declared` declares for one check."""
 
 
 class QueueChecks:
@@ -57,6 +75,14 @@ class QueueChecks:
             put_all(queue, prompt.uid, num_sessions=num_sessions)
         return queue
 
+    def full(self, *, num_prompts: int = 3) -> TransferQueue:
+        """A queue for two rows, both of them there."""
+        queue = self.queue(TRAIN, capacity_rows=2)
+        queue.issue(make_prompts(num_prompts), num_sessions=1)
+        for uid in ("p0", "p1"):
+            put_all(queue, uid)
+        return queue
+
     def advance(self, queue: TransferQueue, seconds: float) -> None:
         """Let time pass, and let the queue look at its clock."""
         self.clock.advance(seconds)
@@ -77,9 +103,49 @@ def put_all(queue: TransferQueue, prompt_uid: str, *, num_sessions: int = 1) -> 
         queue.put(prompt_uid, session, [make_trajectory(prompt_uid, session)], deadline_s=DEADLINE_S)
 
 
+def put_large(queue: TransferQueue, uid: str, session: int = 0, *, deadline_s: float = DEADLINE_S) -> None:
+    """Put a large row whose tokens name its prompt."""
+    row = make_trajectory(uid, session, num_response_tokens=LARGE)
+    row.input_ids[:] = int(uid[1:])
+    queue.put(uid, session, [row], deadline_s=deadline_s)
+
+
+def batch_of(*keys: tuple[str, int, int]) -> Batch:
+    """Rows with these keys, their reward the session's index."""
+    return Batch.from_trajectories([make_trajectory(*key, reward=float(key[1])) for key in keys])
+
+
+def sampled_by(prompt_uid: str, session_index: int, *versions: int, output_index: int = 0) -> Trajectory:
+    """A trajectory with one token of each of these policy versions."""
+    return make_trajectory(
+        prompt_uid,
+        session_index,
+        output_index,
+        num_response_tokens=len(versions),
+        policy_versions=np.asarray([NO_VERSION, NO_VERSION, *versions], dtype=np.int32),
+    )
+
+
+@contextmanager
+def declared() -> Iterator[None]:
+    """Declare columns for one check."""
+    for name, spec in OWN.items():
+        declare_column(name, spec)
+    try:
+        yield
+    finally:
+        for name in OWN:
+            COLUMNS.pop(name, None)
+
+
 def uids_of(lease: Any) -> list[str]:
     """Leased prompts by uid, in the lease's order."""
     return [prompt.uid for prompt in lease.prompts]
+
+
+def states_of(queue: TransferQueue) -> list[str]:
+    """The state of each prompt, in the order of issue."""
+    return [entry.state for entry in queue.ledger()]
 
 
 @contextmanager

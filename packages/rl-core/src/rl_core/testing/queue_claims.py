@@ -1,12 +1,9 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of claims: which producer generates what."""
 
-from collections.abc import Callable
-
-from rl_core.batch import Batch
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
 from rl_core.queue.interface import TransferQueue
-from rl_core.testing.queue_checks import DEADLINE_S, QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import QueueChecks, batch_of, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory
 
 
@@ -40,23 +37,6 @@ class ClaimChecks(QueueChecks):
         claim = queue.claim(prompts=4, deadline_s=0)
         assert (uids_of(claim), claim.sessions) == (["p1", "p3"], ((2,), (0, 1, 2)))
 
-    def test_what_a_lost_producer_had_not_put_is_handed_out_again(self) -> None:
-        queue = self.issued(2, num_sessions=3)
-        old = queue.claim(prompts=2, deadline_s=0, claim_s=10)
-        assert old.expires_at == self.clock() + 10
-        put_all(queue, "p0", num_sessions=3)
-        queue.put("p1", 1, [make_trajectory("p1", 1)])
-        self.advance(queue, 9.5)
-        with refuses(DeadlineError, "1 leased"):
-            queue.claim(prompts=2, deadline_s=0)
-        self.advance(queue, 0.5)
-        new = queue.claim(prompts=2, deadline_s=0)
-        assert (uids_of(new), new.sessions) == (["p1"], ((0, 2),))
-        with refuses(OutdatedLeaseError, f"lease {old.lease_id}"):
-            queue.extend(old, lease_s=10)
-        queue.release(old)
-        assert queue.stats()["claims"] == 1
-
     def test_a_released_claim_is_handed_out_again(self) -> None:
         queue = self.issued(3, num_sessions=2)
         claim = queue.claim(prompts=2, deadline_s=0)
@@ -81,10 +61,9 @@ class ClaimChecks(QueueChecks):
     def test_a_claim_is_fulfilled_by_its_last_session(self) -> None:
         queue = self.issued(3, num_sessions=2)
         claim = queue.claim(prompts=3, deadline_s=0)
-        put_all(queue, "p0", num_sessions=2)
+        queue.put_batch(batch_of(("p0", 0, 0), ("p0", 1, 0), ("p2", 0, 0)))
         queue.put("p1", 0, [])
         queue.fail("p1", 1, reason="engine aborted")
-        queue.put("p2", 0, [make_trajectory("p2", 0)])
         queue.extend(claim, lease_s=100)
         assert queue.stats()["claims"] == 1
         queue.put("p2", 1, [make_trajectory("p2", 1)])
@@ -93,13 +72,6 @@ class ClaimChecks(QueueChecks):
             queue.extend(claim, lease_s=100)
         queue.release(claim)
         assert [entry.state for entry in queue.ledger()] == ["settled", "dropped", "settled"]
-
-    def test_one_put_of_many_sessions_fulfils_a_claim(self) -> None:
-        queue = self.issued(2, num_sessions=2)
-        queue.claim(prompts=2, deadline_s=0)
-        rows = [make_trajectory(uid, session) for uid in ("p0", "p1") for session in range(2)]
-        queue.put_batch(Batch.from_trajectories(rows))
-        assert (queue.stats()["claims"], queue.unsettled()) == (0, [])
 
     def test_puts_need_no_claim_and_count_beside_one(self) -> None:
         queue = self.issued(2, num_sessions=2)
@@ -118,21 +90,6 @@ class ClaimChecks(QueueChecks):
         with refuses(OutdatedLeaseError, f"lease {claim.lease_id}"):
             queue.extend(claim, lease_s=10)
         assert uids_of(queue.claim(prompts=1, deadline_s=0)) == ["p0"]
-
-    def test_a_producer_waits_for_prompts_and_is_woken(self) -> None:
-        queue = self.queue()
-        events: list[Callable[[], object]] = [
-            lambda: queue.issue(make_prompts(1), num_sessions=1),
-            lambda: queue.release(claim),
-            lambda: self.advance(queue, 10),
-            lambda: queue.drop("p0", reason="too easy", reissue=True),
-        ]
-        for event in events:
-            waiter = self.spawn(queue.claim, prompts=2, deadline_s=DEADLINE_S, claim_s=10)
-            self.wait_for_stat(queue, "waiting/lease", 1)
-            event()
-            claim = waiter.result(DEADLINE_S)
-            assert uids_of(claim) == ["p0"]
 
     def test_impossible_claims_are_refused(self) -> None:
         queue = self.issued(1)

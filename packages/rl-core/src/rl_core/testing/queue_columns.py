@@ -3,13 +3,20 @@
 
 import numpy as np
 
-from rl_core.errors import DataError, DeadlineError, ShapeError
-from rl_core.queue.interface import TaskSpec
-from rl_core.ragged import Ragged
-from rl_core.testing.queue_checks import REFERENCE, TEACHER, TRAIN, TRAIN_LATE, QueueChecks, refuses, uids_of
+from rl_core.errors import DeadlineError
+from rl_core.testing.queue_checks import (
+    REFERENCE,
+    REWARD,
+    TEACHER,
+    TRAIN,
+    TRAIN_LATE,
+    QueueChecks,
+    batch_of,
+    put_all,
+    refuses,
+    uids_of,
+)
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
-
-REWARD = TaskSpec(name="reward", needs=frozenset({"input_ids"}), gives=frozenset({"reward"}))
 
 
 class ColumnChecks(QueueChecks):
@@ -26,18 +33,6 @@ class ColumnChecks(QueueChecks):
         assert [row[0] for row in first.ragged("reference_logprobs")] == [-1.0, -2.0]
         assert [row[0] for row in second.ragged("reference_logprobs")] == [-3.0, -4.0]
         assert second.ragged("reference_logprobs").lengths.tolist() == second.ragged("input_ids").lengths.tolist()
-
-    def test_columns_stay_with_their_rows_when_tasks_take_groups_in_different_portions(self) -> None:
-        train = TaskSpec(name="train", needs=frozenset({"reference_logprobs", "teacher_logprobs"}))
-        queue = self.filled(REFERENCE, TEACHER, train, num_prompts=3)
-        for task, portions in [("reference", (1, 2)), ("teacher", (2, 1))]:
-            for num_groups in portions:
-                lease = queue.lease(task, groups=num_groups, deadline_s=0)
-                values = [-1.0 - int(key.prompt_uid[1:]) for key in lease.batch.keys]
-                queue.ack(lease, {f"{task}_logprobs": ragged_like(lease.batch, f"{task}_logprobs", values)})
-        batch = queue.lease("train", groups=3, deadline_s=0).batch
-        for name in ("reference_logprobs", "teacher_logprobs"):
-            assert [row[0] for row in batch.ragged(name)] == [-1.0, -2.0, -3.0]
 
     def test_groups_that_differ_in_columns_of_other_tasks_are_leased_together(self) -> None:
         queue = self.filled(REFERENCE, TEACHER, TRAIN, num_prompts=2)
@@ -61,27 +56,6 @@ class ColumnChecks(QueueChecks):
         queue.ack(lease, {"reward": np.asarray([0.25, 0.75], dtype=np.float32)})
         assert queue.lease("train", groups=1, deadline_s=0).batch.dense("reward").tolist() == [0.25, 0.75]
 
-    def test_a_refused_ack_changes_nothing_and_may_be_corrected(self) -> None:
-        queue = self.filled(REFERENCE, TRAIN_LATE, num_prompts=1, num_sessions=2)
-        lease = queue.lease("reference", groups=1, deadline_s=0)
-        good = ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])
-        with refuses(DataError, "gives ['reference_logprobs']", "found []"):
-            queue.ack(lease)
-        with refuses(DataError, "found ['teacher_logprobs']"):
-            queue.ack(lease, {"teacher_logprobs": good})
-        with refuses(DataError, "reference_logprobs", "'p0'", "token 0", "finite"):
-            queue.ack(lease, {"reference_logprobs": Ragged(np.full_like(good.values, np.nan), good.offsets)})
-        with refuses(ShapeError, "float32", "float64"):
-            queue.ack(lease, {"reference_logprobs": Ragged(good.values.astype(np.float64), good.offsets)})
-        with refuses(ShapeError, "2 rows", "found 1"):
-            queue.ack(lease, {"reference_logprobs": good.select([0])})
-        with refuses(ShapeError, "row 0", "5 tokens", "found 4"):
-            shifted = Ragged(good.values, np.asarray([0, 4, 10]))
-            queue.ack(lease, {"reference_logprobs": shifted})
-        assert queue.ledger()[0].acked_by == frozenset()
-        queue.ack(lease, {"reference_logprobs": good})
-        assert queue.ledger()[0].acked_by == {"reference"}
-
     def test_columns_of_an_outdated_lease_are_not_kept(self) -> None:
         queue = self.filled(REFERENCE, TRAIN_LATE, num_prompts=1)
         old = queue.lease("reference", groups=1, deadline_s=0, lease_s=10)
@@ -92,3 +66,37 @@ class ColumnChecks(QueueChecks):
             queue.ack(old, {"reference_logprobs": ragged_like(old.batch, "reference_logprobs", [-1.0])})
         batch = queue.lease("train", groups=1, deadline_s=0).batch
         assert batch.ragged("reference_logprobs")[0].tolist() == [-2.0] * 5
+
+    def test_a_group_has_the_columns_that_all_its_rows_have(self) -> None:
+        queue = self.queue()
+        queue.issue(make_prompts(1), num_sessions=2)
+        first, second = batch_of(("p0", 0, 0)), batch_of(("p0", 1, 0))
+        both = {"values": ragged_like(first, "values", [0.5])}
+        queue.put_batch(first.with_columns({**both, "returns": ragged_like(first, "returns", [1.5])}))
+        queue.put_batch(second.with_columns(both))
+        batch = queue.lease("train", groups=1, deadline_s=0).batch
+        assert [row[0] for row in batch.ragged("values")] == [0.5, 0.5]
+        assert "returns" not in batch
+
+    def test_a_column_may_come_from_the_producer_for_some_groups_and_from_a_task_for_others(self) -> None:
+        queue = self.queue(REWARD, TRAIN)
+        queue.issue(make_prompts(3), num_sessions=2)
+        for uid in ("p1", "p0", "p2"):
+            for session in (1, 0):
+                reward = None if uid == "p1" else 10.0 * int(uid[1:]) + session
+                queue.put(uid, session, [make_trajectory(uid, session, reward=reward)])
+        lease = queue.lease("reward", groups=1, deadline_s=0)
+        assert uids_of(lease) == ["p1"]
+        queue.ack(lease, {"reward": np.asarray([0.25, 0.75], dtype=np.float32)})
+        batch = queue.lease("train", groups=3, deadline_s=0).batch
+        assert batch.dense("reward").tolist() == [0.25, 0.75, 0.0, 1.0, 20.0, 21.0]
+
+    def test_a_late_column_replaces_that_of_the_producer(self) -> None:
+        queue = self.queue(REWARD, TRAIN)
+        queue.issue(make_prompts(1), num_sessions=1)
+        put_all(queue, "p0")
+        assert queue.lease("train", groups=1, deadline_s=0, lease_s=10).batch.dense("reward").tolist() == [1.0]
+        lease = queue.lease("reward", groups=1, deadline_s=0)
+        queue.ack(lease, {"reward": np.asarray([0.5], dtype=np.float32)})
+        self.advance(queue, 10)
+        assert queue.lease("train", groups=1, deadline_s=0).batch.dense("reward").tolist() == [0.5]

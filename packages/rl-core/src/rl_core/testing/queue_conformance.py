@@ -1,40 +1,38 @@
 """What every backend of the transfer queue must do."""
 
-from rl_core.testing.queue_batches import BatchChecks
+from rl_core.testing.queue_calls import CallChecks
+from rl_core.testing.queue_capacity import CapacityChecks
 from rl_core.testing.queue_claims import ClaimChecks
 from rl_core.testing.queue_columns import ColumnChecks
-from rl_core.testing.queue_drops import DropChecks
-from rl_core.testing.queue_finish import FinishChecks
 from rl_core.testing.queue_leases import LeaseChecks
-from rl_core.testing.queue_ledger import LedgerChecks
-from rl_core.testing.queue_named import NamedLeaseChecks
-from rl_core.testing.queue_own_columns import OwnColumnChecks
-from rl_core.testing.queue_partial import PartialChecks
+from rl_core.testing.queue_names import NameChecks
 from rl_core.testing.queue_partitions import PartitionChecks
-from rl_core.testing.queue_room import RoomChecks
-from rl_core.testing.queue_rows import RowChecks
+from rl_core.testing.queue_payload import PayloadChecks
+from rl_core.testing.queue_sessions import SessionChecks
 from rl_core.testing.queue_staleness import StalenessChecks
 from rl_core.testing.queue_waits import WaitChecks
 
 
+class QueueBackendConformance(PayloadChecks, CallChecks, WaitChecks):
+    """The part that a backend can get wrong though it shares the queue's client and service with the others.
+
+    That is how requests, errors and rows travel, and who is woken. A backend of `rl_core.queue.client.QueueClient` and
+    `rl_core.queue.service.QueueService` needs no more: what a lease means is theirs.
+    """
+
+
 class QueueConformance(
-    RowChecks,
-    BatchChecks,
+    QueueBackendConformance,
+    SessionChecks,
     ColumnChecks,
-    OwnColumnChecks,
     LeaseChecks,
-    NamedLeaseChecks,
-    FinishChecks,
-    StalenessChecks,
+    NameChecks,
     ClaimChecks,
-    PartialChecks,
-    DropChecks,
-    RoomChecks,
-    WaitChecks,
+    StalenessChecks,
+    CapacityChecks,
     PartitionChecks,
-    LedgerChecks,
 ):
-    """The conformance suite; pytest runs it for each subclass that says how a queue is made.
+    """The whole suite; pytest runs it for each subclass that says how a queue is made.
 
     The backend must read the time of its leases from the `clock` that it is given, and look at it in `stats`.
 

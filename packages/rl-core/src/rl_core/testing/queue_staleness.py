@@ -1,22 +1,30 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks of staleness: how far rows may be behind the published policy, at lease and at ack."""
+"""Checks of staleness: how far groups may be behind the published policy when they are leased."""
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from rl_core.errors import DeadlineError, NothingToLeaseError, OutdatedLeaseError, StaleLeaseError
+from rl_core.errors import DataError, NothingToLeaseError, OutdatedLeaseError
 from rl_core.queue.interface import TaskSpec, TransferQueue
-from rl_core.records import NO_VERSION, Trajectory
-from rl_core.testing.queue_checks import REFERENCE, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import (
+    DEADLINE_S,
+    LOG,
+    REFERENCE,
+    TRAIN,
+    TRAIN_IN_ORDER,
+    QueueChecks,
+    put_all,
+    refuses,
+    sampled_by,
+    uids_of,
+)
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 FRESH = replace(TRAIN, max_staleness=1)
 
 
 class StalenessChecks(QueueChecks):
-    """Rows older than a task allows are never trained on, and every one that is dropped is counted."""
+    """Groups older than a task allows are not leased, and every one that is dropped is counted."""
 
     def versioned(self, *tasks: TaskSpec, versions: list[int], **options: Any) -> TransferQueue:
         """A queue whose prompts p0, p1 and so on were sampled by these policy versions."""
@@ -25,14 +33,6 @@ class StalenessChecks(QueueChecks):
         for index, version in enumerate(versions):
             queue.put(f"p{index}", 0, [sampled_by(f"p{index}", 0, version)])
         return queue
-
-    def test_stale_groups_are_dropped_instead_of_leased(self) -> None:
-        queue = self.versioned(FRESH, versions=[0, 1, 2])
-        queue.set_policy_version(2)
-        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p1", "p2"]
-        entry = queue.ledger()[0]
-        assert (entry.state, entry.reason, entry.num_rows) == ("dropped", "stale", 0)
-        assert (queue.stats()["drops/stale"], queue.stats()["reissued"]) == (1, 0)
 
     def test_the_oldest_token_of_a_group_counts(self) -> None:
         queue = self.queue(FRESH)
@@ -46,99 +46,34 @@ class StalenessChecks(QueueChecks):
         assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
         assert queue.ledger()[0].reason == "stale"
 
-    def test_rows_without_sampled_tokens_are_never_stale(self) -> None:
-        queue = self.queue(replace(FRESH, max_staleness=0))
-        queue.issue(make_prompts(1), num_sessions=1)
+    def test_without_a_bound_or_a_sampled_token_nothing_is_stale(self) -> None:
+        queue = self.queue(replace(FRESH, max_staleness=0), LOG)
+        queue.issue(make_prompts(2), num_sessions=1)
         queue.put("p0", 0, [make_trajectory("p0", 0, num_response_tokens=0)])
+        put_all(queue, "p1")
         queue.set_policy_version(1000)
+        queue.ack(queue.lease("log", groups=2, deadline_s=0))
         lease = queue.lease("train", groups=1, deadline_s=0)
-        assert queue.ledger()[0].policy_versions is None
-        queue.ack(lease)
-        assert queue.ledger()[0].state == "done"
+        assert (uids_of(lease), queue.ledger()[0].policy_versions) == (["p0"], None)
 
-    def test_the_policy_version_never_falls(self) -> None:
-        queue = self.versioned(FRESH, versions=[3, 4])
+    def test_what_became_stale_after_it_was_leased_counts(self) -> None:
+        queue = self.versioned(FRESH, versions=[0, 0, 0])
+        lease = queue.lease("train", groups=1, deadline_s=0)
+        queue.release(queue.lease("train", prompts=["p1"], deadline_s=0))
         queue.set_policy_version(5)
-        queue.set_policy_version(3)
-        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
-
-    def test_tasks_without_a_bound_take_any_version(self) -> None:
-        queue = self.versioned(TRAIN, versions=[0])
-        queue.set_policy_version(1000)
-        queue.ack(queue.lease("train", groups=1, deadline_s=0))
-        assert queue.ledger()[0].state == "done"
-
-    def test_an_ack_of_rows_that_became_stale_is_refused_and_the_others_come_again(self) -> None:
-        queue = self.versioned(FRESH, versions=[1, 0, 2])
-        lease = queue.lease("train", groups=3, deadline_s=0)
-        queue.set_policy_version(2)
-        with refuses(StaleLeaseError, "1 of 3 groups", f"lease {lease.lease_id}", "'train'", "max_staleness 1"):
-            queue.ack(lease)
-        assert [entry.state for entry in queue.ledger()] == ["settled", "dropped", "settled"]
-        assert [entry.acked_by for entry in queue.ledger()] == [frozenset()] * 3
-        assert queue.stats()["drops/stale"] == 1
-        with refuses(OutdatedLeaseError, f"lease {lease.lease_id}"):
-            queue.ack(lease)
-        again = queue.lease("train", groups=2, deadline_s=0)
-        assert uids_of(again) == ["p0", "p2"]
-        queue.ack(again)
-        assert [entry.state for entry in queue.ledger()] == ["done", "dropped", "done"]
-
-    def test_an_ack_at_the_bound_counts(self) -> None:
-        queue = self.versioned(FRESH, versions=[0])
-        lease = queue.lease("train", groups=1, deadline_s=0)
-        queue.set_policy_version(1)
         queue.ack(lease)
-        assert queue.ledger()[0].state == "done"
-
-    def test_columns_of_a_stale_ack_are_not_kept(self) -> None:
-        queue = self.versioned(replace(REFERENCE, max_staleness=1), TRAIN, versions=[0, 2])
-        lease = queue.lease("reference", groups=2, deadline_s=0)
-        queue.set_policy_version(2)
-        given = {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])}
-        with refuses(StaleLeaseError, "1 of 2 groups"):
-            queue.ack(lease, given)
-        assert queue.ledger()[1].acked_by == frozenset()
-        again = queue.lease("reference", groups=1, deadline_s=0)
-        assert uids_of(again) == ["p1"]
-        assert "reference_logprobs" not in again.batch
-
-    def test_stale_prompts_are_issued_again_when_asked(self) -> None:
-        queue = self.versioned(FRESH, versions=[0, 2], reissue_stale=True)
-        queue.set_policy_version(2)
-        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
-        entry = queue.ledger()[0]
-        assert (entry.state, entry.reason, entry.attempt, entry.num_rows) == ("issued", "stale", 2, 0)
-        assert (queue.stats()["drops/stale"], queue.stats()["reissued"]) == (1, 1)
-        (unsettled,) = queue.unsettled()
-        assert (unsettled.prompt.uid, unsettled.sessions, unsettled.attempt) == ("p0", (0,), 2)
-        assert uids_of(queue.claim(prompts=2, deadline_s=0)) == ["p0"]
-        queue.put("p0", 0, [sampled_by("p0", 0, 2)])
-        lease = queue.lease("train", groups=1, deadline_s=0)
-        assert lease.batch.ragged("policy_versions")[0].tolist() == [-1, -1, 2]
-        queue.ack(lease)
-        assert queue.ledger()[0].state == "done"
-
-    def test_prompts_that_became_stale_before_the_ack_are_issued_again_when_asked(self) -> None:
-        queue = self.versioned(FRESH, versions=[0, 2], reissue_stale=True)
-        lease = queue.lease("train", groups=2, deadline_s=0)
-        queue.set_policy_version(2)
-        with refuses(StaleLeaseError, "1 of 2 groups"):
-            queue.ack(lease)
-        assert [(entry.state, entry.attempt) for entry in queue.ledger()] == [("issued", 2), ("settled", 1)]
-        assert [unsettled.prompt.uid for unsettled in queue.unsettled()] == ["p0"]
-
-    def test_a_consumer_in_the_order_of_issue_waits_for_what_is_issued_again(self) -> None:
-        task = replace(TRAIN_IN_ORDER, max_staleness=0)
-        queue = self.versioned(task, versions=[0, 1], reissue_stale=True)
-        queue.set_policy_version(1)
-        with refuses(DeadlineError, "'p0' lacks sessions [0]"):
+        queue.finish("train", ["p1"])
+        with refuses(NothingToLeaseError, "2 done", "1 dropped"):
             queue.lease("train", groups=1, deadline_s=0)
-        queue.put("p0", 0, [sampled_by("p0", 0, 1)])
-        assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-        queue = self.versioned(task, versions=[0, 1])
+
+    def test_a_stale_prompt_is_generated_again_once_it_is_forgotten(self) -> None:
+        queue = self.versioned(replace(TRAIN_IN_ORDER, max_staleness=0), versions=[0, 1])
         queue.set_policy_version(1)
-        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"]
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p1"], "p0 does not hold it up"
+        assert queue.forget_finished() == 1
+        queue.issue(make_prompts(1), num_sessions=1)
+        queue.put("p0", 0, [sampled_by("p0", 0, 1)])
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0)) == ["p0"]
 
     def test_nothing_is_left_when_all_is_stale(self) -> None:
         queue = self.versioned(FRESH, versions=[0, 0])
@@ -169,13 +104,23 @@ class StalenessChecks(QueueChecks):
         with refuses(NothingToLeaseError, "2 dropped"):
             queue.lease("train", groups=1, deadline_s=0)
 
+    def test_a_named_group_that_is_too_stale_is_dropped_and_named(self) -> None:
+        queue = self.versioned(FRESH, versions=[0, 1, 2])
+        queue.set_policy_version(2)
+        with refuses(DataError, "1 of 2 prompts", "too stale", "max_staleness 1", "'p0'"):
+            queue.lease("train", prompts=["p2", "p0"], deadline_s=DEADLINE_S)
+        entries = queue.ledger()
+        assert [entry.state for entry in entries] == ["dropped", "settled", "settled"]
+        assert (entries[0].reason, queue.stats()["drops/stale"]) == ("stale", 1)
+        assert uids_of(queue.lease("train", prompts=["p2", "p1"], deadline_s=0)) == ["p2", "p1"]
 
-def sampled_by(prompt_uid: str, session_index: int, *versions: int, output_index: int = 0) -> Trajectory:
-    """A trajectory with one token of each of these policy versions."""
-    return make_trajectory(
-        prompt_uid,
-        session_index,
-        output_index,
-        num_response_tokens=len(versions),
-        policy_versions=np.asarray([NO_VERSION, NO_VERSION, *versions], dtype=np.int32),
-    )
+    def test_a_named_group_that_becomes_stale_during_the_wait_is_refused(self) -> None:
+        queue = self.queue(replace(TRAIN, max_staleness=0))
+        queue.issue(make_prompts(2), num_sessions=1)
+        queue.put("p0", 0, [sampled_by("p0", 0, 0)])
+        waiter = self.spawn(queue.lease, "train", prompts=["p0", "p1"], deadline_s=DEADLINE_S)
+        self.wait_for_stat(queue, "waiting/lease", 1)
+        queue.set_policy_version(1)
+        with refuses(DataError, "too stale", "'p0'"):
+            waiter.result(DEADLINE_S)
+        assert [entry.state for entry in queue.ledger()] == ["dropped", "issued"]

@@ -6,14 +6,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, NotReadyError
+from rl_core.errors import (
+    DataError,
+    DeadlineError,
+    NothingToLeaseError,
+    NotReadyError,
+)
 from rl_core.queue.interface import TransferQueue
-from rl_core.testing.queue_checks import DEADLINE_S, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import (
+    DEADLINE_S,
+    TRAIN,
+    TRAIN_IN_ORDER,
+    QueueChecks,
+    put_all,
+    refuses,
+    uids_of,
+)
 from rl_core.testing.rows import make_prompts, make_trajectory
 
 
 class WaitChecks(QueueChecks):
-    """Consumers wait for groups, producers for room, and nobody for ever."""
+    """Consumers wait for groups, producers for prompts and capacity, and nobody for ever."""
 
     def test_a_consumer_is_woken_by_the_last_session(self) -> None:
         queue = self.queue(TRAIN_IN_ORDER)
@@ -53,6 +66,57 @@ class WaitChecks(QueueChecks):
         with refuses(NothingToLeaseError, "1 dropped"):
             waiter.result(DEADLINE_S)
 
+    def test_a_consumer_waits_until_all_that_it_names_are_ready(self) -> None:
+        queue = self.queue()
+        queue.issue(make_prompts(3), num_sessions=2)
+        put_all(queue, "p0", num_sessions=2)
+        waiter = self.spawn(queue.lease, "train", prompts=["p2", "p0"], deadline_s=DEADLINE_S)
+        self.wait_for_stat(queue, "waiting/lease", 1)
+        put_all(queue, "p1", num_sessions=2)
+        queue.put("p2", 1, [make_trajectory("p2", 1)])
+        assert queue.stats()["waiting/lease"] == 1
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0, lease_s=10)) == ["p0"]
+        queue.fail("p2", 0, reason="engine aborted")
+        assert queue.stats()["waiting/lease"] == 1, "another consumer has p0"
+        self.advance(queue, 10)
+        lease = waiter.result(DEADLINE_S)
+        assert (uids_of(lease), len(lease.batch)) == (["p2", "p0"], 3)
+
+    def test_consumers_that_wait_are_told_of_a_finish(self) -> None:
+        waits: list[tuple[Callable[[TransferQueue], object], type[Exception], str]] = [
+            (lambda queue: queue.lease("train", groups=2, deadline_s=DEADLINE_S), NothingToLeaseError, "1 done"),
+            (
+                lambda queue: queue.lease("train", prompts=["p0", "p1"], deadline_s=DEADLINE_S),
+                DataError,
+                "'p0' is done",
+            ),
+        ]
+        for wait, error, words in waits:
+            queue = self.queue()
+            queue.issue(make_prompts(2), num_sessions=1)
+            put_all(queue, "p0")
+            waiter = self.spawn(wait, queue)
+            self.wait_for_stat(queue, "waiting/lease", 1)
+            queue.finish("train", ["p0"])
+            queue.drop("p1", reason="too easy")
+            with refuses(error, words):
+                waiter.result(DEADLINE_S)
+
+    def test_a_producer_waits_for_prompts_and_is_woken(self) -> None:
+        queue = self.queue()
+        events: list[Callable[[], object]] = [
+            lambda: queue.issue(make_prompts(1), num_sessions=1),
+            lambda: queue.release(claim),
+            lambda: self.advance(queue, 10),
+            lambda: queue.drop("p0", reason="too easy", reissue=True),
+        ]
+        for event in events:
+            waiter = self.spawn(queue.claim, prompts=2, deadline_s=DEADLINE_S, claim_s=10)
+            self.wait_for_stat(queue, "waiting/lease", 1)
+            event()
+            claim = waiter.result(DEADLINE_S)
+            assert uids_of(claim) == ["p0"]
+
     def test_a_passed_deadline_says_who_waited_for_what(self) -> None:
         queue = self.queue()
         queue.issue(make_prompts(2), num_sessions=2)
@@ -64,15 +128,7 @@ class WaitChecks(QueueChecks):
             queue.lease("train", groups=2, deadline_s=0.01)
         assert queue.stats()["waiting/lease"] == 0
 
-    def full(self, *, num_prompts: int = 3) -> TransferQueue:
-        """A queue for two rows, both of them there."""
-        queue = self.queue(TRAIN, capacity_rows=2)
-        queue.issue(make_prompts(num_prompts), num_sessions=1)
-        for uid in ("p0", "p1"):
-            put_all(queue, uid)
-        return queue
-
-    def test_a_producer_waits_for_room(self) -> None:
+    def test_a_producer_waits_for_capacity(self) -> None:
         queue = self.full()
         with refuses(DeadlineError, "put of 1 rows", "2 of 2 held", "2 settled"):
             queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0)
@@ -84,13 +140,6 @@ class WaitChecks(QueueChecks):
         queue.ack(lease)
         producer.result(DEADLINE_S)
         assert queue.stats()["rows"] == 2
-
-    def test_a_wrong_put_does_not_wait_to_be_refused(self) -> None:
-        queue = self.full()
-        with refuses(DataError, "'p9'", "never issued"):
-            queue.put("p9", 0, [make_trajectory("p9", 0)], deadline_s=0)
-        with refuses(DataError, "already settled"):
-            queue.put("p0", 0, [make_trajectory("p0", 0)], deadline_s=0)
 
     def test_a_producer_is_woken_by_a_drop(self) -> None:
         queue = self.full()
@@ -107,31 +156,6 @@ class WaitChecks(QueueChecks):
         queue.drop("p1", reason="too easy")
         with refuses(DataError, "'p2' is dropped", "too stale"):
             producer.result(DEADLINE_S)
-
-    def test_a_group_larger_than_the_queue_is_finished_when_none_can_be_consumed(self) -> None:
-        queue = self.queue(TRAIN, capacity_rows=2)
-        queue.issue(make_prompts(1), num_sessions=3)
-        put_all(queue, "p0", num_sessions=3)
-        assert len(queue.lease("train", groups=1, deadline_s=0).batch) == 3
-
-    def test_a_full_queue_and_a_consumer_that_wants_more_do_not_wait_for_each_other(self) -> None:
-        queue = self.full()
-        producer = self.spawn(put_all, queue, "p2")
-        self.wait_for_stat(queue, "waiting/put", 1)
-        lease = queue.lease("train", groups=3, deadline_s=DEADLINE_S)
-        producer.result(DEADLINE_S)
-        assert uids_of(lease) == ["p0", "p1", "p2"]
-
-    def test_a_producer_waits_while_a_consumer_works_though_another_wants_more(self) -> None:
-        queue = self.full(num_prompts=4)
-        working = queue.lease("train", groups=1, deadline_s=0)
-        wanting = self.spawn(queue.lease, "train", groups=2, deadline_s=DEADLINE_S)
-        self.wait_for_stat(queue, "waiting/lease", 1)
-        with refuses(DeadlineError, "2 of 2 held"):
-            queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0)
-        queue.ack(working)
-        put_all(queue, "p2")
-        assert uids_of(wanting.result(DEADLINE_S)) == ["p1", "p2"]
 
     def test_close_wakes_every_waiter_and_ends_everything(self) -> None:
         queue = self.full()

@@ -87,7 +87,7 @@ def test_a_full_disk_refuses_what_it_cannot_keep_and_the_queue_goes_on(tmp_path,
     )
     assert child.returncode == 0, child.stderr
     said = json.loads(child.stdout)
-    assert "no room for" in said["large"]
+    assert "no space for" in said["large"]
     assert "set capacity_bytes" in said["large"]
     for name in ("small", "middle", "issue", "drop"):
         assert str(tmp_path) in said[name], name

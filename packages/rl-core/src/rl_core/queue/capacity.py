@@ -1,4 +1,4 @@
-"""Room in a queue: what is held, what is reserved for rows that are being written, and who may come in."""
+"""Capacity of a queue: what is held, what is reserved for rows that are being written, and who may come in."""
 
 import time
 from collections.abc import Callable, Iterable, Set
@@ -10,10 +10,10 @@ from rl_core.queue.messages import GENERATE, Reserve
 
 
 class SegmentStore(Protocol):
-    """Where segments of a certain size can be written."""
+    """Where segments of a certain size can be written, for clients that do not bring their own."""
 
     def allocate(self, size_bytes: int, client: str) -> Any:
-        """Room for a segment, such as a file's name; None where the client brings its own.
+        """A place for a segment, such as a file's name; None where the client names one.
 
         Raises:
             JournalError: There is no space left.
@@ -24,19 +24,21 @@ class SegmentStore(Protocol):
         """The segment there is needed no longer."""
         ...
 
+    def check(self, place: Any) -> None:
+        """Look at a segment that was there before.
 
-class OwnPlaces:
-    """The store of backends whose clients say where rows are."""
+        Raises:
+            SegmentError: It is missing, torn or altered.
+        """
+        ...
 
-    def allocate(self, size_bytes: int, client: str) -> Any:
-        """Nothing to allocate."""
-
-    def free(self, place: Any) -> None:
-        """Nothing to free: the place is let go of."""
+    def remove_others(self, places: list[Any]) -> int:
+        """Remove what lies at none of these places, and say how many segments that was."""
+        ...
 
 
 class Reservation(NamedTuple):
-    """Room that a client writes into."""
+    """What a client is writing."""
 
     client: str
     request: Reserve
@@ -44,17 +46,17 @@ class Reservation(NamedTuple):
     ends_at: float
 
 
-class Room:
+class Capacity:
     """Reservations, and the bounds of a queue."""
 
-    def __init__(self, store: SegmentStore, *, reservation_s: float) -> None:
+    def __init__(self, store: SegmentStore | None, *, reservation_s: float) -> None:
         """Nothing is reserved yet.
 
         Args:
-            store: Where segments are.
+            store: Where segments are; None where requests bring them.
             reservation_s: How long a client may take to write, where nothing tells that it is gone.
         """
-        self.store = store
+        self._store = store
         self._reservation_s = reservation_s
         self._reservations: dict[int, Reservation] = {}
         self._number = 0
@@ -69,7 +71,7 @@ class Room:
     def fits(
         self, core: QueueCore, num_rows: int, size_bytes: int, *, prompt_uids: Iterable[str], waiting_tasks: Set[str]
     ) -> bool:
-        """True when rows fit, or when waiting for room could last for ever.
+        """True when rows fit, or when waiting for them to fit could last for ever.
 
         That is so while nothing is settled, and while no consumer is at work and each task for which something is
         ready has one that waits for more than there is. Each partition is judged by itself: the consumers of another
@@ -92,12 +94,12 @@ class Room:
         return any(_may_wait_for_ever(core, partition, waiting_tasks) for partition in partitions)
 
     def reserve(self, request: Reserve, client: str) -> tuple[int, Any]:
-        """Hold room; gives its number and place.
+        """Count rows that will be written; gives the reservation's number and a place.
 
         Raises:
             JournalError: There is no space left.
         """
-        place = self.store.allocate(request.segment_bytes, client)
+        place = None if self._store is None else self._store.allocate(request.segment_bytes, client)
         self._number += 1
         self._reservations[self._number] = Reservation(client, request, place, time.monotonic() + self._reservation_s)
         self.num_rows += request.num_rows
@@ -116,30 +118,35 @@ class Room:
         return held
 
     def end(self, number: int) -> Reservation:
-        """Let go of a reservation, whose room now belongs to a segment or is freed."""
+        """Let go of a reservation: its place is a segment's now, or is freed."""
         held = self._reservations.pop(number)
         self.num_rows -= held.request.num_rows
         self.size_bytes -= held.request.size_bytes
         return held
 
     def give_up(self, number: int, written: Any = None) -> None:
-        """Free the room of a reservation, if it is still there, or what was written elsewhere for it."""
+        """Free the place of a reservation, if it is still there, or what was written elsewhere for it."""
         if number in self._reservations:
-            self.store.free(self.end(number).place or written)
+            self.free(self.end(number).place or written)
 
     def give_up_late(self, note: Callable[[str], None]) -> None:
-        """Free the room of those that took too long."""
+        """Free the places of those that took too long."""
         while self._reservations:
             number, held = next(iter(self._reservations.items()))
             if held.ends_at > time.monotonic():
                 return
             self.give_up(number)
-            note(f"the room that {held.client} reserved was given up")
+            note(f"what {held.client} reserved was given up")
 
     def give_up_of(self, client: str) -> None:
-        """Free the room of a client that is gone."""
+        """Free the places of a client that is gone."""
         for number in [number for number, held in self._reservations.items() if held.client == client]:
             self.give_up(number)
+
+    def free(self, place: Any) -> None:
+        """A segment is needed no longer."""
+        if self._store is not None:
+            self._store.free(place)
 
 
 def _may_wait_for_ever(core: QueueCore, partition: str, waiting_tasks: Set[str]) -> bool:
