@@ -117,7 +117,7 @@ def verdict(text):
     evidence = (Evidence(metric=text("evidence metric"), text=text("evidence")),)
     finding = Finding(rule="r", side="task", severity="critical", what=text("finding"), since_step=1, evidence=evidence,
                       causes=(text("cause"),), advice=(text("advice"),))  # fmt: skip
-    check = Check(rule="r", side="task", title=text("check title"), status="critical", finding=finding,
+    check = Check(rule="r", side="task", title=text("check title"), status="critical",
                   reading=text("check reading"))  # fmt: skip
     return Verdict(status="critical", step=2, checks=(check,), findings=(finding,))
 
