@@ -1,7 +1,7 @@
 """What health says of a run: checks, findings, and the verdict of them all."""
 
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 import msgspec
 
@@ -17,7 +17,12 @@ Severity = Literal["warning", "critical"]
 Status = Literal["ok", "warning", "critical", "unknown"]
 """What a check came to; unknown when the run has too few steps for it, or lacks its metrics."""
 
-SIDES: tuple[Side, ...] = get_args(Side)
+SIDE_TITLES: dict[Side, str] = {
+    "task": "Task: does it learn what it is rewarded for",
+    "convergence": "Convergence: does the policy move, and not too far at a time",
+    "stability": "Stability: is what trains sound, and are engine and learner one policy",
+    "efficiency": "Efficiency: where time and memory go",
+}
 RANKS: dict[Status, int] = {"unknown": 0, "ok": 0, "warning": 1, "critical": 2}
 """How bad a status is."""
 
