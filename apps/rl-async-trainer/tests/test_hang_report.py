@@ -365,14 +365,16 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "the file: Invalid JSON"),
-        (b"[]", "the file: Input should be"),
-        (b'{"format": "rl-hang-1"}', "at: Field required"),
-        (b"\xff\xfe", "Invalid JSON"),
-        (b'{"at": "x", "run": "y", "no_progress_s": 1, "format": "rl-hang-9"}', "format: Input should be 'rl-hang-1'"),
-        (b'{"at": "x", "run": "y", "no_progress_s": "long"}', "no_progress_s: Input should be a valid number"),
-        (b'{"at": "x", "run": "y", "no_progress_s": 1, "roles": [{}]}', "roles.0.name: Field required"),
-        (b"[" * 100_000, "Invalid JSON"),
+        (b"", "Input data was truncated"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'{"format": "rl-hang-1"}', "Object missing required field `at`"),
+        (b"\xff\xfe", "JSON is malformed"),
+        (b'{"at": "\xff", "run": "y", "no_progress_s": 1}', "utf-8"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1, "format": "rl-hang-9"}', "Invalid enum value 'rl-hang-9'"),
+        (b'{"at": "x", "run": "y", "no_progress_s": "long"}', "Expected `float`, got `str` - at `$.no_progress_s`"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1e999}', "Number out of range"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1, "roles": [{}]}', "required field `name` - at `$.roles[0]`"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1, "verdict": ' + b"[" * 100_000, "Expected `str`, got `array`"),
     ],
 )
 def test_foreign_files_are_refused(tmp_path, content, words):

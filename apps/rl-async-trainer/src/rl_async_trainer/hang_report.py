@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
 
 from rl_core.cluster.stacks import cut
 from rl_core.durable_files import write_durably
@@ -118,20 +118,17 @@ class HangReport:
     format: Literal["rl-hang-1"] = "rl-hang-1"
 
 
-_FORM = TypeAdapter(HangReport)
-
-
 def write_hang_report(path: Path, report: HangReport) -> None:
     """Write a report, cut where it is too long; a reader sees the old file or the new one.
 
     Raises:
         OSError: The file cannot be written.
     """
-    write_durably(path, _FORM.dump_json(bounded(report), indent=2) + b"\n")
+    write_durably(path, msgspec.json.format(msgspec.json.encode(bounded(report)), indent=2) + b"\n")
 
 
 def read_hang_report(path: Path) -> HangReport:
-    """A report that was written.
+    """A report that was written, cut where it is too long.
 
     Raises:
         DataError: The file is missing, too large, or no such report.
@@ -140,15 +137,12 @@ def read_hang_report(path: Path) -> HangReport:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise DataError(f"{path} must be a hang report of at most {MAX_FILE_BYTES} bytes; it has {size}.")
-        return _FORM.validate_json(path.read_bytes())
+        return bounded(msgspec.json.decode(path.read_bytes(), type=HangReport))
     except OSError as error:
         raise DataError(f"{path} cannot be read as a hang report: {error.strerror}.") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
-            f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {place}: "
-            f"{first['msg']}."
+            f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {error}."
         ) from None
 
 
