@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.group_events import generated_event, queued_event, refusal
-from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, RollouterInfo
 from rl_async_trainer.refusals import Refusals
 from rl_async_trainer.role_parts import ENGINE, engine_reports, role_memory_watch
-from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.served_policy import ServedPolicy
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.validation_run import ValidationBatch, put_validation
 from rl_core import Canary, Prompt, TransferQueue
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError, WeightProofError
 from rl_core.publish import ProofTolerances, PublishReport
 from rl_core.weights import WeightUpdate

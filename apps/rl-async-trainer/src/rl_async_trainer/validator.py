@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from rl_async_trainer.hang_report import Wait
 from rl_async_trainer.learner_link import LearnerRestartedError
 from rl_async_trainer.messages import ProbeOrder
 from rl_async_trainer.run_state import AsyncState
@@ -21,6 +20,7 @@ from rl_async_trainer.validation_run import (
     version_metrics,
 )
 from rl_core import Prompt, TransferQueue
+from rl_core.cluster.role_report import Wait
 from rl_core.records import NO_VERSION, IntArray
 from rl_metrics.generations import GenerationSample
 from rl_metrics.validation import headline

@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.hang_report import (
+from rl_core.cluster.role_report import RoleReport, Wait
+from rl_core.errors import DataError
+from rl_metrics.hang.report import (
     FILE,
     MAX_FILE_BYTES,
     MAX_GROUPS,
     MAX_STACK,
     GroupRow,
     HangReport,
-    RoleReport,
-    Wait,
     read_hang_report,
     write_hang_report,
 )
-from rl_async_trainer.hang_verdict import verdict
-from rl_async_trainer.stack_places import is_in_collective, place_of
-from rl_core.errors import DataError
+from rl_metrics.hang.stack_places import is_in_collective, place_of
+from rl_metrics.hang.verdict import verdict
 
 SERVED = '  File "/x/rl_core/cluster/served.py", line 37, in run\n    return await result\n'
 IDLE = 'pid 1 at 12:00:00\nthread MainThread (most recent call last):\n  File "/x/selectors.py", line 468, in select\n'
