@@ -10,8 +10,8 @@ from distillation_runs import as_toml, make_distillation_run, teacher_tables
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP
 
 from rl_async_trainer.control_socket import ask_run
-from rl_async_trainer.hang_report import read_hang_report
 from rl_metrics.events import read_events
+from rl_metrics.hang.report import read_hang_report
 from rl_metrics.trackers.jsonl import read_metrics
 
 STEPS, TOP_K = 4, 4

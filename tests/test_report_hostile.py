@@ -6,8 +6,9 @@ import json
 import pytest
 from report_pages import READY
 
-from rl_async_trainer.hang_report import GroupRow, HangReport, RoleReport, Wait, write_hang_report
+from rl_core.cluster.role_report import RoleReport, Wait
 from rl_metrics.generations import GenerationSample
+from rl_metrics.hang.report import GroupRow, HangReport, write_hang_report
 from rl_metrics.health.finding import Check, Evidence, Finding, Verdict
 from rl_metrics.histogram import Histogram
 from rl_metrics.report import write_report
@@ -117,7 +118,7 @@ def verdict(text):
     evidence = (Evidence(metric=text("evidence metric"), text=text("evidence")),)
     finding = Finding(rule="r", side="task", severity="critical", what=text("finding"), since_step=1, evidence=evidence,
                       causes=(text("cause"),), advice=(text("advice"),))  # fmt: skip
-    check = Check(rule="r", side="task", title=text("check title"), status="critical", finding=finding,
+    check = Check(rule="r", side="task", title=text("check title"), status="critical",
                   reading=text("check reading"))  # fmt: skip
     return Verdict(status="critical", step=2, checks=(check,), findings=(finding,))
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.hang_report import FILE, HangReport, read_hang_report
 from rl_async_trainer.watchdog import Watchdog
 from rl_core.testing import FakeClock, wait_until
+from rl_metrics.hang.report import FILE, HangReport, read_hang_report
 
 FAR_S = 60.0
 

@@ -7,7 +7,6 @@ import pytest
 
 from rl_metrics.cli import main
 from rl_metrics.health import GUIDE
-from rl_metrics.health.showing import rules_markdown
 
 GUIDE_PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "health.md"
 BEGIN, END = "<!-- rules: begin -->\n", "<!-- rules: end -->\n"
@@ -106,7 +105,6 @@ def test_the_rules_are_listed(capsys):
 def test_the_guide_page_is_up_to_date(capsys):
     assert main(["rules", "--markdown"]) == 0
     table = capsys.readouterr().out
-    assert table == rules_markdown(GUIDE)
     page = GUIDE_PAGE.read_text()
     assert page.partition(BEGIN)[2].partition(END)[0].strip() == table.strip(), (
         "docs/guides/health.md is out of date; put `rl-metrics rules --markdown` between its two marks"

@@ -1,18 +1,16 @@
-import io
 import json
 import os
 
 import pytest
 from mismatched_tokens import MismatchedRun
-from rich.console import Console
 
 from rl_metrics.cli import main
+from rl_metrics.commands.doctor import show
 from rl_metrics.doctor import diagnose
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis
 from rl_metrics.doctor.facts import Facts, facts_of
 from rl_metrics.doctor.hang import hang_ailment, judge_hang, shortened_stack
 from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
-from rl_metrics.doctor.showing import show
 from rl_metrics.doctor.sickness import judge_health
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.rollout_log import RolloutLog
@@ -294,18 +292,17 @@ def test_each_cause_has_its_own_advice(monkeypatch):
     assert [evidence.text for evidence in ailment.evidence] == ["a is high", "since step 3 (rule a)"]
 
 
-def test_no_line_of_an_ailment_is_shown_twice():
+def test_no_line_of_an_ailment_is_shown_twice(capsys):
     grows, waits = (Evidence(metric="m", text=text) for text in ("it grows", "it waits"))
     causes = [
         Cause(name="one", title="one", evidence=(grows, waits, waits), advice=("do this", "do this")),
         Cause(name="two", title="two", share=0.5, evidence=(waits,), advice=("do this", "do that")),
     ]
     sick = Ailment(kind="memory", what="sick", evidence=(grows, grows), causes=tuple(causes))
-    console = Console(file=io.StringIO(), width=80)
-    show(Diagnosis(run="a", ailments=(sick, sick)), console)
+    show(Diagnosis(run="a", ailments=(sick, sick)))
     told = ["", "memory: sick", "  it grows", "  1. one", "     because it waits", "     try: do this"]
     told += ["  2. two (50 %)", "     try: do that"]
-    assert console.file.getvalue().splitlines() == ["run a", "first cause: one", *told, *told]
+    assert capsys.readouterr().out.splitlines() == ["run a", "first cause: one", *told, *told]
 
 
 def test_few_steps_are_not_judged(tmp_path):

@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -23,8 +24,8 @@ VERDICT = Verdict(
     status="critical",
     step=20,
     checks=(
-        Check(rule="kl_high", side="convergence", title="KL", status="critical", finding=FINDING, reading="0.08"),
-        Check(rule="memory", side="efficiency", title="Memory", status="unknown", finding=None, reading="no metric"),
+        Check(rule="kl_high", side="convergence", title="KL", status="critical", reading="0.08"),
+        Check(rule="memory", side="efficiency", title="Memory", status="unknown", reading="no metric"),
     ),
     findings=(FINDING,),
 )
@@ -41,8 +42,10 @@ def test_a_verdict_comes_back_from_its_json():
 
 
 def test_a_value_that_is_not_finite_is_null():
-    assert Evidence(metric="m", text="t", value=math.nan).to_json()["value"] is None
-    assert Evidence.from_json({"metric": "m", "text": "t", "value": math.inf}).value is None
+    evidence = tuple(Evidence(metric="m", text="t", value=value) for value in (math.nan, math.inf))
+    finding = replace(FINDING, evidence=evidence)
+    row = replace(VERDICT, findings=(finding,)).to_json()
+    assert [one["value"] for one in row["findings"][0]["evidence"]] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from rl_metrics.doctor.diagnosis import Ailment, Reading
-from rl_metrics.doctor.limits import GrowthLimits
 from rl_metrics.doctor.memory_growth import judge_memory, trend_of
 from rl_metrics.history import History
 
@@ -22,12 +21,12 @@ def noise(seed, size=0.01):
 
 
 def test_a_trend_is_the_median_slope():
-    trend = trend_of(STEPS, LEAK, limits=GrowthLimits(warm_up=0.0, warm_up_steps=0))
+    trend = trend_of(STEPS, LEAK)
     assert trend.slope == pytest.approx(0.01)
-    assert trend.grown == pytest.approx(0.99)
-    assert (trend.first, trend.last, trend.end) == (1, 100, 5.0)
-    # 4950 rising pairs of 100 * 99 * 205 / 18 = 112750: (4950 - 1) / 335.8
-    assert trend.z == pytest.approx(14.739, abs=1e-3)
+    assert trend.grown == pytest.approx(0.69)
+    assert (trend.first, trend.last, trend.end) == (31, 100, 5.0)  # the first 30 steps are the warm-up
+    # 2415 rising pairs of 70 * 69 * 145 / 18 = 38908.3: (2415 - 1) / 197.25
+    assert trend.z == pytest.approx(12.238, abs=1e-3)
 
 
 def test_the_owner_that_grows_comes_first_and_explains_the_process():

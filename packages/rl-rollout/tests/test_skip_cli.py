@@ -182,12 +182,11 @@ def test_nothing_in_an_entry_reaches_the_terminal_as_it_is(capsys, folder):
     _, out, _ = run(capsys, "show", folder, 1)
     assert "\\x1b]0;owned\\x07" in out
     assert "    | line    two" in out
-    run(capsys, "diff", folder, 1, 1)
     run(capsys, "show", folder, HOSTILE)
     run(capsys, "ls", HOSTILE[:-1])
 
 
-VERBS = [["ls"], ["show"], ["verify"], ["diff", "1", "2"], ["prune", "--broken"]]
+VERBS = [["ls"], ["show"], ["verify"], ["prune", "--broken"]]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -216,7 +215,7 @@ def test_a_directory_without_entries_says_so(capsys, folder):
     status, listing = as_json(capsys, "ls", folder)
     assert (status, listing["entries"], listing["totals"]["groups"], listing["size_bytes"]) == (0, [], 0, 0)
     assert run(capsys, "prune", folder, "--max-bytes", "1M")[0] == 0
-    for verb in VERBS[1:4]:
+    for verb in VERBS[1:3]:
         status, _, err = run(capsys, verb[0], folder, *verb[1:])
         assert (status, f"{folder} has no entries; expected folders such as {FIRST}" in err) == (2, True)
 
@@ -263,7 +262,7 @@ def test_prune_without_a_wish_is_refused(capsys, folder):
     assert (status, "prune needs --max-bytes SIZE, --broken or an ENTRY" in err) == (2, True)
 
 
-@pytest.mark.parametrize("verb", [["show"], ["verify"], ["diff", "1", "2"], ["prune", "--broken"]])
+@pytest.mark.parametrize("verb", [["show"], ["verify"], ["prune", "--broken"]])
 def test_without_zarr_the_extra_is_named(capsys, folder, monkeypatch, verb):
     fill(folder)
     monkeypatch.setitem(sys.modules, "numcodecs.blosc", None)
@@ -283,7 +282,7 @@ def test_without_fsspec_the_extra_is_named(capsys, monkeypatch):
     ("arguments", "words"),
     [
         ([], ["cache", "skip caches"]),
-        (["cache"], ["ls", "show", "verify", "diff", "prune", "Exit status: 0; 1 where something is broken"]),
+        (["cache"], ["ls", "show", "verify", "prune", "Exit status: 0; 1 where something is broken"]),
         *(
             (["cache", verb[0]], ["examples:", f"rl-rollout cache {verb[0]} ", "Exit status", "s3://bucket/rollouts"])
             for verb in VERBS

@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rl_async_trainer.assemble import Roles
-from rl_async_trainer.hang_report import GroupRow, HangReport, RoleReport, Wait
-from rl_async_trainer.hang_verdict import verdict
-from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.scheduler import Scheduler
 from rl_async_trainer.validator import Validator
 from rl_async_trainer.watchdog import Watchdog
 from rl_core import TransferQueue
 from rl_core.cluster import Role, process_stacks
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import RLError
+from rl_metrics.hang.report import GroupRow, HangReport
+from rl_metrics.hang.verdict import verdict
 
 ANSWER_S = 10.0
 PARTS_S = 8.0

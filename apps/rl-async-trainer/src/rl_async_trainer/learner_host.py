@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.learner_validation import LearnerValidation
 from rl_async_trainer.messages import LearnerInfo, Packed, ProbeOrder, StepOrder, StepReport, ValidationBatch
 from rl_async_trainer.role_parts import RANK, rank_reports, role_memory_watch
-from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.run_state import read_run_state
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.records import NO_VERSION, IntArray, Json
 from rl_core.transports import TensorTransport

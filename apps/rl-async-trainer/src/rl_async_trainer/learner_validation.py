@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from rl_async_trainer.hang_report import Wait
 from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
+from rl_core.cluster.role_report import Wait
 from rl_core.errors import NotReadyError
 from rl_core.publish import check_receipt
 from rl_core.records import NO_VERSION

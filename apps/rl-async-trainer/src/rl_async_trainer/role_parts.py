@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rl_async_trainer.hang_report import RoleReport
 from rl_async_trainer.settings import AsyncSettings
+from rl_core.cluster.role_report import RoleReport
 from rl_core.cluster.stacks import is_silent
 from rl_metrics.memory import MemoryWatch
 from rl_rollout.engines.engine_load import EngineLoad

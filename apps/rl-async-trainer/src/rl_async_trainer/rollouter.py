@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.group_events import Refusals, generated_event, queued_event, refusal
-from rl_async_trainer.hang_report import RoleReport, Wait
 from rl_async_trainer.messages import Dispatch, GroupEvent, ProbeOrder, ValidationBatch
 from rl_async_trainer.role_parts import ENGINE, engine_reports, role_memory_watch
-from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.rollout_window import RolloutWindow
 from rl_async_trainer.served_policy import ServedPolicy
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Canary, Prompt, TransferQueue
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.publish import ProofTolerances, PublishReport, retry_proof
 from rl_core.weights import WeightUpdate

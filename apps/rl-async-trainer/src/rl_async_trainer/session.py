@@ -12,8 +12,6 @@ from rl_async_trainer.control_socket import ControlSocket
 from rl_async_trainer.controller import Controller
 from rl_async_trainer.controls import Controls
 from rl_async_trainer.hang_evidence import HangEvidence, controller_waits
-from rl_async_trainer.hang_report import FILE as HANG_FILE
-from rl_async_trainer.hang_report import HangReport
 from rl_async_trainer.record import RunRecord, read_history
 from rl_async_trainer.replaying import issue_replayed, read_plan
 from rl_async_trainer.restoring import restore_schedule
@@ -28,6 +26,8 @@ from rl_core.records import Json
 from rl_distill.checkpoint_store import CheckpointStore
 from rl_metrics.events import EventLog
 from rl_metrics.generations import GenerationSample
+from rl_metrics.hang.report import FILE as HANG_FILE
+from rl_metrics.hang.report import HangReport
 from rl_metrics.histogram import Histogram
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource

@@ -5,10 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.hang_report import Wait
-from rl_async_trainer.role_view import RoleView
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
+from rl_core.cluster.role_report import RoleView, Wait
 from rl_core.errors import NotReadyError
 from rl_distill.teacher.service import TeacherService
 from rl_trainer.distilling import teacher_metrics

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_async_trainer.hang_report import Wait
 from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Prompt
 from rl_core.cluster.restarts import RoleRestartedError
+from rl_core.cluster.role_report import Wait
 from rl_core.records import NO_VERSION, IntArray
 from rl_metrics.generations import GenerationSample
 from rl_metrics.validation import headline

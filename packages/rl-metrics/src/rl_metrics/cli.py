@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import structlog
 
+from rl_core.errors import RLError
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
-from rl_metrics.commands.parts import Verbs
+from rl_metrics.commands.parts import Run, Verbs, refuse
 
 VERBS = (listing, plot, compare, importing, report, serve, check, doctor, rules)
 
@@ -25,8 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if not structlog.is_configured():  # warnings, which are no part of what a verb gives
         structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-    status: int = arguments.run(arguments)
-    return status
+    run: Run = arguments.run
+    try:
+        return run(arguments)
+    except (RLError, OSError) as error:
+        return refuse(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:

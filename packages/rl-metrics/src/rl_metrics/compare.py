@@ -18,6 +18,7 @@ from rl_metrics.intervals import (
     difference_over_steps,
     mean_over_steps,
 )
+from rl_metrics.json_lines import number_or_none
 from rl_metrics.table import CHAPTERS, DEFINITIONS, chapter_of
 
 Method = Literal["same steps", "own steps", "validation", "runs", "none"]
@@ -76,11 +77,11 @@ class Difference:
             "metric": self.metric,
             "chapter": self.chapter,
             "unit": self.unit,
-            "a": _finite(self.a),
-            "b": _finite(self.b),
-            "difference": _finite(self.difference),
-            "low": _finite(self.interval.low),
-            "high": _finite(self.interval.high),
+            "a": number_or_none(self.a),
+            "b": number_or_none(self.b),
+            "difference": number_or_none(self.difference),
+            "low": number_or_none(self.interval.low),
+            "high": number_or_none(self.interval.high),
             "is_clear": self.is_clear,
             "method": self.method,
             "num_steps": self.num_steps,
@@ -249,7 +250,3 @@ def _sureness(one: Difference) -> float:
     if not one.interval.is_known:
         return -1.0
     return abs(one.difference) / half if half > 0 else math.inf if one.difference else 0.0
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.records import Json
+from rl_metrics.json_lines import number_or_none
 
 MAX_SEED = 2**64 - 1
 
@@ -43,9 +44,9 @@ class GenerationSample:
     def to_json(self) -> dict[str, Json]:
         """The sample as JSON values, to send to another process; a number that is not finite is null."""
         row: dict[str, Json] = {name: getattr(self, name) for name in FIELDS}
-        row["score"] = _json_number(self.score)
+        row["score"] = number_or_none(self.score)
         row["policy_version"] = [int(version) for version in self.policy_version]
-        row["components"] = {name: _json_number(value) for name, value in self.components.items()}
+        row["components"] = {name: number_or_none(value) for name, value in self.components.items()}
         return row
 
     @classmethod
@@ -140,11 +141,6 @@ def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:
     row = sample.to_json()
     rest = [row[name] for name in ("score", "ground_truth", "failure", "components", "policy_version", "source")]
     return sample.input, sample.output, sample.prompt_uid, json.dumps(rest, sort_keys=True)
-
-
-def _json_number(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def _is_number(value: Any) -> bool:

@@ -45,7 +45,7 @@ class JsonLinesWriter:
             NotReadyError: After `close`.
             OSError: The file cannot be written.
         """
-        line = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        line = json.dumps(as_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         self.append_line(line.encode("utf-8", errors="replace"))
 
     def append_line(self, line: bytes) -> None:
@@ -161,16 +161,16 @@ def _ends_torn(file: int) -> bool:
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
-def _plain(value: Any) -> Json:
+def as_plain(value: Any) -> Json:
     """The value as JSON: NaN and infinities are null, numpy scalars numbers, anything unknown its text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): as_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+        return [as_plain(part) for part in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return as_plain(value.tolist())
     return str(value)

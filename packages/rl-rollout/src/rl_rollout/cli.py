@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,39 +11,29 @@ from typing import Any
 
 import msgspec
 
-from rl_core.errors import BrokenEntryError, CacheError, RLError
+from rl_core.errors import BrokenEntryError, RLError
 from rl_core.queue.report_text import printable
 from rl_rollout.skip.commands import (
+    EntryReport,
     Unwanted,
+    as_plain,
     choose_entry,
-    is_entry,
     list_entries,
     newest_entry,
     open_store,
     prune_entries,
     some_entries,
-    verify_entries,
+    verify_entry,
 )
-from rl_rollout.skip.differences import compare_entries, compare_folders
 from rl_rollout.skip.options import parse_bytes
-from rl_rollout.skip.report import Verified, as_plain
-from rl_rollout.skip.report_text import (
-    as_json,
-    entry_difference_text,
-    folder_difference_text,
-    listing_text,
-    pruning_text,
-    verification_text,
-    verified_line,
-)
-from rl_rollout.skip.shown import ShowOptions, show_entry
-from rl_rollout.skip.shown_text import shown_text
+from rl_rollout.skip.shown import show_entry
+from rl_rollout.skip.text import listing_text, pruning_text, shown_text, verification_text, verified_text
 
 FOUND, REFUSED, INTERRUPTED = 1, 2, 130
 DEFAULT_GROUPS, DEFAULT_SESSIONS = 2, 2
 ERASE_LINE = "\r\x1b[K"
 
-EPILOG = "Exit status: 0; 1 where something is broken or differs; 2 where the command cannot do what it is told."
+EPILOG = "Exit status: 0; 1 where something is broken; 2 where the command cannot do what it is told."
 DIRECTORY = "a local folder, or a URL that fsspec knows, such as s3://bucket/rollouts"
 JSON = "as one JSON object"
 BROKEN = "read every entry whole, and remove those that are broken and what was set aside in broken/"
@@ -55,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 0; 1 where an entry is broken or two differ; 2 where there is nothing of what was asked for.
+        The exit status: 0; 1 where an entry is broken; 2 where there is nothing of what was asked for.
     """
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
@@ -78,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     listing = list_entries(open_store(arguments.directory), arguments.directory)
-    _write(_json(listing) if arguments.json else listing_text(listing))
+    _write(_as_json(listing.to_json()) if arguments.json else listing_text(listing))
     return 0
 
 
@@ -92,10 +83,12 @@ def _show(arguments: argparse.Namespace) -> int:
     else:
         key = newest_entry(store, keys)
         choice = "the only one" if len(keys) == 1 else f"the newest of {len(keys)}; name another to see that"
-    options = ShowOptions(max_groups=arguments.groups, max_sessions=arguments.sessions, tokenizer=arguments.tokenizer)
-    shown = show_entry(store, key, directory, choice=choice, options=options)
-    _write(_json(shown) if arguments.json else shown_text(shown, is_full=arguments.full))
-    return 0 if shown.entry.fault is None else FOUND
+    found = show_entry(
+        store, key, max_groups=arguments.groups, max_sessions=arguments.sessions, tokenizer=arguments.tokenizer
+    )
+    shown = {"directory": directory, "choice": choice, **found}
+    _write(_as_json(shown) if arguments.json else shown_text(shown, is_full=arguments.full))
+    return 0 if shown["entry"].fault is None else FOUND
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -103,42 +96,24 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = open_store(directory)
     keys = some_entries(store, directory)
     chosen = [choose_entry(keys, text, directory) for text in arguments.entries] or keys
-
-    def say(verified: Verified, num_read: int, num_all: int) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(ERASE_LINE)
+    verified: list[EntryReport] = []
+    for number, key in enumerate(chosen, start=1):
+        verified.append(verify_entry(store, key))
         if not arguments.json:
-            _write(verified_line(verified))
-        _say_progress(num_read, num_all)
-
-    found = verify_entries(store, chosen, directory, on_verified=say)
-    _write(_json(found) if arguments.json else verification_text(found))
-    return FOUND if found.num_broken else 0
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    if arguments.b is None:
-        if is_entry(arguments.a):
-            raise CacheError(
-                f"one entry was given, {arguments.a}; two are needed to compare: diff DIR A B, or two directories: "
-                "diff DIR OTHER."
-            )
-        first, second = arguments.directory, arguments.a
-        one, other = ((open_store(directory), directory) for directory in (first, second))
-        some_entries(*one), some_entries(*other)
-        folders = compare_folders(one, other)
-        _write(_json(folders, is_same=folders.is_same) if arguments.json else folder_difference_text(folders))
-        return 0 if folders.is_same else FOUND
-    store = open_store(arguments.directory)
-    keys = some_entries(store, arguments.directory)
-    a, b = (choose_entry(keys, text, arguments.directory) for text in (arguments.a, arguments.b))
-    found = compare_entries((store, a), (store, b))
-    _write(_json(found, is_same=found.is_same) if arguments.json else entry_difference_text(found))
-    return 0 if found.is_same else FOUND
+            _erase_line()
+            _write(verified_text(verified[-1]))
+        _say_progress(number, len(chosen))
+    num_broken = sum(entry.fault is not None for entry in verified)
+    if arguments.json:
+        entries = [{"name": each.name, "counts": each.counts, "fault": each.fault} for each in verified]
+        _write(_as_json({"directory": directory, "entries": entries, "num_broken": num_broken}))
+    else:
+        _write(verification_text(len(verified), num_broken))
+    return FOUND if num_broken else 0
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    directory = arguments.directory
+    directory, is_dry_run = arguments.directory, arguments.dry_run
     if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
         _complain("prune needs --max-bytes SIZE, --broken or an ENTRY: without them nothing is known to be unwanted.")
         return REFUSED
@@ -149,19 +124,32 @@ def _prune(arguments: argparse.Namespace) -> int:
         is_broken=arguments.broken,
         max_bytes=arguments.max_bytes,
     )
-    found = prune_entries(store, directory, unwanted, is_dry_run=arguments.dry_run, on_read=_say_progress)
-    _write(_json(found) if arguments.json else pruning_text(found))
+    before = list_entries(store, directory)
+    removed = prune_entries(store, before, unwanted, is_dry_run=is_dry_run, on_read=_say_progress)
+    names, removed_bytes = {each.name for each in removed}, sum(each.size_bytes for each in removed)
+    kept = sum(entry.name not in names for entry in before.entries), before.size_bytes - removed_bytes
+    if not arguments.json:
+        _write(pruning_text(removed, kept=kept, is_dry_run=is_dry_run))
+        return 0
+    facts = {"removed_bytes": removed_bytes, "kept_entries": kept[0], "kept_bytes": kept[1]}
+    _write(_as_json({"directory": directory, "is_dry_run": is_dry_run, "removed": removed, **facts}))
     return 0
 
 
-def _json(report: msgspec.Struct, **more: Any) -> str:
-    return as_json(as_plain({**more, **msgspec.to_builtins(report, str_keys=True)}))
+def _as_json(found: dict[str, Any]) -> str:
+    """One JSON object, without numbers that JSON does not have, and without any control character as it is."""
+    plain = as_plain(msgspec.to_builtins(found), is_finite=True)
+    return json.dumps(plain, indent=2).replace("\x7f", "\\u007f") + "\n"
 
 
 def _say_progress(num_read: int, num_all: int) -> None:
     """How far reading is, in a line of a terminal that is gone at the end."""
+    _erase_line(f"read {num_read} of {num_all} entries" if num_read < num_all else "")
+
+
+def _erase_line(then: str = "") -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(ERASE_LINE + (f"read {num_read} of {num_all} entries" if num_read < num_all else ""))
+        sys.stderr.write(ERASE_LINE + then)
         sys.stderr.flush()
 
 
@@ -208,7 +196,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_ls(verbs)
     _add_show(verbs)
     _add_verify(verbs)
-    _add_diff(verbs)
     _add_prune(verbs)
     return parser
 
@@ -276,18 +263,6 @@ def _add_verify(verbs: Any) -> None:
     examples = "skip-cache\nskip-cache train-00000007-0000 8 9"
     verb = _add_verb(verbs, "verify", run=_verify, texts=("read entries whole", description, examples))
     verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
-
-
-def _add_diff(verbs: Any) -> None:
-    description = (
-        "Compares two entries of one directory, or all that two directories have in common: first what they were made\n"
-        "of, then prompts by content, sessions and trajectories by index: tokens, logprobs, rewards, failures.\n"
-        "uids, timings and times of making are not compared."
-    )
-    examples = "skip-cache 7 8\nruns/a/skip-cache runs/b/skip-cache"
-    verb = _add_verb(verbs, "diff", run=_diff, texts=("compare entries or directories", description, examples))
-    verb.add_argument("a", metavar="A", help="an entry's name or step; without B, another directory")
-    verb.add_argument("b", nargs="?", metavar="B", help="an entry's name or step")
 
 
 def _add_prune(verbs: Any) -> None:

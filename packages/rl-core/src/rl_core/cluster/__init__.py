@@ -4,7 +4,8 @@ From the user inwards: `options` and `roles` are what is chosen; `cluster`, `gro
 held; `pools` and `shares` count CPUs and GPUs. `incarnation` is what every placement gives: `inline`, `process` (its
 other end is `child`) or `ray_incarnation` (its other end is `ray_actor`), started by the launchers in `local` and
 `ray_roles`. Between the ends are `calls`, `packing`, `frames` and `messages`; `served` is the object's side of all of
-them, `output` what it prints, `stacks` and `stack_dump` what it does right now, and `guard` ends what it leaves behind.
+them, `output` what it prints, `stacks`, `stack_dump` and `role_report` what it does right now, and `guard` ends what it
+leaves behind.
 """
 
 from rl_core.cluster.blocking import BlockingGroup

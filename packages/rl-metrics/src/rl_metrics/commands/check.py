@@ -1,22 +1,20 @@
 """`rl-metrics check`: whether a run is healthy, as an exit status."""
 
 import argparse
-import json
 import math
-import sys
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
-from rl_core.errors import DataError, RLError, SettingsError
-from rl_metrics.commands.parts import Verbs, refuse
-from rl_metrics.health.finding import RANKS
+from rl_core.errors import DataError, SettingsError
+from rl_metrics.commands.parts import Verbs, say, say_json
+from rl_metrics.health.finding import RANKS, SIDE_TITLES, Finding, Status, Verdict
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.health.showing import verdict_lines
 from rl_metrics.run_record import open_run
-from rl_metrics.trackers.text import plain_text
 
 SICK = 1
 UNKNOWN = 2
-MAX_LINE = 1000
+MARKS: dict[Status, str] = {"ok": "ok", "warning": "WARNING", "critical": "CRITICAL", "unknown": "?"}
 
 
 def add_to(verbs: Verbs) -> None:
@@ -44,19 +42,16 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        thresholds = dict(_setting(text) for text in arguments.set)
-        record = open_run(arguments.path)
-        if not len(record.history.steps):
-            raise DataError(f"{arguments.path} has no step in its metrics.jsonl; there is nothing to judge yet.")
-        verdict = judge_run(record, thresholds=thresholds, off=arguments.off)
-    except (RLError, OSError) as error:
-        return refuse(str(error))
+    thresholds = dict(_setting(text) for text in arguments.set)
+    record = open_run(arguments.path)
+    if not len(record.history.steps):
+        raise DataError(f"{arguments.path} has no step in its metrics.jsonl; there is nothing to judge yet.")
+    verdict = judge_run(record, thresholds=thresholds, off=arguments.off)
     if arguments.json:
-        sys.stdout.write(json.dumps(verdict.to_json(), indent=2, ensure_ascii=False) + "\n")
+        say_json(verdict.to_json())
     else:
-        lines = verdict_lines(verdict, name=record.name)
-        sys.stdout.write("".join(f"{plain_text(line, limit=MAX_LINE)}\n" for line in lines))
+        for line in _verdict_lines(verdict, name=record.name):
+            say(line)
     if verdict.status == "unknown":
         return UNKNOWN
     return SICK if RANKS[verdict.status] >= RANKS[arguments.fail_on] else 0
@@ -71,3 +66,32 @@ def _setting(text: str) -> tuple[str, float]:
     if not equals or math.isnan(value):
         raise SettingsError(f"--set takes RULE.THRESHOLD=VALUE, such as kl_high.max=0.05; found {text!r}.")
     return name, value
+
+
+def _verdict_lines(verdict: Verdict, *, name: str) -> Iterator[str]:
+    """The checklist by side, then the findings."""
+    known = sum(check.status != "unknown" for check in verdict.checks)
+    yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(verdict.checks)} checks could be made)"
+    width = max((len(check.rule) for check in verdict.checks), default=0)
+    for side, title in SIDE_TITLES.items():
+        checks = [check for check in verdict.checks if check.side == side]
+        if checks:
+            yield ""
+            yield title
+        for check in checks:
+            yield f"  {MARKS[check.status]:<8}  {check.rule:<{width}}  {check.title}: {check.reading}"
+    for finding in verdict.findings:
+        yield ""
+        yield from _finding_lines(finding)
+
+
+def _finding_lines(finding: Finding) -> Iterator[str]:
+    """What is wrong, on what evidence, why, and what to try."""
+    yield f"{finding.severity.upper()} {finding.rule}, since step {finding.since_step}: {finding.what}"
+    for evidence in finding.evidence:
+        yield f"  evidence: {evidence.text}"
+    for number, (cause, advice) in enumerate(zip_longest(finding.causes, finding.advice), start=1):
+        if cause is not None:
+            yield f"  cause {number}:  {cause}"
+        if advice is not None:
+            yield f"     try:    {advice}"

@@ -2,24 +2,19 @@
 
 import argparse
 import itertools
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse
+from rl_core.records import Json
+from rl_metrics.commands.parts import Verbs, refuse, say, say_json, table_console
 from rl_metrics.compare import Comparison, Difference, compare
 from rl_metrics.report.page import run_names
 from rl_metrics.run_record import RunRecord, open_run
-from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
 
-PIPE_WIDTH = 180
 MAX_NAME = 120
 SHOWN_NAMES = 20
 
@@ -36,20 +31,15 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        a, b = _opened(arguments.a), _opened(arguments.b)
-        comparison = compare(
-            [run.history for run in a], [run.history for run in b], patterns=arguments.metric, last=arguments.last
-        )
-    except (RLError, OSError) as error:
-        return refuse(str(error))
+    a, b = _opened(arguments.a), _opened(arguments.b)
+    histories = [run.history for run in a], [run.history for run in b]
+    comparison = compare(*histories, patterns=arguments.metric, last=arguments.last)
     if not comparison.differences:
         return refuse("the two sides have no such metric in common; without --metric all are compared.")
     if arguments.json:
-        sys.stdout.write(_as_json(a, b, comparison))
+        say_json(_json_of(a, b, comparison))
     else:
-        console = RunConsole()
-        _show(a, b, comparison, console if console.is_terminal else RunConsole(width=PIPE_WIDTH))
+        _show(a, b, comparison)
     return 0
 
 
@@ -59,21 +49,21 @@ def _opened(runs: str) -> list[RunRecord]:
     return [open_run(Path(path)) for path in paths]
 
 
-def _as_json(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison) -> str:
-    document = {
+def _json_of(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison) -> dict[str, Json]:
+    return {
         "a": [str(run.folder) for run in a],
         "b": [str(run.folder) for run in b],
         "results": [one.to_json() for one in comparison.differences],
         "only_a": list(comparison.only_a),
         "only_b": list(comparison.only_b),
     }
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison, console: Console) -> None:
+def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison) -> None:
+    console = table_console()
     shown = run_names([run.name for run in (*a, *b)])
     for side, of_side in (("A", shown[: len(a)]), ("B", shown[len(a) :])):
-        _say(console, f"{side}: {', '.join(of_side)}")
+        say(f"{side}: {', '.join(of_side)}")
     for chapter, differences in itertools.groupby(comparison.differences, key=lambda one: one.chapter):
         table = Table(title=chapter, title_justify="left", expand=True)
         table.add_column("", width=1)
@@ -84,14 +74,13 @@ def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison
             table.add_row(*(Text(cell) for cell in _cells(one)), style="bold" if one.is_clear else "")
         console.print(table)
     num_clear = sum(one.is_clear for one in comparison.differences)
-    _say(
-        console,
+    say(
         f"{num_clear} of {len(comparison.differences)} metrics differ clearly (*): their interval leaves out 0, as "
         "about one in twenty does between equal runs.",
     )
     for side, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
-            _say(console, f"only in {side}: {', '.join(names[:SHOWN_NAMES])}" + ", ..." * (len(names) > SHOWN_NAMES))
+            say(f"only in {side}: {', '.join(names[:SHOWN_NAMES])}" + ", ..." * (len(names) > SHOWN_NAMES))
 
 
 def _cells(one: Difference) -> tuple[str, ...]:
@@ -115,7 +104,3 @@ def _origin(one: Difference) -> str:
         return "intervals of validations"
     steps = f"{one.num_steps} step" + "s" * (one.num_steps != 1)
     return f"{steps} of each" if one.method == "own steps" else steps
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(plain_text(text, limit=4_000), markup=False, highlight=False, soft_wrap=True)

@@ -1,16 +1,11 @@
 """`rl-metrics doctor`: why a run is sick."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
-from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse
-from rl_metrics.doctor import diagnose
-from rl_metrics.doctor.showing import show
+from rl_metrics.commands.parts import Verbs, say, say_json
+from rl_metrics.doctor import Ailment, Cause, Diagnosis, diagnose
 from rl_metrics.run_record import open_run
-from rl_metrics.trackers.console_views import RunConsole
 
 FOUND = 1
 UNKNOWN = 2
@@ -29,14 +24,60 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        diagnosis = diagnose(open_run(arguments.folder))
-    except (RLError, OSError) as error:
-        return refuse(str(error))
+    diagnosis = diagnose(open_run(arguments.folder))
     if arguments.json:
-        sys.stdout.write(json.dumps(diagnosis.to_json(), indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+        say_json(diagnosis.to_json())
     else:
-        show(diagnosis, RunConsole())
+        show(diagnosis)
     if diagnosis.ailments:
         return FOUND
     return 0 if any(reading.state == "right" for reading in diagnosis.readings) else UNKNOWN
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Write what is wrong, the first cause on top, then what was looked at and is not."""
+    say(f"run {diagnosis.run}", style="bold")
+    first = diagnosis.first_cause
+    if first is not None:
+        say(f"first cause: {first.title}", style="bold red")
+    elif not diagnosis.ailments and all(reading.state == "unknown" for reading in diagnosis.readings):
+        say("nothing could be looked at", style="bold yellow")
+    elif not diagnosis.ailments:
+        say("nothing found", style="bold green")
+    for ailment in diagnosis.ailments:
+        _show_ailment(ailment)
+    for number, reading in enumerate(diagnosis.readings):
+        if not number:
+            say("")
+        mark, style = ("ok", "green") if reading.state == "right" else ("unknown", "yellow")
+        say(f"{reading.kind}: {mark}: {reading.text}", style=style)
+
+
+def _show_ailment(ailment: Ailment) -> None:
+    say("")
+    say(f"{ailment.kind}: {ailment.what}", style="bold")
+    evidence = list(dict.fromkeys(evidence.text for evidence in ailment.evidence))
+    for text in evidence:
+        say(f"  {text}")
+    said = set(evidence)
+    for number, cause in enumerate(ailment.causes, start=1):
+        _show_cause(number, cause, said)
+    if ailment.against:
+        say("  what speaks against other causes:", style="dim")
+    for name, text in ailment.against:
+        say(f"    {name}: {text}", style="dim")
+    for line in ailment.details:
+        say(f"  | {line}", style="dim")
+
+
+def _show_cause(number: int, cause: Cause, said: set[str]) -> None:
+    """The cause, without the lines that the ailment has said; its own are added to them."""
+    share = "" if cause.share is None else f" ({100.0 * cause.share:.0f} %)"
+    say(f"  {number}. {cause.title}{share}", style="bold")
+    evidence = [f"     because {evidence.text}" for evidence in cause.evidence if evidence.text not in said]
+    advice = [f"     try: {advice}" for advice in cause.advice if advice not in said]
+    for line in dict.fromkeys(evidence):
+        say(line)
+    for line in dict.fromkeys(advice):
+        say(line, style="cyan")
+    said.update(cause.advice, (evidence.text for evidence in cause.evidence))

@@ -3,16 +3,12 @@
 import argparse
 from pathlib import Path
 
-from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.commands.parts import Verbs, say
 from rl_metrics.importers.naming import MAX_NAME
 from rl_metrics.importers.run_writer import MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
-from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
-
-MAX_LINE = 4_000
 
 
 def add_to(verbs: Verbs) -> None:
@@ -33,34 +29,21 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _verl(arguments: argparse.Namespace) -> int:
-    try:
-        imported = import_verl(
-            arguments.file, arguments.into, rollouts=arguments.rollouts, validation=arguments.validation
-        )
-    except (RLError, OSError) as error:
-        return refuse(str(error))
-    return _say(imported)
+    folders = {"rollouts": arguments.rollouts, "validation": arguments.validation}
+    return _say(import_verl(arguments.file, arguments.into, **folders))
 
 
 def _trl(arguments: argparse.Namespace) -> int:
-    try:
-        imported = import_trl(arguments.file, arguments.into, completions=arguments.completions)
-    except (RLError, OSError) as error:
-        return refuse(str(error))
-    return _say(imported)
+    return _say(import_trl(arguments.file, arguments.into, completions=arguments.completions))
 
 
 def _say(imported: Imported) -> int:
-    folder = plain_text(str(imported.folder), limit=MAX_LINE)
-    lines = [
-        f"{folder}: {imported.num_rows} rows of metrics, {imported.num_rollouts} trajectories, "
+    say(
+        f"{imported.folder}: {imported.num_rows} rows of metrics, {imported.num_rollouts} trajectories, "
         f"{imported.num_generations} validation samples"
-    ]
+    )
     if imported.other:
         names = ", ".join(plain_text(name, limit=MAX_NAME) for name in imported.other)
         rest = f" and others: these are the first {MAX_NAMES}" if len(imported.other) == MAX_NAMES else ""
-        lines.append(f"kept as other/NAME, as they have no meaning here: {names}{rest}")
-    console = RunConsole()
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(f"kept as other/NAME, as they have no meaning here: {names}{rest}", limit=MAX_NAMES * MAX_NAME)
     return 0

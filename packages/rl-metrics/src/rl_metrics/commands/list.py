@@ -1,14 +1,29 @@
-"""`rl-metrics list`: every metric."""
+"""`rl-metrics list`: every metric, as a terminal table, JSON, or the page docs/metrics.md."""
 
 import argparse
+import fnmatch
+import re
 import sys
+from typing import Any
 
-from rl_metrics.commands.parts import Verbs, refuse
-from rl_metrics.listing import as_json, as_markdown, matching, show
-from rl_metrics.trackers.console_views import RunConsole
+from rich.table import Table
+from rich.text import Text
 
-PIPE_WIDTH = 180
-"""Columns of a table that no terminal shows, so that grep finds whole rows."""
+from rl_metrics.commands.parts import Verbs, refuse, say_json, table_console
+from rl_metrics.definitions import Metric
+from rl_metrics.table import FAMILIES
+
+PAGE_HEAD = """# Metrics
+
+Every metric of the project, as defined in `packages/rl-metrics/src/rl_metrics/table.py`. Written by
+`rl-metrics list --markdown > docs/metrics.md`; a test fails when it is out of date.
+
+A name with `{placeholders}` is a family. *Reduced* says how the values of one step, its micro-batches and ranks become
+one. *Healthy* is where a run usually does well; a value outside is a reason to look, not a verdict. Unit `1` is a plain
+number.
+"""
+GLOB = re.compile(r"[*?\[]")
+"""What makes a pattern a glob."""
 
 
 def add_to(verbs: Verbs) -> None:
@@ -27,14 +42,81 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    chapters = matching(arguments.pattern)
+    chapters = _matching(arguments.pattern)
     if not chapters:
         return refuse(f"no metric has {arguments.pattern!r} in its name or meaning; `rl-metrics list` shows all.")
     if arguments.json:
-        sys.stdout.write(as_json(chapters))
+        say_json([_json_row(metric, chapter) for chapter, metrics in chapters.items() for metric in metrics])
     elif arguments.markdown:
-        sys.stdout.write(as_markdown(chapters))
+        sys.stdout.write(_as_markdown(chapters))
     else:
-        console = RunConsole()
-        show(chapters, console if console.is_terminal else RunConsole(width=PIPE_WIDTH))
+        _show(chapters)
     return 0
+
+
+def _matching(pattern: str) -> dict[str, tuple[Metric, ...]]:
+    """Metrics by chapter whose name or meaning contains the pattern, whatever the case; "" gives all.
+
+    Args:
+        pattern: A text; with `*`, `?` or `[` in it, a glob that a whole name must fit, such as `actor/*`.
+    """
+    found = {
+        chapter: tuple(metric for metric in metrics if _fits(metric, pattern.lower()))
+        for chapter, metrics in FAMILIES.items()
+    }
+    return {chapter: metrics for chapter, metrics in found.items() if metrics}
+
+
+def _fits(metric: Metric, wanted: str) -> bool:
+    name = metric.name.lower()
+    if GLOB.search(wanted):
+        return fnmatch.fnmatchcase(name, wanted)
+    return wanted in name or wanted in metric.meaning.lower()
+
+
+def _as_markdown(chapters: dict[str, tuple[Metric, ...]]) -> str:
+    """The docs page."""
+    parts = [PAGE_HEAD]
+    for chapter, metrics in chapters.items():
+        rows = "\n".join(_markdown_row(metric) for metric in metrics)
+        parts.append(
+            f"## {chapter}\n\n| name | unit | reduced | meaning | healthy |\n|---|---|---|---|---|\n{rows}\n",
+        )
+    return "\n".join(parts)
+
+
+def _show(chapters: dict[str, tuple[Metric, ...]]) -> None:
+    """Write terminal tables, one for each chapter."""
+    console = table_console()
+    for chapter, metrics in chapters.items():
+        table = Table(title=chapter, title_justify="left", expand=True)
+        table.add_column("name", style="bold", overflow="fold", ratio=4)
+        for column, ratio in (("unit", 1), ("reduced", 2), ("meaning", 6), ("healthy", 2)):
+            table.add_column(column, ratio=ratio)
+        for metric in metrics:
+            table.add_row(*(Text(cell) for cell in _cells(metric)))
+        console.print(table)
+    console.print(f"{sum(map(len, chapters.values()))} metrics and families")
+
+
+def _cells(metric: Metric) -> tuple[str, str, str, str, str]:
+    return metric.name, metric.unit, metric.reduced, metric.meaning, str(metric.healthy) if metric.healthy else ""
+
+
+def _markdown_row(metric: Metric) -> str:
+    name, unit, reduced, meaning, healthy = _cells(metric)
+    band = f"{healthy} ({metric.healthy.source})" if metric.healthy else ""
+    return f"| `{name}` | {unit} | {reduced} | {meaning} | {band} |"
+
+
+def _json_row(metric: Metric, chapter: str) -> dict[str, Any]:
+    healthy = metric.healthy
+    return {
+        "name": metric.name,
+        "chapter": chapter,
+        "unit": metric.unit,
+        "reduction": metric.reduction,
+        "weighted_by": metric.counts,
+        "meaning": metric.meaning,
+        "healthy": None if healthy is None else {"low": healthy.low, "high": healthy.high, "source": healthy.source},
+    }

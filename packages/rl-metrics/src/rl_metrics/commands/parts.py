@@ -1,13 +1,21 @@
 """What verbs share."""
 
 import argparse
+import json
+import sys
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.text import Text
 
+from rl_core.records import Json
 from rl_metrics.trackers.console_views import RunConsole
+from rl_metrics.trackers.text import plain_text
 
 USAGE_ERROR = 2
+MAX_LINE = 4_000
+PIPE_WIDTH = 180
+"""Columns of a table outside a terminal, so that grep finds whole rows."""
 
 Run = Callable[[argparse.Namespace], int]
 """Does what a verb was asked for; gives the exit status."""
@@ -30,9 +38,20 @@ class Verbs:
         return self._parsers.add_parser(name, help=help, description=help)
 
 
-def say(text: str) -> None:
-    """Print a line as it is, however long."""
-    RunConsole(soft_wrap=True).print(text, markup=False, highlight=False)
+def table_console() -> Console:
+    """A console for tables: the terminal's, else a wide one."""
+    console = RunConsole()
+    return console if console.is_terminal else RunConsole(width=PIPE_WIDTH)
+
+
+def say(text: str, *, style: str = "", limit: int = MAX_LINE) -> None:
+    """Print one line, not wrapped, which nothing in the text can garble; a longer text is cut in its middle."""
+    RunConsole(soft_wrap=True).print(Text(plain_text(text, limit=limit), style=style))
+
+
+def say_json(document: Json) -> None:
+    """Print JSON."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def refuse(reason: str) -> int:

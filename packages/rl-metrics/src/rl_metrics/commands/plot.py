@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse
+from rl_metrics.commands.parts import Verbs
 from rl_metrics.plot import ACROSS, Plot, ReferenceLine, plot_runs
 
 
@@ -29,10 +28,7 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        lines = [ReferenceLine.parse(text) for text in arguments.line]
-        plot = Plot(metrics=arguments.metric, labels=arguments.label, across=arguments.x, lines=lines)
-        plot_runs(arguments.folder, arguments.output, plot=plot)
-    except (RLError, OSError) as error:
-        return refuse(str(error))
+    lines = [ReferenceLine.parse(text) for text in arguments.line]
+    plot = Plot(metrics=arguments.metric, labels=arguments.label, across=arguments.x, lines=lines)
+    plot_runs(arguments.folder, arguments.output, plot=plot)
     return 0

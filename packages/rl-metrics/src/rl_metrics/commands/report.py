@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rl_core.errors import RLError
-from rl_metrics.commands.parts import Verbs, refuse, say
+from rl_metrics.commands.parts import Verbs, say
 from rl_metrics.report.writing import MAX_TRAJECTORIES, write_report
 from rl_metrics.run_record import open_run
 
@@ -36,11 +35,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        runs = [open_run(path) for path in arguments.runs]
-        output = arguments.output or runs[0].folder / FILE
-        write_report(runs, output, max_trajectories=arguments.max_trajectories)
-    except (RLError, OSError) as error:
-        return refuse(str(error))
+    runs = [open_run(path) for path in arguments.runs]
+    output = arguments.output or runs[0].folder / FILE
+    write_report(runs, output, max_trajectories=arguments.max_trajectories)
     say(str(output))
     return 0

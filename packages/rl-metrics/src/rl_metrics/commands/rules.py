@@ -1,12 +1,14 @@
 """`rl-metrics rules`: what health looks at."""
 
 import argparse
-import json
 import sys
+from collections.abc import Iterator
 
-from rl_metrics.commands.parts import Verbs
+from rl_core.records import Json
+from rl_metrics.commands.parts import Verbs, say_json
+from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.showing import rule_lines, rules_json, rules_markdown
+from rl_metrics.health.rules import Rule, Threshold
 
 
 def add_to(verbs: Verbs) -> None:
@@ -20,9 +22,70 @@ def add_to(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
-        sys.stdout.write(json.dumps(rules_json(GUIDE), indent=2, ensure_ascii=False) + "\n")
-    elif arguments.markdown:
-        sys.stdout.write(rules_markdown(GUIDE))
+        say_json([_json_row(rule) for rule in GUIDE])
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in rule_lines(GUIDE)))
+        lines = _markdown_lines() if arguments.markdown else _lines()
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _lines() -> Iterator[str]:
+    """Each rule with its thresholds."""
+    for side, title in SIDE_TITLES.items():
+        yield title
+        for rule in GUIDE:
+            if rule.side == side:
+                yield f"  {rule.name} ({rule.severity}): {rule.title}"
+                yield f"      reads {', '.join(_metrics_of(rule))}; {_steps(rule)}"
+                for threshold in rule.thresholds:
+                    yield f"      {rule.name}.{threshold.name} = {_described(threshold)}"
+
+
+def _markdown_lines() -> Iterator[str]:
+    """A table for each side."""
+    for side, title in SIDE_TITLES.items():
+        yield f"### {title}\n"
+        yield "| rule | what is wrong | severity | metrics | thresholds | looks at | likely causes, in order |"
+        yield "|---|---|---|---|---|---|---|"
+        yield from (_markdown_row(rule) for rule in GUIDE if rule.side == side)
+        yield ""
+
+
+def _json_row(rule: Rule) -> dict[str, Json]:
+    return {
+        "name": rule.name,
+        "side": rule.side,
+        "title": rule.title,
+        "what": rule.what,
+        "severity": rule.severity,
+        "metrics": _metrics_of(rule),
+        "window": rule.window,
+        "min_steps": rule.min_steps,
+        "thresholds": [
+            {"name": f"{rule.name}.{one.name}", "value": one.default, "meaning": one.meaning, "source": one.source}
+            for one in rule.thresholds
+        ],
+        "causes": [cause.text for cause in rule.causes],
+        "advice": [cause.advice for cause in rule.causes],
+    }
+
+
+def _metrics_of(rule: Rule) -> list[str]:
+    """Names of the metrics that a rule's probes read, without those that only excuse it."""
+    return list(dict.fromkeys(name for probe in rule.probes for names in probe.reads for name in names))
+
+
+def _steps(rule: Rule) -> str:
+    return f"window of {rule.window}, at least {rule.min_steps} steps"
+
+
+def _described(threshold: Threshold) -> str:
+    return f"{threshold.default:g}: {threshold.meaning} ({threshold.source})"
+
+
+def _markdown_row(rule: Rule) -> str:
+    metrics = ", ".join(f"`{name}`" for name in _metrics_of(rule))
+    thresholds = "; ".join(f"`{rule.name}.{one.name}` = {_described(one)}" for one in rule.thresholds)
+    causes = "; ".join(dict.fromkeys(cause.text for cause in rule.causes))
+    cells = (f"`{rule.name}`", rule.what, rule.severity, metrics, thresholds, _steps(rule), causes)
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -4,7 +4,6 @@ import argparse
 import time
 from pathlib import Path
 
-from rl_core.errors import RLError
 from rl_metrics.commands.parts import Verbs, refuse, say
 from rl_metrics.commands.report import add_runs
 from rl_metrics.report.server import LOOK_EVERY_S, ReportServer
@@ -32,7 +31,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         _wait_for(path)
     try:
         server = ReportServer(arguments.runs, port=arguments.port, max_trajectories=arguments.max_trajectories)
-    except (RLError, OSError, OverflowError) as error:  # OverflowError: no such port
+    except OverflowError as error:  # no such port
         return refuse(str(error))
     try:
         say(f"{server.url}  (Ctrl-C ends)")

@@ -3,7 +3,7 @@
 from rl_metrics.doctor.diagnosis import Ailment, Diagnosis, Reading
 from rl_metrics.doctor.facts import facts_of
 from rl_metrics.doctor.hang import judge_hang
-from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.limits import MIN_TOKENS
 from rl_metrics.doctor.memory_growth import judge_memory
 from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
 from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
@@ -28,8 +28,8 @@ def diagnose(run: RunRecord) -> Diagnosis:
 
 
 def _judge_mismatch(run: RunRecord) -> Ailment | Reading:
-    facts, limits = facts_of(run), MismatchLimits()
+    facts = facts_of(run)
     pairs = read_pairs(run.rollouts())
-    if len(pairs) < limits.min_tokens:
-        return judge_metrics(run.history, facts, limits=limits)
-    return judge_tokens(pairs, facts, limits=limits)
+    if len(pairs) < MIN_TOKENS:
+        return judge_metrics(run.history, facts)
+    return judge_tokens(pairs, facts)

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from rl_core.records import Json
 from rl_metrics.health.finding import Evidence
+from rl_metrics.json_lines import as_plain
 
 Kind = Literal["hang", "stopped", "mismatch", "memory", "health"]
 """The run hangs, ended without an end, has engine and learner apart, grows in memory, or is not well otherwise."""
@@ -30,16 +33,6 @@ class Cause:
     evidence: tuple[Evidence, ...] = ()
     advice: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Json]:
-        """As an object."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "share": self.share,
-            "evidence": [evidence.to_json() for evidence in self.evidence],
-            "advice": list(self.advice),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ailment:
@@ -61,17 +54,6 @@ class Ailment:
     against: tuple[tuple[str, str], ...] = ()
     details: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Json]:
-        """As an object."""
-        return {
-            "kind": self.kind,
-            "what": self.what,
-            "evidence": [evidence.to_json() for evidence in self.evidence],
-            "causes": [cause.to_json() for cause in self.causes],
-            "against": [{"name": name, "text": text} for name, text in self.against],
-            "details": list(self.details),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -86,10 +68,6 @@ class Reading:
     kind: Kind
     state: State
     text: str
-
-    def to_json(self) -> dict[str, Json]:
-        """As an object."""
-        return {"kind": self.kind, "state": self.state, "text": self.text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +90,8 @@ class Diagnosis:
         return next((cause for ailment in self.ailments for cause in ailment.causes), None)
 
     def to_json(self) -> dict[str, Json]:
-        """As an object."""
-        return {
-            "run": self.run,
-            "ailments": [ailment.to_json() for ailment in self.ailments],
-            "readings": [reading.to_json() for reading in self.readings],
-        }
+        """As an object; a value that is not finite is null."""
+        document: dict[str, Json] = as_plain(msgspec.to_builtins(self))
+        for ailment in document["ailments"]:
+            ailment["against"] = [{"name": name, "text": text} for name, text in ailment["against"]]
+        return document

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
-from rl_metrics.doctor.limits import GrowthLimits
 from rl_metrics.doctor.token_pairs import Floats, Ints
 from rl_metrics.health.finding import Evidence
 from rl_metrics.history import History
@@ -28,6 +27,27 @@ MOST_POINTS = 300
 """Points that slopes are taken between: 45,000 pairs."""
 MOST_NAMED = 5
 MAX_LINE = 100
+
+WARM_UP = 0.2
+"""Share of the steps that are left out: caches, pools and compiled code fill up then."""
+
+WARM_UP_STEPS = 30
+"""At least so many are left out."""
+
+MIN_POINTS = 8
+"""With fewer measurements after it nothing is said: of eight a trend by chance is still one in 1,000."""
+
+CERTAIN = 3.0
+"""Standard deviations of the Mann-Kendall statistic beyond which chance is left out."""
+
+LEAST_GB = 0.02
+"""Growth over the steps that were looked at, GiB, below which nothing is said."""
+
+LEAST_SHARE = 0.1
+"""The same as a share of the owner's memory at their start: heaps breathe by some per cent."""
+
+LEAST_LATE = 0.3
+"""The second half's slope is at least this share of the whole's: a cache that fills up slows down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +75,19 @@ class Trend:
     end: float
 
 
-def trend_of(steps: Ints, values: Floats, *, limits: GrowthLimits) -> Trend | None:
+def trend_of(steps: Ints, values: Floats) -> Trend | None:
     """The trend of a series after its warm-up; None where that has too few points.
 
     Args:
         steps: [S] rising.
         values: [S] GiB; NaN where a step has none.
-        limits: What counts.
     """
     finite = np.isfinite(values)
     x, y = steps[finite].astype(np.float64), values[finite]
     if len(x):
-        is_late = x >= x[0] + max(limits.warm_up * (x[-1] - x[0]), limits.warm_up_steps)
+        is_late = x >= x[0] + max(WARM_UP * (x[-1] - x[0]), WARM_UP_STEPS)
         x, y = x[is_late], y[is_late]
-    if len(x) < limits.min_points:
+    if len(x) < MIN_POINTS:
         return None
     if len(x) > MOST_POINTS:
         chosen = np.linspace(0, len(x) - 1, MOST_POINTS).astype(np.int64)
@@ -87,29 +106,26 @@ def trend_of(steps: Ints, values: Floats, *, limits: GrowthLimits) -> Trend | No
     )
 
 
-def is_growing(trend: Trend | None, limits: GrowthLimits) -> bool:
+def is_growing(trend: Trend | None) -> bool:
     """A trend that is no chance, no breathing, and does not level off."""
-    if trend is None or trend.z < limits.certain or trend.slope <= 0.0:
+    if trend is None or trend.z < CERTAIN or trend.slope <= 0.0:
         return False
-    is_large = trend.grown >= limits.least_gb and trend.grown >= limits.least_share * max(trend.start, 0.0)
-    return is_large and trend.late >= limits.least_late * trend.slope
+    is_large = trend.grown >= LEAST_GB and trend.grown >= LEAST_SHARE * max(trend.start, 0.0)
+    return is_large and trend.late >= LEAST_LATE * trend.slope
 
 
-def judge_memory(
-    history: History, events: Sequence[Mapping[str, Any]], *, limits: GrowthLimits | None = None
-) -> Ailment | Reading:
+def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailment | Reading:
     """What metrics and events say of memory."""
-    limits = limits or GrowthLimits()
     columns = {name: column for name in history.values if _is_owner(name) and (column := history.get(name)) is not None}
     columns |= {name: column for name in WHOLE if (column := history.get(name)) is not None}
     if QUEUE in history.values and "memory/queue_gb" not in columns:
         columns["memory/queue_gb"] = history.values[QUEUE] / BYTES_PER_GIB
-    trends = {name: trend_of(history.steps, column, limits=limits) for name, column in columns.items()}
+    trends = {name: trend_of(history.steps, column) for name, column in columns.items()}
     known = {name: trend for name, trend in trends.items() if trend is not None}
     if not known:
-        text = f"no memory was measured at {limits.min_points} steps or more: memory/*, {WHOLE[0]}"
+        text = f"no memory was measured at {MIN_POINTS} steps or more: memory/*, {WHOLE[0]}"
         return Reading(kind="memory", state="unknown", text=text)
-    growing = {name: trend for name, trend in known.items() if is_growing(trend, limits)}
+    growing = {name: trend for name, trend in known.items() if is_growing(trend)}
     if set(growing) == {WHOLE[1]} and any(map(_is_owner, columns)):
         text = (
             f"memory of the run is steady; {WHOLE[1]} grew by {growing[WHOLE[1]].grown:.2g} GiB since step "
@@ -128,7 +144,7 @@ def judge_memory(
         owners,
         growing,
         whole,
-        lambda owner: (*_of_python(owner, history, limits), *_growing_lines(owner, events)),
+        lambda owner: (*_of_python(owner, history), *_growing_lines(owner, events)),
     )
     if not causes:
         causes = (_unknown_owner(str(whole), growing[str(whole)], events),)
@@ -201,14 +217,14 @@ def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]
     )
 
 
-def _of_python(owner: str, history: History, limits: GrowthLimits) -> tuple[Evidence, ...]:
+def _of_python(owner: str, history: History) -> tuple[Evidence, ...]:
     """Whether what grows is Python's or native code's, where the process's blocks were counted."""
     name = f"memory/{owner}_python_blocks"
     column = history.get(name)
-    trend = None if column is None else trend_of(history.steps, column, limits=limits)
+    trend = None if column is None else trend_of(history.steps, column)
     if trend is None:
         return ()
-    if trend.z >= limits.certain and trend.grown > 0.0:
+    if trend.z >= CERTAIN and trend.grown > 0.0:
         text = f"Python's blocks grow by {trend.slope:,.0f} a step: objects of Python are kept"
     else:
         text = f"Python's blocks stay at {trend.end:,.0f}: native code, or large arrays, hold what grows"

@@ -4,7 +4,7 @@ import numpy as np
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.limits import CERTAIN, EXACT, GROWTH, LOST_MASS, PROBS_DIFF, STALE_KL
 from rl_metrics.doctor.mismatch_by_tokens import proof_of_staleness
 from rl_metrics.doctor.mismatch_causes import merged, with_evidence
 from rl_metrics.doctor.token_pairs import Floats
@@ -21,22 +21,20 @@ MISSING = (
 )
 
 
-def judge_metrics(history: History, facts: Facts, *, limits: MismatchLimits | None = None) -> Ailment | Reading:
+def judge_metrics(history: History, facts: Facts) -> Ailment | Reading:
     """What the metrics say.
 
     Args:
         history: Of the run.
         facts: Of its settings, metrics and events.
-        limits: What counts as wrong.
     """
-    limits = limits or MismatchLimits()
-    proof = proof_of_staleness(facts, limits)
+    proof = proof_of_staleness(facts)
     probs, k3 = _finite(history, PROBS), _finite(history, K3)
     if not len(probs) and not len(k3) and proof is None:
         return Reading(kind="mismatch", state="unknown", text=f"{MISSING}; nor is there {PROBS} or {K3}")
-    bound = limits.exact if facts.is_exact else limits.probs_diff
+    bound = EXACT if facts.is_exact else PROBS_DIFF
     late = [(name, float(np.median(column[-20:]))) for name, column in ((PROBS, probs), (K3, k3)) if len(column)]
-    most = {PROBS: bound, K3: limits.stale_kl}
+    most = {PROBS: bound, K3: STALE_KL}
     evidence = tuple(
         Evidence(metric=name, text=f"{name} is at {value:.3g}; up to {most[name]:g} is right", value=value)
         for name, value in late
@@ -44,7 +42,7 @@ def judge_metrics(history: History, facts: Facts, *, limits: MismatchLimits | No
     if proof is None and all(value <= most[name] for name, value in late):
         text = "; ".join(one.text for one in evidence)
         return Reading(kind="mismatch", state="right", text=f"{text}; {MISSING}")
-    causes = [*([proof] if proof else []), *_causes(history, limits, facts)]
+    causes = [*([proof] if proof else []), *_causes(history, facts)]
     return Ailment(
         kind="mismatch",
         what="The engine and the learner give the same tokens other probabilities.",
@@ -53,16 +51,16 @@ def judge_metrics(history: History, facts: Facts, *, limits: MismatchLimits | No
     )
 
 
-def _causes(history: History, limits: MismatchLimits, facts: Facts) -> list[Cause]:
+def _causes(history: History, facts: Facts) -> list[Cause]:
     causes = []
     stale = next((column for name in STALENESS if len(column := _finite(history, name))), np.zeros(0))
     is_old = bool(len(stale)) and float(np.median(stale[-20:])) >= 0.5
     name = PROBS if len(_finite(history, PROBS)) else K3
     column = _finite(history, name)
     first, later = column[: max(len(column) // 10, 1)], column[len(column) // 2 :]
-    if len(column) >= 6 and later.mean() >= limits.growth * max(first.mean(), 1e-5):
+    if len(column) >= 6 and later.mean() >= GROWTH * max(first.mean(), 1e-5):
         z = rank_sum_z(column[: len(column) // 3], column[-(len(column) // 3) :])
-        if z >= limits.certain / 2.0:
+        if z >= CERTAIN / 2.0:
             begun = f"{first.mean():.3g} in the first steps that are recorded"
             text = f"{name} was {begun} and is {later.mean():.3g} in the second half"
             causes.append(with_evidence("stale_rollouts" if is_old else "stale_weights", text, metric=name))
@@ -72,7 +70,7 @@ def _causes(history: History, limits: MismatchLimits, facts: Facts) -> list[Caus
     k1, k3 = _finite(history, KL), _finite(history, K3)
     if len(k1) and len(k3):
         lost = float(np.median(k1[-20:])) - float(np.median(k3[-20:]))
-        if lost > limits.exact and lost >= limits.lost_mass * float(np.median(k1[-20:])):
+        if lost > EXACT and lost >= LOST_MASS * float(np.median(k1[-20:])):
             text = (
                 f"k1 is above k3 by {lost:.3g}: the mean ratio is {1.0 - lost:.4f}, which is the learner's mass on "
                 "what the engine may draw"

@@ -2,7 +2,16 @@
 
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.limits import (
+    CANARY_EXACT,
+    CANARY_ROUNDED,
+    EXACT,
+    LEAST_LEFT_OVER,
+    LEAST_SHARE,
+    MIN_TOKENS,
+    ROUNDED,
+    STALE_KL,
+)
 from rl_metrics.doctor.mismatch_causes import merged, with_evidence
 from rl_metrics.doctor.mismatch_signs import SIGNS, Scene, Sign, remainder, routing, truncation
 from rl_metrics.doctor.token_pairs import TokenPairs
@@ -15,29 +24,27 @@ LEFT_OVER = ("precision", "other_computation")
 """Named by what no other cause explains."""
 
 
-def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | None = None) -> Ailment | Reading:
+def judge_tokens(pairs: TokenPairs, facts: Facts) -> Ailment | Reading:
     """What the tokens say.
 
     Args:
         pairs: Of the run.
         facts: Of its settings, metrics and events.
-        limits: What counts as wrong.
     """
-    limits = limits or MismatchLimits()
     size = measure(pairs)
-    proof = proof_of_staleness(facts, limits)
-    if size.tokens < limits.min_tokens:
+    proof = proof_of_staleness(facts)
+    if size.tokens < MIN_TOKENS:
         if proof:
             return Ailment(kind="mismatch", what="The engine does not have the learner's weights.", causes=(proof,))
-        text = f"{size.tokens} tokens have both logprobs; it takes {limits.min_tokens}"
+        text = f"{size.tokens} tokens have both logprobs; it takes {MIN_TOKENS}"
         return Reading(kind="mismatch", state="unknown", text=text)
     said = f"{size.mean_abs:.2g} nats on average over {size.tokens} tokens, k3 KL {size.k3_kl:.2g}"
-    if size.mean_abs <= limits.exact and proof is None:
-        text = f"engine and learner agree: {said}; float32 explains {limits.exact:g}"
+    if size.mean_abs <= EXACT and proof is None:
+        text = f"engine and learner agree: {said}; float32 explains {EXACT:g}"
         return Reading(kind="mismatch", state="right", text=text)
-    signs = rank_signs(pairs, facts, limits, is_proven=proof is not None) if size.mean_abs > limits.exact else []
-    named = named_causes(signs, limits, proof)
-    if proof is None and is_expected(named, size, facts, limits):
+    signs = rank_signs(pairs, facts, is_proven=proof is not None) if size.mean_abs > EXACT else []
+    named = named_causes(signs, proof)
+    if proof is None and is_expected(named, size, facts):
         why = " and ".join(cause.title.partition(":")[0] for cause in named)
         return Reading(kind="mismatch", state="right", text=f"engine and learner differ by {said}: {why} explains it")
     names = {cause.name for cause in named}
@@ -51,16 +58,15 @@ def judge_tokens(pairs: TokenPairs, facts: Facts, *, limits: MismatchLimits | No
     )
 
 
-def rank_signs(pairs: TokenPairs, facts: Facts, limits: MismatchLimits, *, is_proven: bool = False) -> list[Sign]:
+def rank_signs(pairs: TokenPairs, facts: Facts, *, is_proven: bool = False) -> list[Sign]:
     """What was seen of each cause, those that account for most first.
 
     Args:
         pairs: Of the run.
         facts: Of its settings, metrics and events.
-        limits: What counts as wrong.
         is_proven: A weight update's proof says that the engine lacks the learner's weights.
     """
-    scene = Scene.begin(pairs, facts, limits)
+    scene = Scene.begin(pairs, facts)
     signs = [look(scene) for look in SIGNS]
     cut = truncation(scene)
     signs.append(cut)
@@ -71,14 +77,14 @@ def rank_signs(pairs: TokenPairs, facts: Facts, limits: MismatchLimits, *, is_pr
     return sorted(signs, key=lambda sign: -sign.nats)
 
 
-def named_causes(signs: list[Sign], limits: MismatchLimits, proof: Cause | None) -> tuple[Cause, ...]:
+def named_causes(signs: list[Sign], proof: Cause | None) -> tuple[Cause, ...]:
     """The causes that account for a part worth naming; a failed proof first."""
     total = max(sum(sign.nats for sign in signs), 1e-12)
     causes = [] if proof is None else [proof]
-    is_told = any(sign.nats / total >= limits.least_share for sign in signs if sign.name not in LEFT_OVER)
+    is_told = any(sign.nats / total >= LEAST_SHARE for sign in signs if sign.name not in LEFT_OVER)
     for sign in signs:
         share = sign.nats / total
-        least = limits.least_left_over if is_told and sign.name in LEFT_OVER else limits.least_share
+        least = LEAST_LEFT_OVER if is_told and sign.name in LEFT_OVER else LEAST_SHARE
         if share >= least:
             causes.append(with_evidence(sign.name, *sign.texts, share=share))
     return merged(causes)
@@ -88,23 +94,23 @@ def _speaks_against(sign: Sign, named: set[str]) -> bool:
     return sign.name not in named and sign.name not in LEFT_OVER and not sign.nats
 
 
-def is_expected(causes: tuple[Cause, ...], size: Size, facts: Facts, limits: MismatchLimits) -> bool:
+def is_expected(causes: tuple[Cause, ...], size: Size, facts: Facts) -> bool:
     """The run's settings explain it, and it is small enough to train on."""
     names = {cause.name for cause in causes}
     if not names <= set(EXPECTED):
         return False
-    if "precision" in names and (facts.is_exact or size.mean_abs > limits.rounded):
+    if "precision" in names and (facts.is_exact or size.mean_abs > ROUNDED):
         return False
-    return "stale_rollouts" not in names or size.k3_kl <= limits.stale_kl
+    return "stale_rollouts" not in names or size.k3_kl <= STALE_KL
 
 
-def proof_of_staleness(facts: Facts, limits: MismatchLimits) -> Cause | None:
+def proof_of_staleness(facts: Facts) -> Cause | None:
     """Stale weights, where the proof of a weight update says so."""
     texts = []
     if facts.proof_failures:
         said = f": {facts.proof_error}" if facts.proof_error else ""
         texts.append(f"the proof of a weight update failed {facts.proof_failures} times{said}")
-    bound = limits.canary_exact if facts.is_exact else limits.canary_rounded
+    bound = CANARY_EXACT if facts.is_exact else CANARY_ROUNDED
     if facts.canary is not None and facts.canary > bound:
         texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; up to {bound:g} is right")
     return with_evidence("stale_weights", *texts, metric="weights/canary_max_diff") if texts else None

@@ -6,91 +6,72 @@ from dataclasses import replace
 from rl_metrics.doctor.diagnosis import Cause
 from rl_metrics.health.finding import Evidence
 
-STALE_WEIGHTS = Cause(
-    name="stale_weights",
-    title="stale weights: the engine serves older weights than it says",
-    advice=(
-        "restart the engines, and resume from the last checkpoint",
-        "look at weights.transport, at the proof's canary (trainer.canary_prompts) and at the engine's log",
-    ),
-)
-STALE_ROLLOUTS = Cause(
-    name="stale_rollouts",
-    title="stale rollouts: the learner has moved on since they were generated",
-    advice=(
-        "lower schedule.max_staleness or schedule.sync_every, or the learning rate",
-        'correct it: correction.weights = "token", algorithm.old_logprobs = "recompute"',
-    ),
-)
-TEMPLATE = Cause(
-    name="template",
-    title="template: engine and learner see different prompts",
-    advice=(
-        "compare the token ids of one prompt at both: chat template, BOS token, space at the end, system prompt",
-        "give the engine token ids instead of text",
-    ),
-)
-TRUNCATION = Cause(
-    name="truncation",
-    title="sampling truncation: the engine draws from a part of the distribution (top-p, top-k, min-p)",
-    advice=(
-        "set rollout.top_p = 1 and leave rollout.top_k out",
-        "look at what the engine takes by itself, such as the model's generation_config.json",
-    ),
-)
-TEMPERATURE = Cause(
-    name="temperature",
-    title="temperature: engine and learner divide their logits by different ones",
-    advice=(
-        "let the learner use rollout.temperature, or set it to 1",
-        "look at whether the engine's logprobs are before or after its temperature",
-    ),
-)
-ROUTING = Cause(
-    name="routing",
-    title="routing: a few tokens go to other experts in the engine than in the learner",
-    advice=(
-        "let the learner replay the engine's choice of experts, or compute the router in float32 on both sides",
-        "reject the tokens: correction.reject",
-    ),
-)
-PRECISION = Cause(
-    name="precision",
-    title="precision: engine and learner round differently",
-    advice=(
-        "use the same dtype for engine.dtype and learner.dtype; float16 or float32 where bfloat16 is too coarse",
-        'correct it: correction.weights = "token"',
-    ),
-)
-OTHER_WEIGHTS = Cause(
-    name="other_computation",
-    title="another computation: the engine has other weights, or other layers, than the learner",
-    advice=(
-        "compare both sides' logprobs of one sequence, layer by layer",
-        "look for quantization, tensors that were not loaded, and other rotary or attention settings",
-    ),
-)
-
 CAUSES = {
-    cause.name: cause
-    for cause in (
-        STALE_WEIGHTS,
-        STALE_ROLLOUTS,
-        TEMPLATE,
-        TRUNCATION,
-        TEMPERATURE,
-        ROUTING,
-        PRECISION,
-        OTHER_WEIGHTS,
-    )
+    "stale_weights": (
+        "stale weights: the engine serves older weights than it says",
+        (
+            "restart the engines, and resume from the last checkpoint",
+            "look at weights.transport, at the proof's canary (trainer.canary_prompts) and at the engine's log",
+        ),
+    ),
+    "stale_rollouts": (
+        "stale rollouts: the learner has moved on since they were generated",
+        (
+            "lower schedule.max_staleness or schedule.sync_every, or the learning rate",
+            'correct it: correction.weights = "token", algorithm.old_logprobs = "recompute"',
+        ),
+    ),
+    "template": (
+        "template: engine and learner see different prompts",
+        (
+            "compare the token ids of one prompt at both: chat template, BOS token, space at the end, system prompt",
+            "give the engine token ids instead of text",
+        ),
+    ),
+    "truncation": (
+        "sampling truncation: the engine draws from a part of the distribution (top-p, top-k, min-p)",
+        (
+            "set rollout.top_p = 1 and leave rollout.top_k out",
+            "look at what the engine takes by itself, such as the model's generation_config.json",
+        ),
+    ),
+    "temperature": (
+        "temperature: engine and learner divide their logits by different ones",
+        (
+            "let the learner use rollout.temperature, or set it to 1",
+            "look at whether the engine's logprobs are before or after its temperature",
+        ),
+    ),
+    "routing": (
+        "routing: a few tokens go to other experts in the engine than in the learner",
+        (
+            "let the learner replay the engine's choice of experts, or compute the router in float32 on both sides",
+            "reject the tokens: correction.reject",
+        ),
+    ),
+    "precision": (
+        "precision: engine and learner round differently",
+        (
+            "use the same dtype for engine.dtype and learner.dtype; float16 or float32 where bfloat16 is too coarse",
+            'correct it: correction.weights = "token"',
+        ),
+    ),
+    "other_computation": (
+        "another computation: the engine has other weights, or other layers, than the learner",
+        (
+            "compare both sides' logprobs of one sequence, layer by layer",
+            "look for quantization, tensors that were not loaded, and other rotary or attention settings",
+        ),
+    ),
 }
+"""Title and advice by name."""
 
 
 def with_evidence(name: str, *texts: str, share: float | None = None, metric: str = "rollouts.jsonl") -> Cause:
     """A cause with what speaks for it."""
-    known = CAUSES[name]
+    title, advice = CAUSES[name]
     evidence = tuple(Evidence(metric=metric, text=text) for text in texts)
-    return Cause(name=name, title=known.title, share=share, evidence=evidence, advice=known.advice)
+    return Cause(name=name, title=title, share=share, evidence=evidence, advice=advice)
 
 
 def merged(causes: Iterable[Cause]) -> tuple[Cause, ...]:

@@ -11,7 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.limits import MismatchLimits
+from rl_metrics.doctor.limits import (
+    CERTAIN,
+    EXACT,
+    FIT,
+    FIT_IF_CUT,
+    GROWTH,
+    LOST_MASS,
+    MIN_TOKENS,
+    MOST_OUTLIERS,
+    ONE_SIDED,
+    ONE_SIDED_IF_SET,
+    OUTLIER,
+    OUTLIER_SHARE,
+    POSITION,
+    ROUNDED,
+)
 from rl_metrics.doctor.token_pairs import LEAST_DOUBT, Bools, Floats, Ints, TokenPairs
 from rl_metrics.doctor.token_statistics import Contrast, contrast, correlation, find_outliers, fit_temperature, sides
 
@@ -38,7 +53,6 @@ class Scene:
     Attributes:
         pairs: All tokens.
         facts: Of the run.
-        limits: What counts.
         rest: [N] differences that no cause explains so far.
         pure: [N] tokens that causes of time and place leave alone.
         has_line: Another temperature was found.
@@ -47,17 +61,16 @@ class Scene:
 
     pairs: TokenPairs
     facts: Facts
-    limits: MismatchLimits
     rest: Floats
     pure: Bools
     has_line: bool
     doubt: Floats
 
     @classmethod
-    def begin(cls, pairs: TokenPairs, facts: Facts, limits: MismatchLimits) -> "Scene":
+    def begin(cls, pairs: TokenPairs, facts: Facts) -> "Scene":
         """Nothing is told apart yet."""
         pure = np.ones(len(pairs), dtype=bool)
-        return cls(pairs, facts, limits, rest=pairs.diff, pure=pure, has_line=False, doubt=pairs.doubt)
+        return cls(pairs, facts, rest=pairs.diff, pure=pure, has_line=False, doubt=pairs.doubt)
 
     @property
     def is_open(self) -> Bools:
@@ -77,7 +90,7 @@ class Scene:
 
     def shows(self, found: Contrast, times: float) -> bool:
         """The second group differs more than the first, by more than chance and float32 explain."""
-        return found.times >= times and found.z >= self.limits.certain and found.after > self.limits.exact
+        return found.times >= times and found.z >= CERTAIN and found.after > EXACT
 
     def growth(self, first: Bools, later: Bools) -> tuple[Contrast, float] | None:
         """Whether later tokens differ more, and by how much, as a mean over all tokens; None where they do not.
@@ -87,12 +100,12 @@ class Scene:
         """
         everywhere = np.ones(len(self.rest), dtype=bool)
         for place in (everywhere, self.far):
-            is_cut = bool(sides(self.rest[first & place], certain=self.limits.certain).up < self.limits.one_sided)
-            upwards = is_cut and self.size(first & place) > self.limits.exact
+            is_cut = bool(sides(self.rest[first & place], certain=CERTAIN).up < ONE_SIDED)
+            upwards = is_cut and self.size(first & place) > EXACT
             found = self.contrast(first & place, later & place)
             if upwards:
                 found = self.contrast(*self._ends((first | later) & place), upwards=True)
-            if self.shows(found, self.limits.growth):
+            if self.shows(found, GROWTH):
                 share = float((later & place).sum()) / max(int(place.sum()), 1)
                 grown = self.size(later & place) * (1.0 - found.before / found.after)
                 if upwards:
@@ -118,17 +131,17 @@ def first_tokens(pairs: TokenPairs) -> int:
 
 def temperature(scene: Scene) -> Sign:
     """Another temperature: it is there from the first step on, and draws a line through the differences."""
-    limits, newest = scene.limits, _newest_weights(scene)
+    newest = _newest_weights(scene)
     explained = 0.0
     for pool in (newest, newest & scene.far):
         first = _earliest(scene, pool)
         fit = fit_temperature(scene.pairs, first)
         size = scene.size(first)
-        if size <= limits.exact:
+        if size <= EXACT:
             return Sign(name="temperature", texts=(f"the first tokens differ by {size:.2g} nats only",))
-        is_cut = sides(scene.rest[first], certain=limits.certain).up < limits.one_sided
+        is_cut = sides(scene.rest[first], certain=CERTAIN).up < ONE_SIDED
         explained = max(explained, fit.explained)
-        if fit.explained >= (limits.fit_if_cut if is_cut else limits.fit):
+        if fit.explained >= (FIT_IF_CUT if is_cut else FIT):
             break
     else:
         against = f"one temperature explains {_share(explained)} of the squared difference of the first tokens"
@@ -194,10 +207,10 @@ def template(scene: Scene) -> Sign:
     first, later = pure & (pairs.position < edge), pure & (pairs.position >= edge)
     found = scene.contrast(later, first)
     places = _by_place(scene, pure, edge)
-    if not scene.shows(found, scene.limits.position):
+    if not scene.shows(found, POSITION):
         return Sign(name="template", texts=(f"the first tokens differ no more than later ones ({places})",))
     far = pure & scene.far
-    if (far & scene.is_open).sum() < scene.limits.min_tokens:
+    if (far & scene.is_open).sum() < MIN_TOKENS:
         far = later
     near = pure & ~far
     usual = scene.contrast(far, near)
@@ -209,17 +222,17 @@ def template(scene: Scene) -> Sign:
 
 def truncation(scene: Scene) -> Sign:
     """The engine's logprobs are higher for nearly every token, by the mass that it left out."""
-    limits, cuts = scene.limits, scene.facts.cuts
+    cuts = scene.facts.cuts
     rest = scene.rest[scene.pure]
-    raw = sides(scene.pairs.diff[scene.pure], certain=limits.certain)
-    up = sides(rest, certain=limits.certain).up
-    seen = rest[np.abs(rest) > limits.exact / 10.0]
+    raw = sides(scene.pairs.diff[scene.pure], certain=CERTAIN)
+    up = sides(rest, certain=CERTAIN).up
+    seen = rest[np.abs(rest) > EXACT / 10.0]
     num_up = float((seen > 0.0).mean()) if len(seen) else 0.5
     size = scene.size(scene.pure)
-    most_up = limits.one_sided_if_set if cuts else limits.one_sided
-    least_lost = limits.lost_mass / 4.0 if scene.has_line else limits.lost_mass
-    is_one_sided = max(up, num_up) <= most_up and len(seen) >= limits.min_tokens
-    if size <= limits.exact or not is_one_sided or raw.lost < least_lost:
+    most_up = ONE_SIDED_IF_SET if cuts else ONE_SIDED
+    least_lost = LOST_MASS / 4.0 if scene.has_line else LOST_MASS
+    is_one_sided = max(up, num_up) <= most_up and len(seen) >= MIN_TOKENS
+    if size <= EXACT or not is_one_sided or raw.lost < least_lost:
         text = f"{_share(num_up)} of the tokens differ upwards, and the mean ratio is {raw.kept:.4f}"
         return Sign(name="truncation", texts=(text,))
     texts = [
@@ -233,16 +246,16 @@ def truncation(scene: Scene) -> Sign:
 
 def routing(scene: Scene, *, is_cut: bool = False) -> Sign:
     """A few tokens carry most of the difference, wherever they stand; of a cut sampling, of its upward part."""
-    limits, pure = scene.limits, scene.pure & scene.is_open
+    pure = scene.pure & scene.is_open
     rest = np.maximum(scene.rest[pure], 0.0) if is_cut else scene.rest[pure]
-    found = find_outliers(rest, scene.doubt[pure], beyond=limits.outlier, floor=limits.exact / 10.0)
+    found = find_outliers(rest, scene.doubt[pure], beyond=OUTLIER, floor=EXACT / 10.0)
     if is_cut and not scene.facts.is_mixture:
         return Sign(name="routing", texts=("no mixture of experts is recorded, and a cut sampling explains outliers",))
     share = f"{found.count} tokens of {int(pure.sum())} ({_share(found.tokens)}) carry {_share(found.carried)} of it"
-    is_few = found.count >= 3 and found.tokens <= limits.most_outliers
+    is_few = found.count >= 3 and found.tokens <= MOST_OUTLIERS
     carried = found.carried * float(np.abs(rest).sum()) / max(int(scene.pure.sum()), 1)
-    if not is_few or found.carried < limits.outlier_share or carried <= limits.exact / 2.0:
-        text = f"it is spread over the tokens: {share}, more than {limits.outlier:g} times the median"
+    if not is_few or found.carried < OUTLIER_SHARE or carried <= EXACT / 2.0:
+        text = f"it is spread over the tokens: {share}, more than {OUTLIER:g} times the median"
         return Sign(name="routing", texts=(text,))
     texts = [f"{share}, {found.times:.3g} times the median on average"]
     if not scene.facts.is_mixture:
@@ -258,7 +271,7 @@ def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
     """What no other cause accounts for; stale weights do, where a proof found some and rounding is too small for it."""
     pure = scene.pure
     size = scene.size(pure)
-    is_large = size > scene.limits.rounded or (scene.facts.is_exact and size > 10.0 * scene.limits.exact)
+    is_large = size > ROUNDED or (scene.facts.is_exact and size > 10.0 * EXACT)
     staleness = scene.pairs.staleness
     if is_proven and (is_large or scene.facts.is_exact):
         text = (
@@ -271,7 +284,7 @@ def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
             f"every token is of weights at least {int(staleness.min())} versions old; there is nothing to compare with"
         )
         return Sign(name="stale_rollouts", nats=nats, texts=(text,))
-    up = sides(scene.rest[pure], certain=scene.limits.certain).up
+    up = sides(scene.rest[pure], certain=CERTAIN).up
     doubtful = correlation(np.abs(scene.rest[pure]), scene.doubt[pure])
     shape = f"{_share(up)} of the difference is upwards; its correlation with doubt (1 - p) is {doubtful:.2f}"
     if is_large:
@@ -287,7 +300,7 @@ def _newest_weights(scene: Scene) -> Bools:
     known = np.sort(staleness[staleness >= 0])
     if not len(known):
         return np.ones(len(staleness), dtype=bool)
-    level = known[min(scene.limits.min_tokens, len(known)) - 1]
+    level = known[min(MIN_TOKENS, len(known)) - 1]
     newest: Bools = (staleness >= 0) & (staleness <= level)
     return newest
 
@@ -297,7 +310,7 @@ def _earliest(scene: Scene, pool: Bools) -> Bools:
     steps = np.sort(scene.pairs.step[pool & scene.is_open])
     if not len(steps):
         return pool
-    last = steps[min(scene.limits.min_tokens, len(steps)) - 1]
+    last = steps[min(MIN_TOKENS, len(steps)) - 1]
     earliest: Bools = pool & (scene.pairs.step <= last)
     return earliest
 

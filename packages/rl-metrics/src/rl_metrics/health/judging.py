@@ -155,9 +155,7 @@ def _check(opinion: _Opinion, explained: Mapping[str, Finding]) -> Check:
         status = finding.severity
     elif opinion.is_known:
         status = "ok"
-    return Check(
-        rule=rule.name, side=rule.side, title=rule.title, status=status, finding=finding, reading=opinion.reading
-    )
+    return Check(rule=rule.name, side=rule.side, title=rule.title, status=status, reading=opinion.reading)
 
 
 def _worst(checks: Sequence[Check]) -> Status:

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rl_metrics.json_lines import as_plain
+
 Kind = Literal["f32", "f64", "i32", "u8"]
 """Of a column: "f32" keeps whole numbers, and about 4 significant digits of others; where some are too large for it,
 the column is packed as "f64". What "i32" cannot hold becomes the nearest that it can."""
@@ -49,7 +51,7 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[Kind, ArrayLike]
         kept = "f64" if numbers.dtype == DTYPES["f64"] else kind
         places.append({"name": name, "kind": kept, "count": len(numbers)})
         parts.append(numbers.view(np.uint8).reshape(len(numbers), numbers.dtype.itemsize).T.tobytes())
-    text = json.dumps({"header": _finite(header), "columns": places}, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps({"header": as_plain(header), "columns": places}, allow_nan=False, separators=(",", ":")).encode()
     return gzip.compress(b"".join((struct.pack("<I", len(text)), text, *parts)), LEVEL, mtime=0)
 
 
@@ -92,14 +94,3 @@ def _numbers(kind: Kind, values: ArrayLike) -> NDArray[Any]:
     limits = np.iinfo(DTYPES[kind])
     whole = np.nan_to_num(np.asarray(values, np.float64), nan=0.0)
     return np.ascontiguousarray(np.clip(whole, limits.min, limits.max).astype(DTYPES[kind]))
-
-
-def _finite(value: Any) -> Any:
-    """The value with null where a number is not finite."""
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

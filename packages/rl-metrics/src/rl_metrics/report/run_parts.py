@@ -42,16 +42,6 @@ def read_verdict(run: RunRecord) -> Verdict:
     return judge_run(run)
 
 
-def describe_verdict(verdict: Verdict) -> dict[str, Any]:
-    """As JSON, the checks with their findings."""
-    described = verdict.to_json()
-    described["checks"] = [
-        {**check.to_json(), "finding": None if check.finding is None else check.finding.to_json()}
-        for check in verdict.checks
-    ]
-    return described
-
-
 def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
     """Names of the distributions, and the columns of each: `dx{i}` are steps, `d{i}q{j}` the j-th of `QUANTILES`."""
     by_name: dict[str, list[tuple[int, list[float]]]] = {}

@@ -21,7 +21,6 @@ from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.rollout_blobs import RolloutPacker
 from rl_metrics.report.run_parts import (
     SESSION_PLACE,
-    describe_verdict,
     flat_settings,
     notable_events,
     pack_distributions,
@@ -108,7 +107,7 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "num_rows": len(history.steps),
         "times": [float(history.times[0]), float(history.times[-1])] if len(history.times) else [None, None],
         "is_finished": run.is_finished,
-        "verdict": describe_verdict(read_verdict(run)),
+        "verdict": read_verdict(run).to_json(),
         "curves": [*curves, *never_finite(history)],  # these have no columns
         "distributions": distributions,
         "probes": probes,

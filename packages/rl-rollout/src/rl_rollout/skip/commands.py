@@ -1,44 +1,135 @@
-"""What `rl-rollout cache` does with a directory of entries: list, verify, prune, and find the entry that is meant."""
+"""What `rl-rollout cache` does with a directory of entries: find the one that is meant, list, verify, prune."""
 
+import math
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
 
 from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.records import Json
 from rl_rollout.skip.manifest import Counts, EntryKey, Manifest
-from rl_rollout.skip.report import (
-    EntryReport,
-    Fault,
-    Listing,
-    Pruning,
-    Removal,
-    StoredBytes,
-    Verification,
-    Verified,
-    as_plain,
-)
 from rl_rollout.skip.store import EntryStore
 
 NUM_THREADS = 8
 MAX_NAMED = 12
-COUNTS = ("groups", "sessions", "failed_sessions", "trajectories", "tokens")
+MAX_DEPTH = 32
 
-OnVerified = Callable[[Verified, int, int], None]
-"""Takes what became of an entry, how many were read, and how many there are."""
 OnRead = Callable[[int, int], None]
 """Takes how many entries were read, and how many there are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unwanted:
-    """What `prune` removes beside what writers left that died.
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an entry cannot be used.
+
+    Attributes:
+        path: The file or folder at fault.
+        reason: What it must be, and what it is.
+        is_broken: False where the store failed to read the entry, which may be whole.
+    """
+
+    path: str
+    reason: str
+    is_broken: bool = True
+
+    @property
+    def word(self) -> str:
+        """The state in a word."""
+        return "BROKEN" if self.is_broken else "UNREADABLE"
+
+
+class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry, as its manifest and the sizes of its files describe it.
+
+    Attributes:
+        name: Its folder's name.
+        key: Which rollouts it holds.
+        made_at: UTC, such as "2026-01-31T12:00:00Z"; None for a broken entry.
+        generate_s: Seconds that generating its rollouts took.
+        counts: How much it holds.
+        size_bytes: All its files; for a broken entry, those that could be listed.
+        fingerprint: What it was made from.
+        fault: Why it is broken or cannot be read; None when it is whole.
+    """
+
+    name: str
+    key: EntryKey
+    made_at: str | None = None
+    generate_s: float | None = None
+    counts: Counts | None = None
+    size_bytes: int = 0
+    fingerprint: dict[str, Any] | None = None
+    fault: Fault | None = None
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything in a directory.
+
+    Attributes:
+        directory: As it was given.
+        entries: Sorted by kind, step and part.
+        set_aside: Bytes of the broken entries that a run moved to broken/, by name.
+        leftovers: Bytes of what writers that died left behind, by name.
+    """
+
+    directory: str
+    entries: tuple[EntryReport, ...]
+    set_aside: dict[str, int]
+    leftovers: dict[str, int]
+
+    @property
+    def num_broken(self) -> int:
+        """Entries that are broken, or could not be read."""
+        return sum(entry.fault is not None for entry in self.entries)
+
+    @property
+    def totals(self) -> Counts:
+        """What the entries hold together, without the broken ones."""
+        held = [entry.counts for entry in self.entries if entry.counts is not None]
+        return Counts(**{name: sum(getattr(counts, name) for counts in held) for name in Counts.__struct_fields__})
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of everything."""
+        entries = sum(entry.size_bytes for entry in self.entries)
+        return entries + sum(self.set_aside.values()) + sum(self.leftovers.values())
+
+    def to_json(self) -> dict[str, Json]:
+        """As an object."""
+        return {
+            **msgspec.to_builtins(self),
+            "set_aside": _sizes(self.set_aside),
+            "leftovers": _sizes(self.leftovers),
+            "num_broken": self.num_broken,
+            "totals": msgspec.to_builtins(self.totals),
+            "size_bytes": self.size_bytes,
+        }
+
+
+class Removal(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that `prune` removes.
+
+    Attributes:
+        name: Below the directory.
+        size_bytes: All its files.
+        why: "left by a writer that died", "named", "set aside", "broken", or "oldest".
+    """
+
+    name: str
+    size_bytes: int
+    why: str
+
+
+class Unwanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What `prune` removes beside what writers that died left behind.
 
     Attributes:
         named: These entries.
-        is_broken: Whether broken entries go and what was set aside, even where there is room; reads everything.
-        max_bytes: Most that may stay; None leaves what is not unwanted otherwise.
+        is_broken: Also remove broken entries and what was set aside, even where there is room; reads everything.
+        max_bytes: Most bytes that may stay; None sets no limit.
     """
 
     named: tuple[EntryKey, ...] = ()
@@ -47,10 +138,10 @@ class Unwanted:
 
 
 def open_store(directory: str) -> EntryStore:
-    """The store in a directory that is there.
+    """The store in an existing directory.
 
     Raises:
-        CacheError: It is not there, or no folder.
+        CacheError: It does not exist, or is no folder.
         MissingExtraError: A URL is given, and what it needs is not installed.
     """
     store = EntryStore(directory)
@@ -75,18 +166,13 @@ def some_entries(store: EntryStore, directory: str) -> list[EntryKey]:
 
 
 def entries_hint(directory: str) -> str:
-    """What entries look like, for who gave a directory without any."""
+    """What entries look like, for a user who gave a directory without any."""
     upwards = " It is itself an entry: give the folder above." if EntryKey.parse(_last(directory)) else ""
     return f"expected folders such as {EntryKey(step=1).name} with a manifest.json.{upwards}"
 
 
-def is_entry(text: str) -> bool:
-    """Whether a text names an entry, or is a step, rather than a directory of entries."""
-    return EntryKey.parse(_last(text)) is not None or (_is_step(text) and not EntryStore(text).folder.exists())
-
-
 def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKey:
-    """The entry that is meant by its name, or by its step.
+    """The entry with this name, or of this step.
 
     Raises:
         CacheError: There is none, or a step has several.
@@ -94,9 +180,9 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
     above = text.rstrip("/").rpartition("/")[0]
     is_here = not above or os.path.normpath(above) == os.path.normpath(directory)
     named = [key for key in keys if is_here and key.name == _last(text)]
-    is_step = _is_step(text)
+    is_step = text.isascii() and text.isdecimal()
     if not named and is_step:
-        named = [key for key in keys if str(key.step) == text.lstrip("0") or (key.step == 0 and not text.strip("0"))]
+        named = [key for key in keys if str(key.step) == (text.lstrip("0") or "0")]
     if len(named) == 1:
         return named[0]
     if named:
@@ -106,31 +192,31 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
 
 
 def newest_entry(store: EntryStore, keys: Sequence[EntryKey]) -> EntryKey:
-    """The entry that was made last; of broken ones alone, the first."""
-    found = [(manifest.created_at, key) for key in keys if (manifest := _manifest_or_none(store, key)) is not None]
-    return max(found, default=(0.0, keys[0]))[1]
+    """The entry that was made last; where all are broken, the first."""
+
+    def made(key: EntryKey) -> float:
+        try:
+            manifest = store.manifest(key)
+        except CacheError:
+            return -1.0
+        return -1.0 if manifest is None else manifest.created_at
+
+    ages = [(made(key), key) for key in keys]
+    newest = max(ages)
+    return newest[1] if newest[0] >= 0 else keys[0]
 
 
 def list_entries(store: EntryStore, directory: str) -> Listing:
     """Everything in a directory, without reading the arrays."""
     with ThreadPoolExecutor(NUM_THREADS, "cache-ls") as threads:
-        found = [report for report in threads.map(lambda key: describe_entry(store, key), store.entries()) if report]
-    aside = tuple(StoredBytes(name=name, size_bytes=size) for name, size in store.folder.set_aside_sizes().items())
-    left = tuple(StoredBytes(name=name, size_bytes=size) for name, size in store.folder.leftovers().items())
-    counts = [report.counts for report in found if report.counts is not None]
-    return Listing(
-        directory=directory,
-        entries=tuple(found),
-        set_aside=aside,
-        leftovers=left,
-        num_broken=sum(report.fault is not None for report in found),
-        totals=Counts(**{name: sum(getattr(each, name) for each in counts) for name in COUNTS}),
-        size_bytes=sum(each.size_bytes for each in found) + sum(each.size_bytes for each in (*aside, *left)),
-    )
+        found = threads.map(lambda key: describe_entry(store, key), store.entries())
+        entries = tuple(report for report in found if report is not None)
+    aside, leftovers = store.folder.set_aside_sizes(), store.folder.leftovers()
+    return Listing(directory=directory, entries=entries, set_aside=aside, leftovers=leftovers)
 
 
 def describe_entry(store: EntryStore, key: EntryKey) -> EntryReport | None:
-    """An entry by its manifest and the sizes of its files; None where it is gone meanwhile."""
+    """An entry by its manifest and the sizes of its files; None where it was removed meanwhile."""
     size_bytes = 0
     try:
         with store.folder.open(key.name) as files:
@@ -139,21 +225,126 @@ def describe_entry(store: EntryStore, key: EntryKey) -> EntryReport | None:
             size_bytes = sum(files.sizes().values())
         manifest = store.manifest(key)
     except CacheError as error:
-        return EntryReport(name=key.name, key=key, size_bytes=size_bytes, fault=fault_of(error, store, key))
+        return EntryReport(name=key.name, key=key, size_bytes=size_bytes, fault=_fault_of(error, store, key))
     if manifest is None:
         return None
     return EntryReport(
         name=key.name,
         key=key,
-        made_at=made_at(manifest),
-        generate_s=as_plain(manifest.generate_s),
+        made_at=_made_at(manifest),
+        generate_s=manifest.generate_s,
         counts=manifest.counts,
         size_bytes=size_bytes,
-        fingerprint=as_plain(manifest.fingerprint, is_finite=False),
+        fingerprint=as_plain(manifest.fingerprint),
     )
 
 
-def made_at(manifest: Manifest) -> str | None:
+def verify_entry(store: EntryStore, key: EntryKey) -> EntryReport:
+    """Read an entry whole, every byte checked: what it holds, or its fault."""
+    try:
+        entry = store.read(key)
+    except CacheError as error:
+        return EntryReport(name=key.name, key=key, fault=_fault_of(error, store, key))
+    if entry is None:
+        gone = Fault(path=store.folder.path_of(key.name), reason="it was removed meanwhile", is_broken=False)
+        return EntryReport(name=key.name, key=key, fault=gone)
+    return EntryReport(name=key.name, key=key, counts=entry.manifest.counts)
+
+
+def prune_entries(
+    store: EntryStore, before: Listing, unwanted: Unwanted, *, is_dry_run: bool, on_read: OnRead
+) -> list[Removal]:
+    """Remove what writers that died left, then named entries, then broken ones, then the oldest; each whole.
+
+    Args:
+        store: Of the directory.
+        before: What it has.
+        unwanted: What goes.
+        is_dry_run: Whether to change nothing.
+        on_read: Told of each entry that was read to find out whether it is broken.
+
+    Returns:
+        What went, or would go.
+
+    Raises:
+        CacheError: The directory cannot be read, or something cannot be removed.
+        MissingExtraError: Broken entries are to be found, and zarr is not installed; nothing was removed.
+    """
+    if unwanted.is_broken and before.entries:
+        store.require_library()
+    removed: list[Removal] = []
+    for each in _unwanted(store, before, unwanted, on_read):
+        if not is_dry_run:  # at once: another process may replace what was found broken
+            _remove(store, each)
+        removed.append(each)
+    if unwanted.max_bytes is not None:
+        gone = {each.name for each in removed}
+        broken = {entry.name for entry in before.entries if entry.fault is not None and entry.fault.is_broken}
+        rest = [each for each in store.by_age() if each[0] not in gone]
+        total = sum(size for _, size in rest)
+        for name, size in rest:
+            if total <= unwanted.max_bytes:
+                break
+            why = "set aside" if name.startswith("broken/") else "broken" if name in broken else "oldest"
+            removed.append(Removal(name=name, size_bytes=size, why=why))
+            if not is_dry_run:
+                _remove(store, removed[-1])
+            total -= size
+    return removed
+
+
+def as_plain(value: Json, *, is_finite: bool = False, depth: int = 0) -> Json:
+    """JSON that any reader takes: what is nested too deeply becomes a text.
+
+    Args:
+        value: What to make plain.
+        is_finite: True turns NaN and infinities, which JSON does not have, into null.
+        depth: Depth of the value in what is made plain.
+    """
+    if is_finite and isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict | list | tuple) and depth >= MAX_DEPTH:
+        return f"(nested more than {MAX_DEPTH} deep)"
+    if isinstance(value, dict):
+        return {str(name): as_plain(item, is_finite=is_finite, depth=depth + 1) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item, is_finite=is_finite, depth=depth + 1) for item in value]
+    return value
+
+
+def _unwanted(store: EntryStore, listing: Listing, unwanted: Unwanted, on_read: OnRead) -> Iterator[Removal]:
+    """All but the oldest; each entry is read as its turn comes."""
+    for name, size in listing.leftovers.items():
+        yield Removal(name=name, size_bytes=size, why="left by a writer that died")
+    for entry in listing.entries:
+        if entry.key in unwanted.named:
+            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="named")
+    if not unwanted.is_broken:
+        return
+    for name, size in listing.set_aside.items():
+        yield Removal(name=f"broken/{name}", size_bytes=size, why="set aside")
+    others = [entry for entry in listing.entries if entry.key not in unwanted.named]
+    for number, entry in enumerate(others, start=1):
+        fault = verify_entry(store, entry.key).fault
+        on_read(number, len(others))
+        if fault is not None and fault.is_broken:
+            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="broken")
+
+
+def _remove(store: EntryStore, removal: Removal) -> None:
+    if removal.why == "left by a writer that died":
+        store.folder.remove_leftover(removal.name)
+    else:
+        store.remove(removal.name)
+
+
+def _fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
+    if isinstance(error, BrokenEntryError):
+        return Fault(path=error.path, reason=error.reason)
+    return Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
+
+
+def _made_at(manifest: Manifest) -> str | None:
     """When an entry was made; None where that is no time."""
     try:
         return datetime.fromtimestamp(manifest.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -161,145 +352,12 @@ def made_at(manifest: Manifest) -> str | None:
         return None
 
 
-def verify_entries(
-    store: EntryStore, keys: Sequence[EntryKey], directory: str, *, on_verified: OnVerified
-) -> Verification:
-    """Read entries whole, every byte checked; changes nothing."""
-    verified: list[Verified] = []
-    for key in keys:
-        try:
-            entry = store.read(key)
-        except CacheError as error:
-            verified.append(Verified(name=key.name, fault=fault_of(error, store, key)))
-        else:
-            if entry is None:
-                gone = Fault(path=store.folder.path_of(key.name), reason="it was removed meanwhile")
-                verified.append(Verified(name=key.name, fault=gone))
-            else:
-                verified.append(Verified(name=key.name, counts=entry.manifest.counts))
-        on_verified(verified[-1], len(verified), len(keys))
-    num_broken = sum(each.fault is not None for each in verified)
-    return Verification(directory=directory, entries=tuple(verified), num_broken=num_broken)
-
-
-def prune_entries(
-    store: EntryStore, directory: str, unwanted: Unwanted, *, is_dry_run: bool, on_read: OnRead
-) -> Pruning:
-    """Remove what writers left that died, then entries by name, then broken ones, then the oldest; each whole.
-
-    Args:
-        store: Of the directory.
-        directory: As it was given.
-        unwanted: What goes.
-        is_dry_run: Whether to change nothing.
-        on_read: Told of each entry that was read to find out whether it is broken.
-
-    Raises:
-        CacheError: The directory cannot be read, or something cannot be removed.
-        MissingExtraError: Broken entries are to be found, and zarr is not installed; nothing was removed.
-    """
-    before = list_entries(store, directory)
-    if unwanted.is_broken and before.entries:
-        store.require_library()
-    removed: dict[str, Removal] = {}
-    for each in _unwanted(store, before, unwanted, on_read):
-        if not is_dry_run:  # at once: what was found to be broken may be replaced by another process
-            _remove(store, each)
-        removed[each.name] = each
-    if unwanted.max_bytes is not None:
-        most = unwanted.max_bytes
-        oldest = _planned(store, most, without=removed) if is_dry_run else store.prune(most)
-        for name, size in oldest:
-            removed.setdefault(name, Removal(name=name, size_bytes=size, why=_why(name, before)))
-    removed_bytes = sum(each.size_bytes for each in removed.values())
-    return Pruning(
-        directory=directory,
-        is_dry_run=is_dry_run,
-        removed=tuple(removed.values()),
-        removed_bytes=removed_bytes,
-        kept_entries=sum(entry.name not in removed for entry in before.entries),
-        kept_bytes=before.size_bytes - removed_bytes,
-    )
-
-
-def fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
-    """Which place is at fault, and why."""
-    if isinstance(error, BrokenEntryError):
-        return Fault(path=error.path, reason=error.reason)
-    return Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
-
-
-def _unwanted(store: EntryStore, listing: Listing, unwanted: Unwanted, on_read: OnRead) -> Iterator[Removal]:
-    """All but the oldest; each entry is read as its turn comes."""
-    for each in listing.leftovers:
-        yield Removal(name=each.name, size_bytes=each.size_bytes, why="left by a writer that died")
-    for entry in listing.entries:
-        if entry.key in unwanted.named:
-            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="named")
-    if not unwanted.is_broken:
-        return
-    for each in listing.set_aside:
-        yield Removal(name=f"broken/{each.name}", size_bytes=each.size_bytes, why="set aside")
-    others = [entry for entry in listing.entries if entry.key not in unwanted.named]
-    for number, entry in enumerate(others, start=1):
-        is_broken = _is_broken(store, entry.key)
-        on_read(number, len(others))
-        if is_broken:
-            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="broken")
-
-
-def _planned(store: EntryStore, max_bytes: int, *, without: Container[str]) -> Iterator[tuple[str, int]]:
-    """What the store would remove for the rest to fit, if the others were gone."""
-    rest = [each for each in store.prune(-1, dry_run=True) if each[0] not in without]
-    total = sum(size for _, size in rest)
-    for name, size in rest:
-        if total <= max_bytes:
-            return
-        yield name, size
-        total -= size
-
-
-def _why(name: str, listing: Listing) -> str:
-    """Why something went for the rest to fit: what is known to be broken goes before the oldest."""
-    if name.startswith("broken/"):
-        return "set aside"
-    broken = (entry.name for entry in listing.entries if entry.fault is not None and entry.fault.is_broken)
-    return "broken" if name in broken else "oldest"
-
-
-def _is_broken(store: EntryStore, key: EntryKey) -> bool:
-    """Read it whole; what a store cannot give now is not broken, nor what is gone."""
-    try:
-        store.read(key)
-    except BrokenEntryError:
-        return True
-    except CacheError:
-        return False
-    return False
-
-
-def _remove(store: EntryStore, removal: Removal) -> None:
-    if removal.why == "set aside":
-        store.folder.remove_set_aside(removal.name.removeprefix("broken/"))
-    elif removal.why in ("named", "broken"):
-        store.folder.remove(removal.name)
-    else:
-        store.folder.remove_leftover(removal.name)
-
-
-def _manifest_or_none(store: EntryStore, key: EntryKey) -> Manifest | None:
-    try:
-        return store.manifest(key)
-    except CacheError:
-        return None
+def _sizes(found: dict[str, int]) -> list[dict[str, Json]]:
+    return [{"name": name, "size_bytes": size} for name, size in found.items()]
 
 
 def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def _is_step(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
 
 
 def _names(keys: Sequence[EntryKey]) -> str:

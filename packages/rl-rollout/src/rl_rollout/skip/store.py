@@ -17,7 +17,7 @@ from rl_core.records import Json
 from rl_core.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter
-from rl_rollout.skip.folder import open_folder
+from rl_rollout.skip.folder import BROKEN, open_folder
 from rl_rollout.skip.manifest import (
     ARRAYS_FOLDER,
     FORMAT,
@@ -178,38 +178,40 @@ class EntryStore:
             writer.write(f"{stem}/{file}", *parts)
         return spec
 
-    def prune(self, max_bytes: int, *, keep: EntryKey | None = None, dry_run: bool = False) -> list[tuple[str, int]]:
+    def prune(self, max_bytes: int, *, keep: EntryKey | None = None) -> list[tuple[str, int]]:
         """Remove what was set aside, then the oldest entries, until no more than so many bytes are left.
 
         Args:
             max_bytes: Of all entries, and of what was set aside.
             keep: An entry that stays, whatever its age, such as the one that was just stored.
-            dry_run: Remove nothing.
 
         Returns:
-            Name and bytes of what was removed, or with dry_run would be.
+            Name and bytes of what was removed.
         """
-        aside = self.folder.set_aside_sizes()
-        entries = sorted(self._ages(), key=lambda entry: entry[0])
-        total = sum(aside.values()) + sum(size for _, size, _ in entries)
+        found = self.by_age()
+        total = sum(size for _, size in found)
         removed: list[tuple[str, int]] = []
-        for name, size in aside.items():
-            if total <= max_bytes:
-                return removed
-            if not dry_run:
-                self.folder.remove_set_aside(name)
-            removed.append((f"broken/{name}", size))
-            total -= size
-        for _, size, key in entries:
+        for name, size in found:
             if total <= max_bytes:
                 break
-            if key == keep:
-                continue
-            if not dry_run:
-                self.folder.remove(key.name)
-            removed.append((key.name, size))
-            total -= size
+            if keep is None or name != keep.name:
+                self.remove(name)
+                removed.append((name, size))
+                total -= size
         return removed
+
+    def by_age(self) -> list[tuple[str, int]]:
+        """Name and bytes of what was set aside, as `broken/NAME`, then of the entries, the oldest first."""
+        aside = [(f"{BROKEN}/{name}", size) for name, size in self.folder.set_aside_sizes().items()]
+        return aside + [(key.name, size) for _, size, key in sorted(self._ages(), key=lambda entry: entry[0])]
+
+    def remove(self, name: str) -> None:
+        """Remove an entry, or what was set aside, by its name in `by_age`."""
+        folder, _, rest = name.rpartition("/")
+        if folder:
+            self.folder.remove_set_aside(rest)
+        else:
+            self.folder.remove(name)
 
     def _ages(self) -> Iterator[tuple[float, int, EntryKey]]:
         """When each entry was made, its bytes and key; a broken one counts as the oldest."""

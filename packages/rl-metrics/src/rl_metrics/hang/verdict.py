@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rl_async_trainer.hang_report import GroupRow, RoleReport, Wait
-from rl_async_trainer.stack_places import is_in_collective, place_of
+from rl_core.cluster.role_report import RoleReport, Wait
+from rl_metrics.hang.report import GroupRow
+from rl_metrics.hang.stack_places import is_in_collective, place_of
 
 GROUPS, QUEUE = "groups", "queue"
 MAX_CHAINS = 5

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
 
+from rl_core.cluster.role_report import RoleReport, Wait
 from rl_core.cluster.stacks import cut
 from rl_core.durable_files import write_durably
 from rl_core.errors import DataError
@@ -25,47 +26,6 @@ MAX_STACKS = 4_000_000
 """Characters, of all roles together."""
 MAX_TEXT = 4_000
 MAX_FILE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """What a role waits for right now.
-
-    Attributes:
-        what: In words that follow "has waited for", such as "step 12", "3 of 8 groups" or "room for group p-17".
-        on: Whom or what it depends on: a role's name, "groups" (that others make ready), "queue" (room in it), or
-            something outside of the run, such as "reward judge".
-        since_s: For how long.
-    """
-
-    what: str
-    on: str
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleReport:
-    """What one role does.
-
-    Attributes:
-        name: Such as "rollouter", "engine 1" or "learner[0]"; names with brackets are ranks of one role.
-        state: As `rl_core.cluster` has it: starting, serving, restarting, dead or closed.
-        since_s: How long it has been in this state; of a role that does not answer, how long it has not.
-        waits: Its present waits.
-        stack: As `Role.stacks` gives it; empty where it was not asked.
-        leases: Groups of the queue that it holds.
-        counts: Anything that can be counted, such as "running".
-        is_answering: False where it was asked and did not answer in time.
-    """
-
-    name: str
-    state: str = "serving"
-    since_s: float = 0.0
-    waits: tuple[Wait, ...] = ()
-    stack: str = ""
-    leases: tuple[str, ...] = ()
-    counts: Mapping[str, float] = field(default_factory=dict)
-    is_answering: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,20 +78,17 @@ class HangReport:
     format: Literal["rl-hang-1"] = "rl-hang-1"
 
 
-_FORM = TypeAdapter(HangReport)
-
-
 def write_hang_report(path: Path, report: HangReport) -> None:
     """Write a report, cut where it is too long; a reader sees the old file or the new one.
 
     Raises:
         OSError: The file cannot be written.
     """
-    write_durably(path, _FORM.dump_json(bounded(report), indent=2) + b"\n")
+    write_durably(path, msgspec.json.format(msgspec.json.encode(bounded(report)), indent=2) + b"\n")
 
 
 def read_hang_report(path: Path) -> HangReport:
-    """A report that was written.
+    """A report that was written, cut where it is too long.
 
     Raises:
         DataError: The file is missing, too large, or no such report.
@@ -140,15 +97,12 @@ def read_hang_report(path: Path) -> HangReport:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise DataError(f"{path} must be a hang report of at most {MAX_FILE_BYTES} bytes; it has {size}.")
-        return _FORM.validate_json(path.read_bytes())
+        return bounded(msgspec.json.decode(path.read_bytes(), type=HangReport))
     except OSError as error:
         raise DataError(f"{path} cannot be read as a hang report: {error.strerror}.") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
-            f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {place}: "
-            f"{first['msg']}."
+            f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {error}."
         ) from None
 
 

@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.hang_report import (
+from rl_core.cluster.role_report import RoleReport, Wait
+from rl_core.errors import DataError
+from rl_metrics.hang.report import (
     FILE,
     MAX_FILE_BYTES,
     MAX_GROUPS,
     MAX_STACK,
     GroupRow,
     HangReport,
-    RoleReport,
-    Wait,
     read_hang_report,
     write_hang_report,
 )
-from rl_async_trainer.hang_verdict import verdict
-from rl_async_trainer.stack_places import is_in_collective, place_of
-from rl_core.errors import DataError
+from rl_metrics.hang.stack_places import is_in_collective, place_of
+from rl_metrics.hang.verdict import verdict
 
 SERVED = '  File "/x/rl_core/cluster/served.py", line 37, in run\n    return await result\n'
 IDLE = 'pid 1 at 12:00:00\nthread MainThread (most recent call last):\n  File "/x/selectors.py", line 468, in select\n'
@@ -365,14 +364,16 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "the file: Invalid JSON"),
-        (b"[]", "the file: Input should be"),
-        (b'{"format": "rl-hang-1"}', "at: Field required"),
-        (b"\xff\xfe", "Invalid JSON"),
-        (b'{"at": "x", "run": "y", "no_progress_s": 1, "format": "rl-hang-9"}', "format: Input should be 'rl-hang-1'"),
-        (b'{"at": "x", "run": "y", "no_progress_s": "long"}', "no_progress_s: Input should be a valid number"),
-        (b'{"at": "x", "run": "y", "no_progress_s": 1, "roles": [{}]}', "roles.0.name: Field required"),
-        (b"[" * 100_000, "Invalid JSON"),
+        (b"", "Input data was truncated"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'{"format": "rl-hang-1"}', "Object missing required field `at`"),
+        (b"\xff\xfe", "JSON is malformed"),
+        (b'{"at": "\xff", "run": "y", "no_progress_s": 1}', "utf-8"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1, "format": "rl-hang-9"}', "Invalid enum value 'rl-hang-9'"),
+        (b'{"at": "x", "run": "y", "no_progress_s": "long"}', "Expected `float`, got `str` - at `$.no_progress_s`"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1e999}', "Number out of range"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1, "roles": [{}]}', "required field `name` - at `$.roles[0]`"),
+        (b'{"at": "x", "run": "y", "no_progress_s": 1, "verdict": ' + b"[" * 100_000, "Expected `str`, got `array`"),
     ],
 )
 def test_foreign_files_are_refused(tmp_path, content, words):

@@ -1,0 +1,68 @@
+"""What a role says of itself when it is asked what it does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What a role waits for right now.
+
+    Attributes:
+        what: In words that follow "has waited for", such as "step 12", "3 of 8 groups" or "room for group p-17".
+        on: Whom or what it depends on: a role's name, "groups" (that others make ready), "queue" (room in it), or
+            something outside of the run, such as "reward judge".
+        since_s: For how long.
+    """
+
+    what: str
+    on: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleView:
+    """What a role does right now.
+
+    Attributes:
+        doing: In words.
+        waits: What it waits for.
+        holds: Groups that it has.
+        counts: Anything that can be counted.
+    """
+
+    doing: str
+    waits: tuple[Wait, ...] = ()
+    holds: tuple[str, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """As `status` prints it."""
+        counts = ", ".join(f"{name} {value:g}" for name, value in self.counts.items())
+        waits = "; ".join(f"for {wait.what} from {wait.on}, {wait.since_s:.0f} s" for wait in self.waits)
+        return "; ".join(part for part in (self.doing, counts, waits and f"waits {waits}") if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """What one role does.
+
+    Attributes:
+        name: Such as "rollouter", "engine 1" or "learner[0]"; names with brackets are ranks of one role.
+        state: As `rl_core.cluster` has it: starting, serving, restarting, dead or closed.
+        since_s: How long it has been in this state; of a role that does not answer, how long it has not.
+        waits: Its present waits.
+        stack: As `Role.stacks` gives it; empty where it was not asked.
+        leases: Groups of the queue that it holds.
+        counts: Anything that can be counted, such as "running".
+        is_answering: False where it was asked and did not answer in time.
+    """
+
+    name: str
+    state: str = "serving"
+    since_s: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    stack: str = ""
+    leases: tuple[str, ...] = ()
+    counts: Mapping[str, float] = field(default_factory=dict)
+    is_answering: bool = True
