@@ -413,6 +413,23 @@ def test_a_journal_without_partitions_is_gone_on_with(tmp_path, opened):
     assert inspect_journal(tmp_path).format_version == 2
 
 
+def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
+    queue = ready(opened(tmp_path), num_prompts=2)
+    before = entries(queue)
+    queue.close()
+    with sqlite3.connect(tmp_path / DATABASE) as connection:  # as it was written with `partial_after_s`
+        meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+        meta["tasks"][0]["partial_after_s"] = 60.0
+        meta["counts"]["counts"]["sessions_left_out"] = 1
+        for key in ("tasks", "counts"):
+            connection.execute("UPDATE meta SET value = ? WHERE key = ?", (json.dumps(meta[key]).encode(), key))
+    connection.close()
+    assert inspect_journal(tmp_path).tasks == (TRAIN,)
+    queue = opened(tmp_path)
+    assert entries(queue) == before
+    assert "sessions_left_out" not in queue.stats()
+
+
 def test_tasks_of_other_partitions_are_refused(tmp_path, opened):
     opened(tmp_path, TRAIN, replace(TRAIN, name="eval", partition="eval")).close()
     with pytest.raises(JournalError, match=r"tasks \['eval \(partition eval\)', 'train'\]; found \['eval', 'train'\]"):

@@ -48,7 +48,7 @@ class QueueOptions:
             wait when every consumer waits for more groups than there are.
         capacity_bytes: The same in bytes of columns.
         directory: Where the journal and the rows are kept, so that the queue can be opened again after a crash;
-            in memory only, when None. A directory with a journal is gone on with.
+            in memory only, when None. An existing journal is resumed.
     """
 
     capacity_rows: int | None = None

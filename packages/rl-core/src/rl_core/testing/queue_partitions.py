@@ -30,7 +30,7 @@ def prompts_of(*uids: str) -> list[Prompt]:
 
 
 class PartitionChecks(QueueChecks):
-    """Tasks and producers see the prompts of their partition alone; the room is shared, and nobody waits for ever."""
+    """Tasks and producers see the prompts of their partition alone; capacity is shared, and nobody waits for ever."""
 
     def split(self, *tasks: Any, **options: Any) -> TransferQueue:
         """A queue with prompts t0 to t2 for training and e0 to e2 for evaluation, issued in turns."""
