@@ -19,7 +19,7 @@ from rl_core.errors import JournalError
 from rl_core.queue.inspect_journal import inspect_journal
 from rl_core.queue.journal import DATABASE, SEGMENTS, Recovery
 from rl_core.queue.journal_report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
-from rl_core.queue.report_text import printable
+from rl_core.terminal_text import printable
 from rl_core.testing import make_prompt, make_prompts, make_trajectory
 from rl_core.testing.rows import ragged_like
 

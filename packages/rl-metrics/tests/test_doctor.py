@@ -1,6 +1,7 @@
 import json
 import os
 
+import msgspec
 import pytest
 from mismatched_tokens import MismatchedRun
 
@@ -9,9 +10,10 @@ from rl_metrics.commands.doctor import show
 from rl_metrics.doctor import diagnose
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis
 from rl_metrics.doctor.facts import Facts, facts_of
-from rl_metrics.doctor.hang import hang_ailment, judge_hang, shortened_stack
+from rl_metrics.doctor.hang import hang_ailment, judge_hang
 from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
 from rl_metrics.doctor.sickness import judge_health
+from rl_metrics.hang.report import HangReport
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.rollout_log import RolloutLog
 from rl_metrics.run_record import open_run
@@ -20,6 +22,7 @@ STACK = 'thread main:\n  File "/a/loop.py", line 3 in run\n    go()\n  File "/a/
 HANG = {
     "format": "rl-hang-1",
     "at": "2026-01-01T00:00:00",
+    "run": "runs/x",
     "no_progress_s": 700.0,
     "last_progress": "step 12",
     "verdict": "learner has waited 700 s for 2 of 8 groups; engine 1 does not answer (for 650 s).",
@@ -53,7 +56,7 @@ def write_rollouts(folder, **options):
 
 
 def test_a_hang_is_told_as_its_report_has_it():
-    found = hang_ailment(HANG)
+    found = hang_ailment(msgspec.convert(HANG, HangReport))
     assert (found.kind, found.what) == ("hang", "The run hangs: nothing happened for 700 s.")
     assert found.evidence[0].text == HANG["verdict"]
     (cause,) = found.causes
@@ -62,12 +65,6 @@ def test_a_hang_is_told_as_its_report_has_it():
     assert found.details[0] == "engine 1: serving, does not answer, for 650 s"
     assert "  holds 2 groups: p-7, p-9" in found.details
     assert "  recv (socket.py:12)" in found.details
-
-
-def test_a_stack_is_shortened_to_its_innermost_frames():
-    assert shortened_stack(STACK) == ["recv (socket.py:12)", "run (loop.py:3)"]
-    assert shortened_stack("most recent call first\n" + STACK) == ["run (loop.py:3)", "recv (socket.py:12)"]
-    assert shortened_stack(None) == []
 
 
 @pytest.mark.parametrize(
@@ -80,15 +77,19 @@ def test_a_stack_is_shortened_to_its_innermost_frames():
     ],
 )
 def test_causes_of_a_hang_have_names(cause, name):
-    assert hang_ailment({"causes": [cause]}).causes[0].name == name
+    report = HangReport(at="", run="", no_progress_s=0.0, causes=(cause,))
+    assert hang_ailment(report).causes[0].name == name
 
 
 @pytest.mark.parametrize("hostile", [None, 7, "x", [], [None], {"a": []}, 10**400, True, float("nan")])
 @pytest.mark.parametrize("key", ["no_progress_s", "last_progress", "verdict", "causes", "queue", "roles"])
-def test_a_hostile_report_is_read_for_what_it_has(key, hostile):
-    assert hang_ailment({**HANG, key: hostile}).causes
-    for part in ("name", "state", "since_s", "waits", "stack", "leases", "counts", "is_answering"):
-        assert hang_ailment({**HANG, "roles": [{**HANG["roles"][1], part: hostile}]}).causes
+def test_a_hostile_report_is_judged_or_left_out(key, hostile, tmp_path):
+    parts = ("name", "state", "since_s", "waits", "stack", "leases", "counts", "is_answering")
+    roles = [{**HANG, "roles": [{**HANG["roles"][1], part: hostile}]} for part in parts]
+    for report in ({**HANG, key: hostile}, *roles):
+        (tmp_path / "hang.json").write_text(json.dumps(report))
+        found = judge_hang(started(tmp_path), now=100.0)
+        assert found.causes[0].name in ("silent_role", "hang", "killed")
 
 
 def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
@@ -201,7 +202,8 @@ def test_torn_and_hostile_files_are_read_for_what_they_have(tmp_path, capsys):
         file.write(
             b'{"step":13,"index":0,"prompt_uid":"p","prompt":"<script>","resp\n[1]\n\xff\n{"step":"x"}\n{"step":14,"ind'
         )
-    (tmp_path / "hang.json").write_text('{"verdict": "\\u001b[31mred", "roles": [{"name": "<script>\\u001b[2J"}]}')
+    hang = {"at": "", "run": "", "no_progress_s": 1, "verdict": "\x1b[31mred", "roles": [{"name": "<script>\x1b[2J"}]}
+    (tmp_path / "hang.json").write_text(json.dumps(hang))
     (tmp_path / "settings.toml").write_text("[rollout")
     assert main(["doctor", str(tmp_path)]) in (0, 1)
     assert "\x1b" not in capsys.readouterr().out

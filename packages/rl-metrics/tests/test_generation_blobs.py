@@ -21,7 +21,7 @@ def table(step, *samples, name="validation/generations"):
 
 def packed(tables, folder):
     read = lambda name: unpack((folder / name).read_bytes())
-    header, index = read(pack_generations(tables, FolderBlobs(folder)))
+    header, index = read(pack_generations(tables, FolderBlobs(folder).put))
     return header, index, [read(chunk["texts"])[0]["rows"] for chunk in header["chunks"]]
 
 

@@ -18,7 +18,7 @@ from rl_metrics.hang.report import (
     read_hang_report,
     write_hang_report,
 )
-from rl_metrics.hang.stack_places import is_in_collective, place_of
+from rl_metrics.hang.stack_places import innermost_frames, is_in_collective, place_of
 from rl_metrics.hang.verdict import verdict
 
 SERVED = '  File "/x/rl_core/cluster/served.py", line 37, in run\n    return await result\n'
@@ -315,6 +315,14 @@ def test_places_are_read_from_both_kinds_of_stacks():
     task = f"{IDLE}task Task-3 (most recent call last):\n{SERVED}{fetches}"
     assert place_of(task) == "fetch (b.py:8)"
     assert [is_in_collective(text) for text in (REDUCES, LOADS, IDLE)] == [True, False, False]
+
+
+def test_a_stack_is_shortened_to_its_innermost_frames():
+    stack = 'thread main:\n  File "/a/loop.py", line 3 in run\n    go()\n  File "/a/socket.py", line 12 in recv\n'
+    assert innermost_frames(stack) == ["recv (socket.py:12)", "run (loop.py:3)"]
+    assert innermost_frames("most recent call first\n" + stack) == ["run (loop.py:3)", "recv (socket.py:12)"]
+    assert innermost_frames(stack.partition("\n")[2], depth=1) == ["recv (socket.py:12)"]
+    assert innermost_frames("") == []
 
 
 def report(**changes: Any) -> HangReport:

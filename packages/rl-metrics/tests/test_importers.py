@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.cli import main
 from rl_metrics.importers import naming, verl
-from rl_metrics.importers.naming import SameAs, translation
+from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import RunWriter
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl, logged
@@ -293,27 +293,25 @@ def test_of_a_dump_so_many_are_taken(tmp_path, monkeypatch):
 
 def test_every_name_of_verls_table_is_defined_here():
     parts = {"source": "openai/gsm8k", "component": "accuracy", "role": "actor"}
-    for one in verl.NAMES:
-        for name in one.ours:
+    for ours in verl.NAMES.values():
+        for name in ours:
             assert name.format(**parts) in DEFINITIONS, name
 
 
 def test_names_are_translated_by_the_first_entry_that_fits():
-    names = translation(
-        [SameAs("a/{one}/mean", ("b/{one}",)), SameAs("a/{source}", ("c/{source}", "d"))], has_our_names=True
-    )
+    names = translation({"a/{one}/mean": ("b/{one}",), "a/{source}": ("c/{source}", "d")}, has_our_names=True)
     assert names("a/x/mean") == ("b/x",)
     assert names("a/x/y/mean") == ("c/x/y/mean", "d")
     assert names("a.x") == ("other/a.x",)
     assert names("actor/entropy") == ("actor/entropy",)
-    assert translation([], has_our_names=False)("actor/entropy") == ("other/actor/entropy",)
+    assert translation({}, has_our_names=False)("actor/entropy") == ("other/actor/entropy",)
     assert len(names("x" * 1000)) == 1
     assert len(names("x" * 1000)[0]) == naming.MAX_NAME + len("other/")
 
 
 def test_a_writer_that_is_left_without_its_end_leaves_nothing(tmp_path):
     def broken():
-        with RunWriter(tmp_path / "run", trainer="x", names=translation([], has_our_names=True)) as run:
+        with RunWriter(tmp_path / "run", trainer="x", names=translation({}, has_our_names=True)) as run:
             run.add_metrics(1, {"actor/entropy": 1.0})
             raise KeyError
 

@@ -16,7 +16,7 @@ def row(**more):
 
 
 def packed(rows, folder, num_recorded=None):
-    packer = RolloutPacker(FolderBlobs(folder))
+    packer = RolloutPacker(FolderBlobs(folder).put)
     for one in rows:
         packer.add(one)
     name = packer.finish(num_recorded=len(rows) if num_recorded is None else num_recorded)

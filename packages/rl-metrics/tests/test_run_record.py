@@ -55,7 +55,7 @@ def folder(tmp_path):
     )
     (folder / "settings.toml").write_text('[algorithm]\nkind = "grpo"\n')
     (folder / "summary.json").write_text('{"steps": 1}')
-    (folder / "hang.json").write_text('{"format": "rl-hang-1", "verdict": "engine 1 waits"}')
+    (folder / "hang.json").write_text('{"at": "", "run": "", "no_progress_s": 1, "verdict": "engine 1 waits"}')
     return folder
 
 
@@ -78,7 +78,7 @@ def test_every_file_of_a_run(folder):
     assert np.isnan(probe.candidates[1][1])
     assert run.settings == {"algorithm": {"kind": "grpo"}}
     assert run.summary == {"steps": 1}
-    assert run.hang["verdict"] == "engine 1 waits"
+    assert run.hang.verdict == "engine 1 waits"
     assert run.history is run.history
 
 
@@ -95,7 +95,7 @@ def test_a_run_with_one_file_is_empty_otherwise(folder, tmp_path, name):
     }
     assert found == {**dict.fromkeys(found, 0), name: 1}
     assert run.generations == run.histograms == run.probes == ()
-    assert run.settings == run.summary == run.hang == {}
+    assert (run.settings, run.summary, run.hang) == ({}, {}, None)
     assert not run.is_finished
     assert run.history.get("actor/entropy") is None or name == "metrics.jsonl"
 
@@ -212,17 +212,17 @@ def test_documents_that_are_none_are_empty(tmp_path, content):
     for name in ("settings.toml", "summary.json", "hang.json"):
         (tmp_path / name).write_bytes(content)
     run = open_run(tmp_path)
-    assert run.settings == run.summary == run.hang == {}
+    assert (run.settings, run.summary, run.hang) == ({}, {}, None)
     assert not run.is_finished
 
 
 def test_a_document_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_metrics.run_record.MAX_DOCUMENT_BYTES", 10)
     (tmp_path / "summary.json").write_text('{"steps": 1000}')
-    (tmp_path / "hang.json").write_text('{"a": 123}')
+    (tmp_path / "settings.toml").write_text("a = 123")
     with structlog.testing.capture_logs() as logs:
         run = open_run(tmp_path)
-        assert (run.summary, run.hang) == ({}, {"a": 123})
+        assert (run.summary, run.settings) == ({}, {"a": 123})
     assert [(entry["event"], entry["error"]) for entry in logs] == [("unreadable_file", "it is larger than 10 bytes")]
 
 
@@ -272,6 +272,6 @@ def test_pipes_devices_and_sockets_are_not_waited_for(folder, monkeypatch):
         listener.bind("hang.json")
         with structlog.testing.capture_logs() as logs:
             run = open_run(folder)
-            assert (run.events, run.summary, run.hang) == ((), {}, {})
+            assert (run.events, run.summary, run.hang) == ((), {}, None)
             assert len(run.history.steps) == 0
     assert len(logs) == 4

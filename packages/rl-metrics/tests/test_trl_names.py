@@ -11,8 +11,8 @@ from rl_metrics.table import DEFINITIONS
 
 @pytest.mark.parametrize("table", [trl_names.POLICY_GRADIENT, trl_names.PPO, trl_names.OTHERS])
 def test_every_name_of_a_table_is_defined_here(table):
-    for one in table:
-        for name in one.ours:
+    for ours in table.values():
+        for name in ours:
             assert name.format(component="accuracy") in DEFINITIONS, name
 
 

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +10,8 @@ import msgspec
 
 from rl_core.errors import RLError
 from rl_core.queue.inspect_journal import inspect_journal
-from rl_core.queue.journal_report import JournalReport
-from rl_core.queue.report_text import as_text, printable
+from rl_core.queue.report_text import as_text
+from rl_core.terminal_text import json_text, printable, write_out
 
 REFUSED = 2
 DEFAULT_LIMIT = 100
@@ -37,24 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RLError as error:
         sys.stderr.write(f"rl-core: {printable(str(error), width=None)}\n")
         return REFUSED
-    _write(_as_json(report) if arguments.json else as_text(report))
-    return 0
-
-
-def _as_json(report: JournalReport) -> str:
     plain = msgspec.to_builtins(report, order="deterministic", str_keys=True)
-    return json.dumps(plain, indent=2).replace("\x7f", "\\u007f") + "\n"
-
-
-def _write(text: str) -> None:
-    """Write to standard output; a reader that has gone away, such as `head`, is no error."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, quietly
+    with contextlib.suppress(BrokenPipeError):  # a reader that has gone away is no error
+        write_out(json_text(plain) if arguments.json else as_text(report))
+    return 0
 
 
 def _limit(text: str) -> int:

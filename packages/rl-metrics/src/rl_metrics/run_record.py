@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,8 @@ import structlog
 
 from rl_core.errors import DataError
 from rl_metrics.events import BEGUN, ENDED, read_events
+from rl_metrics.hang.report import FILE as HANG
+from rl_metrics.hang.report import HangReport, read_hang_report
 from rl_metrics.history import History, read_history
 from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines
 from rl_metrics.rollout_log import RolloutRow, read_rollouts, without_surrogates
@@ -31,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 METRICS = "metrics.jsonl"
 MAX_DOCUMENT_BYTES = 64 << 20
-"""Larger settings, summaries and hang reports are not read."""
+"""Larger settings and summaries are not read."""
 
 FILES = (
     METRICS,
@@ -42,7 +44,7 @@ FILES = (
     "probes.jsonl",
     "settings.toml",
     "summary.json",
-    "hang.json",
+    HANG,
     "health.json",
 )
 """Any of them makes a folder one of a run."""
@@ -67,26 +69,18 @@ class ProbeRow:
 
     step: int
     time: float
-    policy_version: int
+    policy_version: int = 0
     probe: str
     prompt: str
     response: str
     position: int
     token: str
     logprob: float
-    candidates: tuple[tuple[str, float], ...]
+    candidates: tuple[tuple[str, float], ...] = ()
 
 
-class _Dated(Protocol):
-    """What was written of a step."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def time(self) -> float: ...
-
-
+_Dated = GenerationTable | StepHistograms | ProbeRow | RolloutRow
+"""What was written of a step."""
 _AnyDated = TypeVar("_AnyDated", bound=_Dated)
 
 
@@ -156,9 +150,14 @@ class RunRecord:
         return self._json_document("summary.json")
 
     @cached_property
-    def hang(self) -> dict[str, Any]:
+    def hang(self) -> HangReport | None:
         """What each role did when nothing had happened for too long."""
-        return self._json_document("hang.json")
+        path = self._file(HANG)
+        try:
+            return None if path is None else read_hang_report(path)
+        except DataError as error:
+            log.warning("unreadable_file", path=str(path), error=str(error))
+            return None
 
     @property
     def is_finished(self) -> bool:
@@ -293,31 +292,14 @@ def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:
     return rows
 
 
-class _Probe(msgspec.Struct, frozen=True):
-    """A line of probes.jsonl."""
-
-    step: int
-    probe: str
-    prompt: str
-    response: str
-    position: int
-    token: str
-    policy_version: int = 0
-    time: float | None = None
-    logprob: float | None = None
-    candidates: tuple[tuple[str, float | None], ...] = ()
-
-
 def _probe_line(line: bytes) -> dict[str, Any] | None:
     return parse_line(without_surrogates(line))
 
 
 def _probe_row(line: Mapping[str, Any]) -> ProbeRow | None:
+    unknown = {name: math.nan for name in ("time", "logprob") if line.get(name) is None}
     try:
-        read = msgspec.convert(line, _Probe)
-    except (msgspec.ValidationError, OverflowError, RecursionError):
+        candidates = [(text, math.nan if logprob is None else logprob) for text, logprob in line.get("candidates", ())]
+        return msgspec.convert({**line, **unknown, "candidates": candidates}, ProbeRow)
+    except (TypeError, ValueError, OverflowError, RecursionError):  # ValueError: msgspec's are, too
         return None
-    fields: dict[str, Any] = msgspec.structs.asdict(read)
-    candidates = tuple((text, number_or_nan(logprob)) for text, logprob in read.candidates)
-    numbers = {"time": number_or_nan(read.time), "logprob": number_or_nan(read.logprob)}
-    return ProbeRow(**{**fields, **numbers, "candidates": candidates})

@@ -1,9 +1,6 @@
 """The command `rl-rollout`."""
 
 import argparse
-import contextlib
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import BrokenEntryError, RLError
-from rl_core.queue.report_text import printable
+from rl_core.terminal_text import json_text, printable, write_out
 from rl_rollout.skip.commands import (
     EntryReport,
     Unwanted,
@@ -69,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     listing = list_entries(open_store(arguments.directory), arguments.directory)
-    _write(_as_json(listing.to_json()) if arguments.json else listing_text(listing))
+    write_out(_as_json(listing.to_json()) if arguments.json else listing_text(listing))
     return 0
 
 
@@ -87,7 +84,7 @@ def _show(arguments: argparse.Namespace) -> int:
         store, key, max_groups=arguments.groups, max_sessions=arguments.sessions, tokenizer=arguments.tokenizer
     )
     shown = {"directory": directory, "choice": choice, **found}
-    _write(_as_json(shown) if arguments.json else shown_text(shown, is_full=arguments.full))
+    write_out(_as_json(shown) if arguments.json else shown_text(shown, is_full=arguments.full))
     return 0 if shown["entry"].fault is None else FOUND
 
 
@@ -101,14 +98,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         verified.append(verify_entry(store, key))
         if not arguments.json:
             _erase_line()
-            _write(verified_text(verified[-1]))
+            write_out(verified_text(verified[-1]))
         _say_progress(number, len(chosen))
     num_broken = sum(entry.fault is not None for entry in verified)
     if arguments.json:
         entries = [{"name": each.name, "counts": each.counts, "fault": each.fault} for each in verified]
-        _write(_as_json({"directory": directory, "entries": entries, "num_broken": num_broken}))
+        write_out(_as_json({"directory": directory, "entries": entries, "num_broken": num_broken}))
     else:
-        _write(verification_text(len(verified), num_broken))
+        write_out(verification_text(len(verified), num_broken))
     return FOUND if num_broken else 0
 
 
@@ -129,17 +126,16 @@ def _prune(arguments: argparse.Namespace) -> int:
     names, removed_bytes = {each.name for each in removed}, sum(each.size_bytes for each in removed)
     kept = sum(entry.name not in names for entry in before.entries), before.size_bytes - removed_bytes
     if not arguments.json:
-        _write(pruning_text(removed, kept=kept, is_dry_run=is_dry_run))
+        write_out(pruning_text(removed, kept=kept, is_dry_run=is_dry_run))
         return 0
     facts = {"removed_bytes": removed_bytes, "kept_entries": kept[0], "kept_bytes": kept[1]}
-    _write(_as_json({"directory": directory, "is_dry_run": is_dry_run, "removed": removed, **facts}))
+    write_out(_as_json({"directory": directory, "is_dry_run": is_dry_run, "removed": removed, **facts}))
     return 0
 
 
 def _as_json(found: dict[str, Any]) -> str:
     """One JSON object, without numbers that JSON does not have, and without any control character as it is."""
-    plain = as_plain(msgspec.to_builtins(found), is_finite=True)
-    return json.dumps(plain, indent=2).replace("\x7f", "\\u007f") + "\n"
+    return json_text(as_plain(msgspec.to_builtins(found), is_finite=True))
 
 
 def _say_progress(num_read: int, num_all: int) -> None:
@@ -156,18 +152,6 @@ def _erase_line(then: str = "") -> None:
 def _complain(text: str) -> None:
     lines = (printable(line, width=None) for line in text.split("\n"))
     sys.stderr.write("rl-rollout: " + "\n".join(lines) + "\n")
-
-
-def _write(text: str) -> None:
-    """Write to standard output; a reader that has gone away, such as `head`, is no error."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, quietly
-        raise
 
 
 def _size(text: str) -> int:

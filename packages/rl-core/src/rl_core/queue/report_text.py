@@ -1,13 +1,12 @@
 """A queue's directory as text for a terminal, which nothing in it can garble."""
 
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 
 from rl_core.queue.interface import DEFAULT_PARTITION, TaskSpec
 from rl_core.queue.journal import Recovery
 from rl_core.queue.journal_report import InspectedPrompt, JournalReport
+from rl_core.terminal_text import bytes_text, printable, table_lines
 
-MAX_WIDTH = 48
 MAX_DAMAGED = 10
 COLUMNS = (
     "uid",
@@ -32,20 +31,6 @@ def as_text(report: JournalReport) -> str:
     return "\n".join([*_head(report), "", *_table(report)]) + "\n"
 
 
-def printable(text: str, *, width: int | None = MAX_WIDTH) -> str:
-    """Text in one line without anything that moves a cursor, changes a colour or hides; cut where it is too long."""
-    shown = "".join(character if _is_plain(character) else _escaped(character) for character in text)
-    return shown if width is None or len(shown) <= width else shown[: width - 3] + "..."
-
-
-def _is_plain(character: str) -> bool:
-    return character.isprintable() and not unicodedata.category(character).startswith("M")
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
 def _head(report: JournalReport) -> Iterator[str]:
     keeper = "not open" if report.keeper_pid is None else f"open in process {report.keeper_pid}"
     yield f"queue {printable(report.directory, width=None)}: format {report.format_version}, {keeper}"
@@ -60,7 +45,7 @@ def _facts(report: JournalReport) -> Iterator[tuple[str, str]]:
     if len(report.partitions) > 1:
         for partition, states in report.partitions.items():
             yield "", f"{printable(partition)}: {_states(states)}"
-    yield "held", f"{report.num_rows} rows, {report.num_tokens} tokens, {_bytes(report.size_bytes)} of columns"
+    yield "held", f"{report.num_rows} rows, {report.num_tokens} tokens, {bytes_text(report.size_bytes)} of columns"
     yield "acks", _counts(report.acks)
     yield "drops", _counts(report.drops)
     yield "counts", _counts(report.counts)
@@ -106,9 +91,9 @@ def _wal(report: JournalReport) -> str:
 def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
     found = report.segments
     said = [
-        f"{found.num_inline} in the database ({_bytes(found.inline_bytes)})",
-        f"{found.num_files} in files ({_bytes(found.file_bytes)})",
-        f"{found.num_other_files} other files ({_bytes(found.other_bytes)})",
+        f"{found.num_inline} in the database ({bytes_text(found.inline_bytes)})",
+        f"{found.num_files} in files ({bytes_text(found.file_bytes)})",
+        f"{found.num_other_files} other files ({bytes_text(found.other_bytes)})",
     ]
     if found.num_elsewhere:
         said.append(f"{found.num_elsewhere} elsewhere")
@@ -124,14 +109,9 @@ def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
 
 def _table(report: JournalReport) -> Iterator[str]:
     if report.prompts:
-        shown = [name for name in COLUMNS if name != "partition" or len(report.partitions) > 1]
-        lines = [dict(zip(COLUMNS, row, strict=True)) for row in [COLUMNS, *map(_row, report.prompts)]]
-        widths = {name: max(len(line[name]) for line in lines) for name in shown}
-        for line in lines:
-            cells = [
-                line[name].rjust(widths[name]) if name in RIGHT else line[name].ljust(widths[name]) for name in shown
-            ]
-            yield "  ".join(cells).rstrip()
+        shown = [place for place, name in enumerate(COLUMNS) if name != "partition" or len(report.partitions) > 1]
+        header, *rows = ([row[place] for place in shown] for row in (COLUMNS, *map(_row, report.prompts)))
+        yield from table_lines(header, rows, right=RIGHT)
     if report.num_prompts_left_out:
         yield f"and {report.num_prompts_left_out} more prompts; --limit N shows more"
     elif not report.prompts:
@@ -166,11 +146,3 @@ def _states(counts: Mapping[str, int]) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{printable(name)} {value}" for name, value in sorted(counts.items())) or "none"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -4,20 +4,21 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rl_core.cluster.role_report import RoleReport
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.events import BEGUN, ENDED
+from rl_metrics.hang.report import FILE, HangReport
+from rl_metrics.hang.stack_places import innermost_frames
 from rl_metrics.health.finding import Evidence
 from rl_metrics.json_lines import number_or_none
 from rl_metrics.run_record import RunRecord
 
-MOST_ROLES = 12
-MOST_FRAMES = 6
-MOST_TEXT = 400
+MOST_ROLES, MOST_COUNTS, MOST_TEXT = 12, 12, 400
 SILENT_S = 600.0
 """A process that lives and has written nothing for so long is silent."""
 SILENT_STEPS = 10.0
@@ -40,111 +41,78 @@ def judge_hang(run: RunRecord, *, now: float | None = None, is_alive: Callable[[
     return _judge_end(run, now, is_alive or process_lives)
 
 
-def hang_ailment(report: Mapping[str, Any]) -> Ailment:
-    """A hang report, read tolerantly: what is of another shape is left out."""
-    since = _number(report.get("no_progress_s"))
-    verdict = _text(report.get("verdict"), 4 * MOST_TEXT) or "the report does not say who waits for whom"
-    what = f"The run hangs: nothing happened for {since:.0f} s." if since else "The run hangs."
-    evidence = [Evidence(metric="hang.json", text=verdict, value=since or None)]
-    last = _text(report.get("last_progress"))
-    if last:
-        evidence.append(Evidence(metric="hang.json", text=f"the last progress: {last}"))
-    queue = report.get("queue")
-    if isinstance(queue, dict) and queue:
-        counts = ", ".join(f"{_text(name, 60)} {_number(value):g}" for name, value in list(queue.items())[:12])
-        evidence.append(Evidence(metric="hang.json", text=f"the queue: {counts}"))
-    roles = [role for role in _objects(report.get("roles")) if _text(role.get("name"))][:1_000]
-    causes = [_text(cause) for cause in _items(report.get("causes")) if _text(cause)] or [verdict]
+def hang_ailment(report: HangReport) -> Ailment:
+    """A hang report, the roles in trouble first."""
+    since, verdict = report.no_progress_s, report.verdict or "the report does not say who waits for whom"
+    evidence = [Evidence(metric=FILE, text=verdict, value=since or None)]
+    if report.last_progress:
+        evidence.append(Evidence(metric=FILE, text=f"the last progress: {report.last_progress}"))
+    if report.queue:
+        evidence.append(Evidence(metric=FILE, text=f"the queue: {_counts(report.queue)}"))
+    causes = report.causes or (verdict,)
     return Ailment(
         kind="hang",
-        what=what,
+        what=f"The run hangs: nothing happened for {since:.0f} s." if since else "The run hangs.",
         evidence=tuple(evidence),
-        causes=tuple(_hang_cause(text, roles) for text in dict.fromkeys(causes)),
-        details=tuple(line for role in _ordered(roles, causes)[:MOST_ROLES] for line in _role_lines(role)),
+        causes=tuple(_hang_cause(text, report.roles) for text in dict.fromkeys(causes)),
+        details=tuple(line for role in _ordered(report.roles, causes)[:MOST_ROLES] for line in _role_lines(role)),
     )
 
 
-def _hang_cause(text: str, roles: Sequence[Mapping[str, Any]]) -> Cause:
-    named = [name for role in roles if (name := _text(role.get("name"))) and name in text]
+def _hang_cause(text: str, roles: Sequence[RoleReport]) -> Cause:
+    named = [role for role in roles if role.name and role.name in text]
     name, advice = "hang", "look at the stacks below: where the waits end is what does not move"
     if "deadlock" in text:
         name, advice = "deadlock", "none of them can go on: stop the run, resume it, and report the stacks"
     elif "does not answer" in text or " is dead" in text or "restarting" in text:
-        name = "silent_role"
-        advice = f"look at the log of {named[0] if named else 'that role'}, and end its process: it is started again"
+        name, role = "silent_role", named[0].name if named else "that role"
+        advice = f"look at the log of {role}, and end its process: it is started again"
     elif "collective" in text:
         name, advice = "collective", "ranks do different things: look at what those outside of the collective do"
     elif "the queue is full" in text:
-        name, advice = (
-            "full_queue",
-            "look at why nothing is taken out; leases that nobody works on run out by themselves",
-        )
+        name = "full_queue"
+        advice = "look at why nothing is taken out; leases that nobody works on run out by themselves"
     elif "no group is in flight" in text or "nobody" in text:
         name, advice = "starved", "nothing is being made: look at the rollouter and at the prompts that are left"
     elif "reward" in text:
         name, advice = "reward", "look at the service that the reward asks; set reward.timeout_s"
-    evidence = tuple(
-        Evidence(metric="hang.json", text=line) for role in roles if _text(role.get("name")) in named[:3]
-        for line in _waits(role)
-    )  # fmt: skip
+    evidence = tuple(Evidence(metric=FILE, text=line) for role in named[:3] for line in _waits(role))
     return Cause(name=name, title=text, evidence=evidence, advice=(advice,))
 
 
-def _ordered(roles: Sequence[Mapping[str, Any]], causes: Sequence[str]) -> list[Mapping[str, Any]]:
+def _ordered(roles: Sequence[RoleReport], causes: Sequence[str]) -> list[RoleReport]:
     """Silent roles first, then those that causes name, then the rest."""
 
-    def rank(role: Mapping[str, Any]) -> int:
-        if role.get("is_answering") is False or _text(role.get("state")) not in ("", "serving"):
+    def rank(role: RoleReport) -> int:
+        if not role.is_answering or role.state != "serving":
             return 0
-        return 1 if any(_text(role.get("name")) in cause for cause in causes) else 2
+        return 1 if any(role.name in cause for cause in causes) else 2
 
     return sorted(roles, key=rank)
 
 
-def _role_lines(role: Mapping[str, Any]) -> list[str]:
-    state = _text(role.get("state")) or "in an unknown state"
-    silent = ", does not answer" if role.get("is_answering") is False else ""
-    lines = [f"{_text(role.get('name'))}: {state}{silent}, for {_number(role.get('since_s')):.0f} s"]
+def _role_lines(role: RoleReport) -> list[str]:
+    silent = "" if role.is_answering else ", does not answer"
+    lines = [f"{role.name}: {role.state}{silent}, for {role.since_s:.0f} s"]
     lines += [f"  {line}" for line in _waits(role)[:3]]
-    leases = [_text(lease, 60) for lease in _items(role.get("leases"))]
-    if leases:
-        lines.append(f"  holds {len(leases)} groups: {', '.join(leases[:4])}")
-    counts = role.get("counts")
-    if isinstance(counts, dict) and counts:
-        lines.append(
-            "  " + ", ".join(f"{_text(name, 60)} {_number(value):g}" for name, value in list(counts.items())[:8])
-        )
-    return [*lines, *(f"  {frame}" for frame in shortened_stack(role.get("stack")))]
+    if role.leases:
+        lines.append(f"  holds {len(role.leases)} groups: {', '.join(role.leases[:4])}")
+    if role.counts:
+        lines.append(f"  {_counts(role.counts)}")
+    return [*lines, *(f"  {frame}" for frame in innermost_frames(role.stack))]
 
 
-def _waits(role: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{_text(role.get('name'))} waits for {_text(wait.get('what'))} on {_text(wait.get('on'))}, for "
-        f"{_number(wait.get('since_s')):.0f} s"
-        for wait in _objects(role.get("waits"))
-    ]
+def _waits(role: RoleReport) -> list[str]:
+    return [f"{role.name} waits for {wait.what} on {wait.on}, for {wait.since_s:.0f} s" for wait in role.waits]
 
 
-_FRAME = re.compile(r'\s*File "([^"]{1,300})", line (\d{1,7}),? in (\S{1,100})')
-
-
-def shortened_stack(stack: object) -> list[str]:
-    """The innermost frames of a stack's first thread, innermost first, such as "recv (socket.py:12)"."""
-    frames: list[str] = []
-    is_inner_first = isinstance(stack, str) and "recent call first" in stack
-    for line in stack.splitlines()[:2_000] if isinstance(stack, str) else ():
-        found = _FRAME.match(line)
-        if found:
-            file, number, function = found.groups()
-            frames.append(f"{function} ({file.rpartition('/')[2]}:{number})")
-        elif frames and line.strip() and not line.startswith("    "):
-            break
-    return (frames if is_inner_first else frames[::-1])[:MOST_FRAMES]
+def _counts(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in list(counts.items())[:MOST_COUNTS])
 
 
 def went_on(run: RunRecord) -> bool:
     """Whether a step was done, or an attempt began, after hang.json was written; a failure then is no progress."""
-    written = _modified(run.folder / "hang.json")
+    written = _modified(run.folder / FILE)
     if run.is_finished or written is None:
         return run.is_finished
     begun = [_number(event.get("time")) for event in run.events if event["event"] in BEGUN]
@@ -255,11 +223,3 @@ def _text(value: object, length: int = MOST_TEXT) -> str:
 
 def _number(value: object) -> float:
     return number_or_none(value) or 0.0
-
-
-def _items(value: object) -> list[Any]:
-    return value[:100] if isinstance(value, list) else []
-
-
-def _objects(value: object) -> Iterable[dict[str, Any]]:
-    return [item for item in value[:1_000] if isinstance(item, dict)] if isinstance(value, list) else []

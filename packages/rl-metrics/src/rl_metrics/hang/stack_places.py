@@ -28,6 +28,12 @@ def place_of(stack: str, *, depth: int = 2) -> str:
     return ", called by ".join(str(frame) for frame in reversed(frames[-depth:]))
 
 
+def innermost_frames(stack: str, *, depth: int = 6) -> list[str]:
+    """The frames of a stack's first thread, innermost first, such as "recv (socket.py:12)"."""
+    first = next((frames for frames in _blocks(stack) if frames), [])
+    return [str(frame) for frame in first[::-1][:depth]]
+
+
 def is_in_collective(stack: str) -> bool:
     """True where a call waits for other ranks of torch.distributed."""
     return any(PurePath(frame.file).name == _COLLECTIVES for frame in _working_frames(stack))
@@ -44,9 +50,8 @@ def _working_frames(stack: str) -> list[_Frame]:
 
 def _blocks(stack: str) -> list[list[_Frame]]:
     """Frames of each thread, then of each task, outermost first."""
-    threads: list[list[_Frame]] = []
-    tasks: list[list[_Frame]] = []
     current: list[_Frame] = []
+    threads, tasks = [current], list[list[_Frame]]()
     for line in stack.splitlines():
         if _HEADER.match(line):
             current = []

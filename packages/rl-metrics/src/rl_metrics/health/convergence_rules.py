@@ -40,7 +40,6 @@ CONVERGENCE = (
             Probe(
                 kind="level",
                 reads=(("actor/pg_loss", "actor/loss"),),
-                limits={"min": "min", "max": "max"},
                 says="{metric} is at {value} (from {min} to {max} is healthy)",
             ),
         ),
@@ -65,7 +64,6 @@ CONVERGENCE = (
             Probe(
                 kind="level",
                 reads=(("actor/ppo_kl",),),
-                limits={"min": "min", "max": "max"},
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
             ),
         ),
@@ -92,7 +90,6 @@ CONVERGENCE = (
             Probe(
                 kind="level",
                 reads=(REFERENCE_KL,),
-                limits={"min": "min"},
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, less means that it does not move)",
             ),
         ),
@@ -126,7 +123,6 @@ CONVERGENCE = (
             Probe(
                 kind="level",
                 reads=(REFERENCE_KL,),
-                limits={"max": "max"},
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
             ),
         ),
@@ -222,7 +218,6 @@ CONVERGENCE = (
             Probe(
                 kind="leap",
                 reads=(("actor/entropy",),),
-                limits={"times": "times", "min": "min"},
                 says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
             ),
         ),

@@ -11,7 +11,6 @@ STEP = (("timing_s/step", "perf/time_per_step"),)
 REWARD_QUEUE = Probe(
     kind="level",
     reads=(("timing_s/reward_wait",), *STEP),
-    limits={"max": "max"},
     says="{metric}: sessions wait for their turn for {value:share} of the step's time (at most {max:share} is healthy)",
 )
 
@@ -57,14 +56,12 @@ EFFICIENCY = (
             Probe(
                 kind="level",
                 reads=(("timing_s/reward",), *STEP),
-                limits={"max": "max"},
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
             ),
             REWARD_QUEUE,
             Probe(
                 kind="level",
                 reads=(("agent_loop/slowest/compute_score",), *STEP),
-                limits={"max": "max"},
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
             ),
         ),
@@ -95,7 +92,6 @@ EFFICIENCY = (
             Probe(
                 kind="level",
                 reads=(("agent_loop/slowest/tool_calls",), *STEP),
-                limits={"max": "max"},
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
             ),
         ),
@@ -112,7 +108,6 @@ EFFICIENCY = (
             Probe(
                 kind="jumps",
                 reads=(("perf/time_per_step", "timing_s/step"),),
-                limits={"times": "times", "count": "count"},
                 says="{value} of the last {window} steps took more than {times} times the usual {before} s",
             ),
         ),
@@ -138,7 +133,6 @@ EFFICIENCY = (
             Probe(
                 kind="fall",
                 reads=(("perf/throughput",),),
-                limits={"max": "max"},
                 says="{metric} is {value:share} below its best, which was {before} tokens/s",
             ),
         ),
@@ -163,7 +157,6 @@ EFFICIENCY = (
             Probe(
                 kind="mean_level",
                 reads=(("fully_async/trainer/idle_ratio",),),
-                limits={"max": "max"},
                 says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
             ),
         ),
@@ -184,7 +177,6 @@ EFFICIENCY = (
             Probe(
                 kind="mean_level",
                 reads=(("fully_async/rollouter/idle_ratio",),),
-                limits={"max": "max"},
                 says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
             ),
         ),
@@ -212,7 +204,6 @@ EFFICIENCY = (
             Probe(
                 kind="level",
                 reads=(("perf/mfu/*",),),
-                limits={"min": "min"},
                 says="{metric} is at {value:share} (at least {min:share} is healthy)",
             ),
         ),

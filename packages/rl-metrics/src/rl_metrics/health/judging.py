@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.events import BEGUN
-from rl_metrics.health.finding import Check, Evidence, Finding, Status, Verdict
+from rl_metrics.health.finding import RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.looks import Look, Looker
-from rl_metrics.health.ordering import in_order
 from rl_metrics.health.rules import Cause, Rule, with_thresholds
 from rl_metrics.history import History
 
@@ -56,7 +55,7 @@ def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[s
         if opinion.finding is not None
     }
     checks = tuple(_check(opinion, explained) for opinion in opinions)
-    return Verdict(status=_worst(checks), step=newest, checks=checks, findings=in_order(explained, explainers))
+    return Verdict(status=_worst(checks), step=newest, checks=checks, findings=_in_order(explained, explainers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +144,41 @@ def _explain(rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[st
         advice=tuple(advice.values()),
         because=tuple(sorted(because)),
     )
+
+
+def _in_order(findings: Mapping[str, Finding], explainers: Mapping[str, frozenset[str]]) -> tuple[Finding, ...]:
+    """Findings so that each comes after those that explain it.
+
+    Of those that nothing left explains, the one comes first that has, with all that it explains, the worst severity;
+    then the one that explains most; then the one that began first.
+
+    Args:
+        findings: By rule, in the order of the rules.
+        explainers: The rules whose findings explain that of each rule.
+    """
+    effects = {rule: _effects(rule, explainers) for rule in findings}
+    places = {rule: place for place, rule in enumerate(findings)}
+
+    def key(rule: str) -> tuple[int, int, int, int]:
+        worst = max(RANKS[findings[one].severity] for one in {rule, *effects[rule]})
+        return -worst, -len(effects[rule]), findings[rule].since_step, places[rule]
+
+    left, ordered = set(findings), list[Finding]()
+    while left:
+        roots = [rule for rule in left if not (explainers[rule] - {rule}) & left] or list(left)
+        first = min(roots, key=key)
+        left.remove(first)
+        ordered.append(findings[first])
+    return tuple(ordered)
+
+
+def _effects(rule: str, explainers: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """All findings that a finding explains, directly or through others."""
+    known, fresh = {rule}, {rule}
+    while fresh:
+        fresh = {other for other, because in explainers.items() if because & fresh} - known
+        known |= fresh
+    return frozenset(known - {rule})
 
 
 def _check(opinion: _Opinion, explained: Mapping[str, Finding]) -> Check:

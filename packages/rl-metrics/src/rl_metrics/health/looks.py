@@ -104,7 +104,7 @@ class Looker:
     def looks(self, probe: Probe, rule: Rule) -> list[Look]:
         """What a probe sees: a look at each metric that the run has of those it reads."""
         window = probe.window or rule.window
-        limits = {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in probe.limits.items()}
+        limits = probe.limits_of(rule)
         looks = []
         for metric, names in self._choices(probe):
             finite = self._finite(names)

@@ -35,7 +35,8 @@ class Probe:
         kind: Name of a check in `checks.KINDS`.
         reads: A column each: names of metrics, of which the first that the run has counts. One with `*` (anything) or
             `#` (digits) stands for all that match, each judged alone; at most one column has such.
-        limits: By the check's name for them: a number, or the name of one of the rule's thresholds.
+        limits: By the check's name for them: a number, or the name of one of the rule's thresholds. None at all takes
+            every threshold of the rule by its own name.
         window: Steps; 0 takes the rule's.
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
         needs: Of a rule's own probe: it finds nothing unless each of these finds something too.
@@ -51,6 +52,11 @@ class Probe:
     needs: tuple["Probe", ...] = ()
     otherwise: str = ""
     can_do_with_one: bool = False
+
+    def limits_of(self, rule: "Rule") -> dict[str, float]:
+        """The limits of this probe, as numbers, where a rule looks with it."""
+        limits = self.limits or {threshold.name: threshold.name for threshold in rule.thresholds}
+        return {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in limits.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

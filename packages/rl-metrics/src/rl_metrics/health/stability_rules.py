@@ -32,7 +32,6 @@ STABILITY = (
             Probe(
                 kind="level",
                 reads=(("actor/grad_norm",),),
-                limits={"max": "max"},
                 says="{metric} is at {value} (at most {max} is healthy)",
             ),
         ),
@@ -72,7 +71,6 @@ STABILITY = (
             Probe(
                 kind="jumps",
                 reads=(("actor/grad_norm",),),
-                limits={"times": "times", "count": "count", "least": "least"},
                 says="{metric} was more than {times} times the usual {before} at {value} of the last {window} steps",
             ),
         ),
@@ -101,13 +99,11 @@ STABILITY = (
             Probe(
                 kind="highest",
                 reads=(("actor/skipped_updates",),),
-                limits={"max": "max"},
                 says="{metric} reached {value} in a step",
             ),
             Probe(
                 kind="highest",
                 reads=(("nonfinite/*",),),
-                limits={"max": "max"},
                 says="{metric} reached {value} in a step",
             ),
         ),
@@ -129,7 +125,6 @@ STABILITY = (
             Probe(
                 kind="lost",
                 reads=(names,),
-                limits={"max": "max"},
                 says="{metric} is missing, or not finite, at the last {value} steps",
             )
             for names in (
@@ -162,7 +157,6 @@ STABILITY = (
             Probe(
                 kind="zero",
                 reads=(("critic/advantages/max",), ("critic/advantages/min",)),
-                limits={"max": "max"},
                 says="{metric} has been within {max} of 0 for {window} steps",
             ),
         ),
@@ -191,7 +185,6 @@ STABILITY = (
             Probe(
                 kind="level",
                 reads=(WITHOUT_SPREAD,),
-                limits={"max": "max"},
                 says="{metric}: {value:share} of the groups (at most {max:share} is healthy)",
             ),
         ),
@@ -223,7 +216,6 @@ STABILITY = (
             Probe(
                 kind="level",
                 reads=(("response_length/clip_ratio",),),
-                limits={"max": "max"},
                 says="{metric}: {value:share} of the responses (at most {max:share} is healthy)",
             ),
         ),

@@ -44,7 +44,6 @@ TASK = (
             Probe(
                 kind="never_positive",
                 reads=(SCORE,),
-                limits={"max": "max"},
                 says="{metric} has never been other than 0 (largest {value})",
             ),
         ),
@@ -107,13 +106,11 @@ TASK = (
             Probe(
                 kind="no_rise",
                 reads=(SCORE, BEST_SCORE),
-                limits={"min": "min"},
                 says="{metric} began at {before} and went at best {value:share} of the way to the highest reward",
             ),
             Probe(
                 kind="no_rise",
                 reads=(SCORE,),
-                limits={"min": "min"},
                 says="{metric} began at {before}, and its best is {value:share} above that",
             ),
         ),
@@ -163,7 +160,6 @@ TASK = (
             Probe(
                 kind="level",
                 reads=(("rollout/positive_reward_ratio",),),
-                limits={"min": "min"},
                 says="{value:share} of the responses have a reward above 0 (at least {min:share} is healthy)",
             ),
         ),
@@ -185,13 +181,11 @@ TASK = (
             Probe(
                 kind="gap",
                 reads=(SCORE, VALIDATED_REWARD),
-                limits={"max": "max"},
                 says="{metric} is {value:share} below training's {before} (at most {max:share} is healthy)",
             ),
             Probe(
                 kind="gap",
                 reads=(("reward/acc/mean",), VALIDATED_ACCURACY),
-                limits={"max": "max"},
                 says="{metric} is {value:share} below training's {before} (at most {max:share} is healthy)",
             ),
         ),

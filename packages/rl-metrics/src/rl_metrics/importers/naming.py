@@ -2,8 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from rl_metrics.table import DEFINITIONS
 
@@ -14,27 +13,19 @@ MAX_NAME = 300
 """Longer names are cut: they are no names."""
 
 
-@dataclass(frozen=True, slots=True)
-class SameAs:
-    """A metric of another trainer that means the same as one of this project, in the same unit.
-
-    Attributes:
-        theirs: Its name; `{source}` stands for any text, any other placeholder for one part without a slash.
-        ours: Name of each metric here that it gives, with the same placeholders.
-    """
-
-    theirs: str
-    ours: tuple[str, ...]
+Names = Mapping[str, tuple[str, ...]]
+"""Metrics of another trainer that mean the same as some of this project, in the same unit: by its name there, the names
+here. `{source}` stands for any text, any other placeholder for one part without a slash."""
 
 
-def translation(table: Sequence[SameAs], *, has_our_names: bool) -> Callable[[str], tuple[str, ...]]:
+def translation(table: Names, *, has_our_names: bool) -> Callable[[str], tuple[str, ...]]:
     """Gives the names here of a name of theirs; one that nothing fits is kept behind `OTHER`.
 
     Args:
         table: The first entry that fits is taken.
         has_our_names: True where a name that is defined here means the same there.
     """
-    entries = [(_pattern(one.theirs), one.ours) for one in table]
+    entries = [(_pattern(theirs), ours) for theirs, ours in table.items()]
 
     @functools.lru_cache(maxsize=10_000)
     def names(name: str) -> tuple[str, ...]:

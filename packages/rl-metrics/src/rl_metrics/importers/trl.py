@@ -53,7 +53,7 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
         OSError: A file cannot be read.
     """
     is_finished = False
-    with RunWriter(into, trainer="trl", names=translation((), has_our_names=False)) as run:
+    with RunWriter(into, trainer="trl", names=translation({}, has_our_names=False)) as run:
         for path in files:
             history = _history(path)
             run.begin_attempt(path, names=translation(names_of(history), has_our_names=False))

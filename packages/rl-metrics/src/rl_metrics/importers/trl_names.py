@@ -12,57 +12,57 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_metrics.importers.naming import SameAs
+from rl_metrics.importers.naming import Names
 
-POLICY_GRADIENT = (
-    SameAs("loss", ("actor/loss",)),
-    SameAs("grad_norm", ("actor/grad_norm",)),
-    SameAs("learning_rate", ("actor/lr",)),
-    SameAs("entropy", ("actor/entropy",)),
-    SameAs("kl", ("actor/kl_loss",)),
-    SameAs("clip_ratio/region_mean", ("actor/pg_clipfrac",)),
-    SameAs("clip_ratio", ("actor/pg_clipfrac",)),  # until 0.16
-    SameAs("reward", ("critic/score/mean", "critic/rewards/mean")),  # it has no penalties in the reward
-    SameAs("reward_std", ("rollout/group_reward_std",)),
-    SameAs("rewards/{component}/mean", ("reward/{component}/mean",)),
-    SameAs("rewards/{component}", ("reward/{component}/mean",)),  # until 0.15
-    SameAs("frac_reward_zero_std", ("rollout/groups_without_spread_ratio",)),
-    SameAs("completions/mean_length", ("response_length/mean",)),
-    SameAs("completions/max_length", ("response_length/max",)),
-    SameAs("completions/min_length", ("response_length/min",)),
-    SameAs("completions/clipped_ratio", ("response_length/clip_ratio",)),
-    SameAs("completion_length", ("response_length/mean",)),  # until 0.16
-    SameAs("sampling/importance_sampling_ratio/mean", ("rollout_corr/rollout_is_mean",)),
-    SameAs("sampling/importance_sampling_ratio/max", ("rollout_corr/rollout_is_max",)),
-    SameAs("sampling/importance_sampling_ratio/min", ("rollout_corr/rollout_is_min",)),
-    SameAs("step_time", ("timing_s/step", "perf/time_per_step")),
-    SameAs("eval_reward", ("val-core/eval/reward/mean@1",)),
-    SameAs("eval_rewards/{component}/mean", ("val-aux/eval/{component}/mean@1",)),
-)
+POLICY_GRADIENT: Names = {
+    "loss": ("actor/loss",),
+    "grad_norm": ("actor/grad_norm",),
+    "learning_rate": ("actor/lr",),
+    "entropy": ("actor/entropy",),
+    "kl": ("actor/kl_loss",),
+    "clip_ratio/region_mean": ("actor/pg_clipfrac",),
+    "clip_ratio": ("actor/pg_clipfrac",),  # until 0.16
+    "reward": ("critic/score/mean", "critic/rewards/mean"),  # it has no penalties in the reward
+    "reward_std": ("rollout/group_reward_std",),
+    "rewards/{component}/mean": ("reward/{component}/mean",),
+    "rewards/{component}": ("reward/{component}/mean",),  # until 0.15
+    "frac_reward_zero_std": ("rollout/groups_without_spread_ratio",),
+    "completions/mean_length": ("response_length/mean",),
+    "completions/max_length": ("response_length/max",),
+    "completions/min_length": ("response_length/min",),
+    "completions/clipped_ratio": ("response_length/clip_ratio",),
+    "completion_length": ("response_length/mean",),  # until 0.16
+    "sampling/importance_sampling_ratio/mean": ("rollout_corr/rollout_is_mean",),
+    "sampling/importance_sampling_ratio/max": ("rollout_corr/rollout_is_max",),
+    "sampling/importance_sampling_ratio/min": ("rollout_corr/rollout_is_min",),
+    "step_time": ("timing_s/step", "perf/time_per_step"),
+    "eval_reward": ("val-core/eval/reward/mean@1",),
+    "eval_rewards/{component}/mean": ("val-aux/eval/{component}/mean@1",),
+}
 """Of GRPO and RLOO. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
 
-PPO = (
-    SameAs("objective/scores", ("critic/score/mean",)),
-    SameAs("objective/rlhf_reward", ("critic/rewards/mean",)),  # with the penalty for the KL
-    SameAs("loss/policy_avg", ("actor/pg_loss",)),
-    SameAs("policy/clipfrac_avg", ("actor/pg_clipfrac",)),
-    SameAs("loss/value_avg", ("critic/vf_loss",)),
-    SameAs("val/clipfrac_avg", ("critic/vf_clipfrac",)),
-    SameAs("lr", ("actor/lr",)),
-)
+PPO: Names = {
+    "objective/scores": ("critic/score/mean",),
+    "objective/rlhf_reward": ("critic/rewards/mean",),  # with the penalty for the KL
+    "loss/policy_avg": ("actor/pg_loss",),
+    "policy/clipfrac_avg": ("actor/pg_clipfrac",),
+    "loss/value_avg": ("critic/vf_loss",),
+    "val/clipfrac_avg": ("critic/vf_clipfrac",),
+    "lr": ("actor/lr",),
+}
 """Of PPO. Without a counterpart: `objective/kl` and `objective/entropy` are sums over a response, `policy/approxkl_avg`
 is half a mean square (k2), and `policy/entropy_avg` counts padding."""
 
-OLD_RLOO = tuple(one for one in PPO if one.theirs in ("objective/scores", "objective/rlhf_reward", "lr"))
+OLD_RLOO: Names = {theirs: PPO[theirs] for theirs in ("objective/scores", "objective/rlhf_reward", "lr")}
 """Of RLOO until 0.21. It has the names of PPO, but its ratios are of responses, not of tokens, and it has no critic."""
 
-OTHERS = (SameAs("learning_rate", ("actor/lr",)),)
+OTHERS: Names = {"learning_rate": ("actor/lr",)}
 """Of DPO and its like, of SFT and GKD."""
 
 PART_OF_REWARD = re.compile(r"rewards/.+/mean")
 
 
-def names_of(history: Sequence[Mapping[str, Any]]) -> tuple[SameAs, ...]:
+def names_of(history: Sequence[Mapping[str, Any]]) -> Names:
     """The names of the trainer that wrote a history: those that it has tell which one that was."""
     names = {name.removeprefix("eval_") for row in history for name in row}
     if "reward" in names or any(map(PART_OF_REWARD.fullmatch, names)):

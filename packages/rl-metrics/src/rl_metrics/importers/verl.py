@@ -17,7 +17,7 @@ import structlog
 
 from rl_core.errors import DataError
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
-from rl_metrics.importers.naming import SameAs, translation
+from rl_metrics.importers.naming import Names, translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.verl_console import seems_step, step_of_line
 from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
@@ -31,15 +31,15 @@ MISMATCH = (
 )
 WEIGHTS = ("mean", "std", "max", "min", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low")
 
-NAMES = (
-    SameAs("actor/entropy_loss", ("actor/entropy",)),  # until 2025
-    SameAs("actor/reward_kl_penalty", ("actor/reference_kl",)),
-    SameAs("actor/reward_kl_penalty_coeff", ("actor/kl_coef",)),
-    SameAs("mfu/{role}", ("perf/mfu/{role}",)),
-    *(SameAs(f"mismatch/mismatch_{name}", (f"rollout_corr/{name}",)) for name in MISMATCH),  # 0.6
-    *(SameAs(f"mismatch/rollout_is_{name}", (f"rollout_corr/rollout_is_{name}",)) for name in WEIGHTS),
-    SameAs("val/test_score/{source}", ("val-core/{source}/reward/mean@1",)),
-)
+NAMES: Names = {
+    "actor/entropy_loss": ("actor/entropy",),  # until 2025
+    "actor/reward_kl_penalty": ("actor/reference_kl",),
+    "actor/reward_kl_penalty_coeff": ("actor/kl_coef",),
+    "mfu/{role}": ("perf/mfu/{role}",),
+    **{f"mismatch/mismatch_{name}": (f"rollout_corr/{name}",) for name in MISMATCH},  # 0.6
+    **{f"mismatch/rollout_is_{name}": (f"rollout_corr/rollout_is_{name}",) for name in WEIGHTS},
+    "val/test_score/{source}": ("val-core/{source}/reward/mean@1",),
+}
 """verl's names that are not ours; the mean of n responses has the same expectation for each n, so an unknown n is 1."""
 
 NOT_COMPONENTS = frozenset({"step", "score", "input", "output", "gts", "reward", "index", "uid", "request_id"})

@@ -1,17 +1,13 @@
 """Where a report's packed parts go: into the page itself, or into a folder that a server reads."""
 
 import base64
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
-
-class BlobSink(Protocol):
-    """Takes packed parts."""
-
-    def put(self, content: bytes) -> str:
-        """Keep it; gives its name, which is the same for the same content."""
-        ...
+BlobSink = Callable[[bytes], str]
+"""Keeps a packed part; gives its name, which is the same for the same content."""
 
 
 class PageBlobs:

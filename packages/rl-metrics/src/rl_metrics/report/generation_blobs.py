@@ -51,14 +51,14 @@ def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
                       sample.failure, list(sample.policy_version), dict(sample.components)])  # fmt: skip
         num_characters += len(sample.input) + len(sample.output) + len(sample.failure or "")
         if len(texts) >= CHUNK_SAMPLES or num_characters >= CHUNK_CHARACTERS or place == len(kept) - 1:
-            chunks.append({"first": place + 1 - len(texts), "texts": sink.put(pack({"rows": texts}, {}))})
+            chunks.append({"first": place + 1 - len(texts), "texts": sink(pack({"rows": texts}, {}))})
             texts, num_characters = [], 0
     header = {
         "chunks": chunks,
         "recorded": len(rows),
         "names": {name: list(codes) for name, codes in names.items()},
     }
-    return sink.put(pack(header, {name: (kind, index[name]) for name, kind in INDEX_KINDS.items()}))
+    return sink(pack(header, {name: (kind, index[name]) for name, kind in INDEX_KINDS.items()}))
 
 
 def _near(number: int) -> int:

@@ -204,7 +204,7 @@ class RolloutPacker:
         columns: dict[str, tuple[Kind, Any]] = {name: (kind, self._index[name]) for name, kind in INDEX_KINDS.items()}
         for number, values in enumerate(self._parts.values()):
             columns[f"part{number}"] = ("f32", values)
-        return self._sink.put(pack(header, columns))
+        return self._sink(pack(header, columns))
 
     def _add_parts(self, row: RolloutRow) -> None:
         for name in row.components:
@@ -224,8 +224,8 @@ class RolloutPacker:
             self._chunks.append(
                 {
                     "first": self._count - len(self._chunk.texts),
-                    "texts": self._sink.put(self._chunk.pack_texts()),
-                    "tokens": self._sink.put(self._chunk.pack_tokens()),
+                    "texts": self._sink(self._chunk.pack_texts()),
+                    "tokens": self._sink(self._chunk.pack_tokens()),
                 }
             )
             self._chunk = _Chunk()

@@ -138,7 +138,7 @@ class ReportServer:
 
     def _renew(self) -> None:
         sink = FolderBlobs(Path(self._folder.name))
-        manifest = pack_runs([open_run(path) for path in self._runs], sink, max_trajectories=self._max_trajectories)
+        manifest = pack_runs([open_run(path) for path in self._runs], sink.put, max_trajectories=self._max_trajectories)
         gone = self._before - self._names - sink.names
         self._before, self._names = self._names, sink.names  # a page may still ask for parts of the last report
         self.manifest = json.dumps(manifest).encode()

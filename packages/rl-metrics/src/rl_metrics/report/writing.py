@@ -57,7 +57,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: i
         with part.open("wb") as page:
             names = run_names([run.name for run in runs])
             page.write(page_head(", ".join(names)))
-            sink = PageBlobs(page)
+            sink = PageBlobs(page).put
             page.write(page_tail(pack_runs(runs, sink, max_trajectories=max_trajectories)))
         sync_file(part)
         part.replace(output)
@@ -119,7 +119,7 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "index": _pack_rollouts(run, sink, max_trajectories, slowest),
         "slowest": slowest,  # with the places of their trajectories by now
     }
-    return sink.put(pack(header, columns | distribution_columns | probe_columns))
+    return sink(pack(header, columns | distribution_columns | probe_columns))
 
 
 def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int, slowest: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import UnsupportedOperation
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -38,42 +37,6 @@ class StepReport:
     eta: str
     validation: str | None
     is_due: bool
-
-
-class View(Protocol):
-    """How a ConsoleTracker draws."""
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        ...
-
-    def phase_began(self, text: str) -> None:
-        """Something slow starts."""
-        ...
-
-    def phase_ended(self, text: str, outcome: str) -> None:
-        """It ended; the outcome is such as "7.8 s"."""
-        ...
-
-    def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """Steps start; an earlier progress ends."""
-        ...
-
-    def stepped(self, report: StepReport) -> None:
-        """One step was done."""
-        ...
-
-    def progress_ended(self) -> None:
-        """No more steps. Can be called twice."""
-        ...
-
-    def table(self, title: str, rows: Sequence[Row]) -> None:
-        """A table that stays."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was. Can be called twice."""
-        ...
 
 
 class RunConsole(Console):
@@ -119,7 +82,7 @@ class PlainView:
         self.say(f"{text} ...")
 
     def phase_ended(self, text: str, outcome: str) -> None:
-        """`starting vLLM: 7.8 s`."""
+        """`starting vLLM: 7.8 s`, with the outcome "7.8 s"."""
         self.say(f"{text}: {outcome}")
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
@@ -137,7 +100,7 @@ class PlainView:
             self._pending = report
 
     def progress_ended(self) -> None:
-        """Show the last step when its line was held back."""
+        """Show the last step when its line was held back. Can be called twice."""
         if self._pending is not None:
             self._line(self._pending)
         self._last_line_s = None
@@ -215,7 +178,7 @@ class LiveView:
         self._show()
 
     def progress_ended(self) -> None:
-        """Leave the bar and the last readings where they are."""
+        """Leave the bar and the last readings where they are. Can be called twice."""
         if self._progress is None:
             return
         self._stop()
@@ -233,7 +196,7 @@ class LiveView:
         self._console.print(table)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Give the terminal back. Can be called twice."""
         self._phases = []
         self._stop()
         self._progress = None
@@ -264,3 +227,7 @@ class LiveView:
             spinner.update(text=Text(f"{text} ... {self._clock() - began_s:.0f} s"))
             parts.append(spinner)
         return Group(*parts)
+
+
+View = PlainView | LiveView
+"""How a ConsoleTracker draws."""

@@ -6,8 +6,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_core.queue.report_text import printable
 from rl_core.records import Json
+from rl_core.terminal_text import bytes_text, printable, table_lines
 from rl_rollout.skip.commands import EntryReport, Fault, Listing, Removal, entries_hint
 from rl_rollout.skip.manifest import Counts
 
@@ -35,13 +35,14 @@ MAX_PARTS = 200
 
 def listing_text(listing: Listing) -> str:
     """The table of `ls`, then totals."""
-    lines = [*_table(listing.entries), ""] if listing.entries else []
+    rows = [_row(entry) for entry in listing.entries]
+    lines = [*table_lines(COLUMNS, rows, right=RIGHT), ""] if listing.entries else []
     lines += [f"{entry.fault.word} {entry.name}: {_fault(entry.fault)}" for entry in listing.entries if entry.fault]
     num_whole = len(listing.entries) - listing.num_broken
     broken = f", {listing.num_broken} broken" if listing.num_broken else ""
     lines.append(
         f"{_counted(num_whole, 'entry', 'entries')}{broken}: {_held(listing.totals)}; "
-        f"{_bytes(listing.size_bytes)} in all"
+        f"{bytes_text(listing.size_bytes)} in all"
         if listing.entries
         else f"no entries in {printable(listing.directory, width=None)}; "
         f"{printable(entries_hint(listing.directory), width=None)}"
@@ -69,9 +70,9 @@ def verification_text(num_entries: int, num_broken: int) -> str:
 def pruning_text(removed: Sequence[Removal], *, kept: tuple[int, int], is_dry_run: bool) -> str:
     """What went, and what stays: entries and bytes."""
     verb, stay = ("would remove", "would stay") if is_dry_run else ("removed", "stay")
-    lines = [f"{verb}  {printable(one.name, width=120)}  {_bytes(one.size_bytes)}  ({one.why})" for one in removed]
-    total = _bytes(sum(one.size_bytes for one in removed))
-    lines.append(f"{verb} {total}; {_counted(kept[0], 'entry', 'entries')} of {_bytes(kept[1])} {stay}")
+    lines = [f"{verb}  {printable(one.name, width=120)}  {bytes_text(one.size_bytes)}  ({one.why})" for one in removed]
+    total = bytes_text(sum(one.size_bytes for one in removed))
+    lines.append(f"{verb} {total}; {_counted(kept[0], 'entry', 'entries')} of {bytes_text(kept[1])} {stay}")
     return _joined(lines)
 
 
@@ -93,19 +94,8 @@ def shown_text(shown: Mapping[str, Any], *, is_full: bool) -> str:
     return _joined(lines)
 
 
-def _table(entries: Iterable[EntryReport]) -> Iterator[str]:
-    rows = [COLUMNS, *(_row(entry) for entry in entries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if name in RIGHT else cell.ljust(width)
-            for name, cell, width in zip(COLUMNS, row, widths, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
-
-
 def _row(entry: EntryReport) -> tuple[str, ...]:
-    counts, size = entry.counts, _bytes(entry.size_bytes)
+    counts, size = entry.counts, bytes_text(entry.size_bytes)
     if counts is None:
         return entry.name, *("-" for _ in range(6)), size, "-", "-", entry.fault.word if entry.fault else "-"
     numbers = (counts.groups, counts.sessions, counts.failed_sessions, counts.trajectories, counts.tokens)
@@ -120,7 +110,7 @@ def _head(shown: Mapping[str, Any], entry: EntryReport) -> Iterator[str]:
     compressed = "lz4" if any(array["is_compressed"] for array in shown["arrays"]) else "not compressed"
     yield f"  made at      {_made_at(entry)} UTC; generated in {_seconds(entry.generate_s)}"
     yield f"  holds        {_held(entry.counts)}"
-    yield f"  size         {_bytes(entry.size_bytes)}, {compressed}"
+    yield f"  size         {bytes_text(entry.size_bytes)}, {compressed}"
     yield f"  tokenizer    {printable(shown['tokenizer'], width=None)}"
     yield "  made of"
     parts = list(_parts("", entry.fingerprint or {}))
@@ -225,8 +215,8 @@ def _fault(fault: Fault) -> str:
 
 def _sizes(what: str, found: Mapping[str, int]) -> Iterator[str]:
     if found:
-        yield f"{what}: {len(found)}, {_bytes(sum(found.values()))}"
-        yield from (f"  {printable(name, width=120)}  {_bytes(size)}" for name, size in found.items())
+        yield f"{what}: {len(found)}, {bytes_text(sum(found.values()))}"
+        yield from (f"  {printable(name, width=120)}  {bytes_text(size)}" for name, size in found.items())
 
 
 def _held(counts: Counts) -> str:
@@ -257,15 +247,6 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:,.1f} s" if abs(seconds) < 1e7 else f"{seconds:.3g} s"
-
-
-def _bytes(size: float) -> str:
-    """Bytes in the unit that suits them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
 
 
 def _counted(count: int, what: str, plural: str = "") -> str:
