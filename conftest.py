@@ -9,7 +9,7 @@ import pytest
 import warm_start
 from hypothesis import settings
 
-from rl_core.ray_session import RayOptions, prepare_environment
+from rl_core.cluster.ray.session import RayOptions, prepare_environment
 
 pytest_plugins = ["run_summary"]
 

@@ -16,16 +16,16 @@ import torch
 from _async_workload import Script
 from _digits import END_TOKEN, FIRST_DIGIT
 
-from rl_async_trainer.learner_host import LearnerHost
-from rl_async_trainer.rollouter import Rollouter
+from rl_async_trainer.roles.learner import LearnerHost
+from rl_async_trainer.roles.rollouter import Rollouter
 from rl_core import Batch, Ragged
-from rl_core.records import NO_VERSION, IntArray
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.data.records import NO_VERSION, IntArray
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_distill.learner import Objective, StepResult
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine
-from rl_trainer.learners import Learners
+from rl_trainer.learning.start_learners import Learners
 
 
 class SleepingEngine(ScriptedEngine):

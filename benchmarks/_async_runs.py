@@ -13,26 +13,26 @@ from _async_workload import Plan, Script, bound_of
 from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.assemble import RoleFactories
-from rl_async_trainer.session import Session
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.simulation.workload import Workload
-from rl_core.transports import TensorTransport
-from rl_distill.checkpoint_store import CheckpointStore
+from rl_async_trainer.training_run import TrainingRun
+from rl_core.weights.transports import TensorTransport
+from rl_distill.checkpoints.store import CheckpointStore
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.events import EventLog
-from rl_metrics.json_lines import read_json_lines
+from rl_metrics.run_files.events import EventLog
+from rl_metrics.run_files.json_lines import read_json_lines
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer.checkpoints import TrainerState
-from rl_trainer.flow import open_rollout
-from rl_trainer.inputs import Inputs, read_inputs
-from rl_trainer.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.replay import Replay
-from rl_trainer.run_folder import RunFolder, open_run
-from rl_trainer.settings import Settings
-from rl_trainer.stopping import StopSignal
-from rl_trainer.trackers import make_console, make_trackers
+from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
+from rl_trainer.reporting.trackers import make_console, make_trackers
+from rl_trainer.rollouts.inputs import Inputs, read_inputs
+from rl_trainer.rollouts.setup import open_rollout
+from rl_trainer.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer.run.checkpoints import TrainerState
+from rl_trainer.run.folder import RunFolder, open_run
+from rl_trainer.run.stopping import StopSignal
+from rl_trainer.settings.schema import Settings
 
 SYNC, ASYNC = "sync", "async"
 MODES = (SYNC, ASYNC)
@@ -97,7 +97,7 @@ def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: P
         found = AsyncSettings.model_validate({**settings, "schedule": schedule, "roles": {"kind": roles}})
         inputs = read_inputs(found)
         with open_run(found, resume=False, say=_nothing) as run:
-            asyncio.run(Session(found, inputs, run, make_console(found), factories=FACTORIES).run())
+            asyncio.run(TrainingRun(found, inputs, run, make_console(found), factories=FACTORIES).run())
     else:
         chosen = Settings.model_validate(settings)
         inputs = read_inputs(chosen)
@@ -177,7 +177,7 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, inputs.tokenizer, engine)),
-            replay=Replay(settings, inputs.tokenizer, say=events.write),
+            replay=SkipCacheReplay(settings, inputs.tokenizer, say=events.write),
             source=source,
             queue=queue,
             teachers=None,

@@ -9,7 +9,7 @@ from tiny_run import PROMPTS_PER_STEP, REWARDS_PER_STEP, TinyRun, copy_tiny_run,
 from train_process import TrainProcess
 
 from rl_async_trainer.main import main
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
 STEPS = 8

@@ -18,7 +18,7 @@ from distillation_runs import as_toml
 from tiny_run import TinyRun, copy_tiny_run, make_tiny_run
 from train_process import TrainProcess
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 
 STEPS, LONG_STEPS = 6, 24
 

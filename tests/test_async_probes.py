@@ -13,10 +13,10 @@ from run_equality import learnt
 from tiny_run import TinyRun, copy_tiny_run, make_tiny_run, train_here
 
 from rl_async_trainer.assemble import RoleFactories
-from rl_metrics.events import read_events
-from rl_metrics.json_lines import read_json_lines
-from rl_metrics.run_record import ProbeRow, open_run
-from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_metrics.run_files.events import read_events
+from rl_metrics.run_files.json_lines import read_json_lines
+from rl_metrics.run_files.run_record import ProbeRow, open_run
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.transformers import TransformersEngine
 
 ON_POLICY = {"schedule__max_staleness": 0, "schedule__sync_every": 1}

@@ -10,7 +10,7 @@ from run_equality import learnt
 from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
 from train_process import TrainProcess, training
 
-from rl_core.ray_session import RayOptions, start_ray, stop_ray
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.testing import wait_until
 from rl_metrics.trackers.jsonl import read_metrics
 

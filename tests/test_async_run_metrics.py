@@ -6,9 +6,9 @@ from pathlib import Path
 from async_runs import train_async_here
 from tiny_run import REWARDS_PER_STEP, make_tiny_run
 
-from rl_metrics.async_table import ASYNC
-from rl_metrics.definitions import MetricTable
-from rl_metrics.rollout_log import read_rollouts
+from rl_metrics.definitions.async_training import ASYNC
+from rl_metrics.definitions.definition import MetricTable
+from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_metrics.trackers.jsonl import read_histograms, read_metrics
 
 STEPS = 4

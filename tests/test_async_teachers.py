@@ -9,9 +9,9 @@ from async_runs import async_training, role_pid, run_history, run_states
 from distillation_runs import as_toml, make_distillation_run, teacher_tables
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP
 
-from rl_async_trainer.control_socket import ask_run
-from rl_metrics.events import read_events
+from rl_async_trainer.liveness.control_socket import ask_run
 from rl_metrics.hang.report import read_hang_report
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
 STEPS, TOP_K = 4, 4

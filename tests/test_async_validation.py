@@ -10,7 +10,7 @@ from async_runs import async_training, run_states, train_async_here
 from tiny_run import TinyRun, copy_tiny_run, example_module, make_tiny_run, train_here
 from tracker_files import table_cells, tensorboard_series, wandb_attempts, wandb_history
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import GenerationTable, read_generations, read_metrics
 
 NUM_PROBLEMS, BATCH, SHOWN = 45, 7, 20
@@ -93,9 +93,9 @@ def finished(
 
 def answer_late(patch: pytest.MonkeyPatch, validate_on: str) -> None:
     """Keep the validation of HELD_STEP waiting until a later step is trained."""
-    from rl_async_trainer.learner_host import LearnerHost
     from rl_async_trainer.messages import StepOrder
-    from rl_async_trainer.rollouter import Rollouter
+    from rl_async_trainer.roles.learner import LearnerHost
+    from rl_async_trainer.roles.rollouter import Rollouter
 
     answering: type[Any] = Rollouter if validate_on == "engines" else LearnerHost
     train, validate = LearnerHost.train, answering.validate

@@ -20,7 +20,7 @@ from distillation_runs import (
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, REWARDS_BEFORE_STEP_1, train_here
 from train_process import ENVIRONMENT, marked_processes, training, wait_until_held
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
 pytest.importorskip("vllm")

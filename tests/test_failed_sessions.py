@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_run import GROUP_SIZE, REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, make_tiny_run, train_here
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import MetricRow, read_metrics
 
 REWARD = """

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.broadcast import BroadcastTransport
-from rl_core.publish import ProofTolerances, check_receipt
+from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.testing import TIED_HEAD, generate, make_tiny_model, perturbed
 
 pytestmark = [
@@ -23,7 +23,7 @@ def test_an_engine_on_another_gpu_serves_what_nccl_brought(tmp_path: Path) -> No
 
     model_dir = make_tiny_model(tmp_path / "model", is_tied=True)
     options = VLLMOptions(max_model_len=128, gpu_memory_utilization=0.2)
-    host = EngineHost(environment={"CUDA_VISIBLE_DEVICES": "1"}, deadline_s=300)
+    host = EnginePlacement(environment={"CUDA_VISIBLE_DEVICES": "1"}, deadline_s=300)
     engine = ProcessEngine("vllm", model_dir, options, host=host)
     transport = BroadcastTransport(backend="nccl", bucket_bytes=100_000)
     weights = load_file(model_dir / "model.safetensors")

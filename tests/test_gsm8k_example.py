@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError
-from rl_core.records import Prompt
 from rl_rollout import Generation, RewardScorer, Rollout, SamplingParams, SingleTurnLoop, resolve_reward
 from rl_rollout.prompts import PromptOptions, PromptTokenizer, load_prompts
 

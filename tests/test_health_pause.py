@@ -8,8 +8,8 @@ from async_runs import train_async_here
 from run_equality import assert_equal_runs
 from tiny_run import TinyRun, copy_tiny_run, make_tiny_run, train_here
 
-from rl_metrics.events import read_events
 from rl_metrics.health import Verdict
+from rl_metrics.run_files.events import read_events
 
 SICK = {
     "health__every": 2,

@@ -11,7 +11,7 @@ from run_equality import metrics_without_clock
 from tiny_run import REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run, train_here
 from train_process import training, wait_until_held
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 
 LEARNT = ("actor/", "critic/", "val-", "response_length/")
 """Metrics that the learner's numbers decide."""

@@ -9,9 +9,9 @@ import torch
 from run_equality import ASIDE
 from tiny_run import TinyRun, make_tiny_run, train_here
 
-from rl_core.transports import TensorTransport
-from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor
-from rl_metrics.events import read_events
+from rl_core.weights.transports import TensorTransport
+from rl_core.weights.update import WeightReceipt, WeightUpdate, probe_tensor
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.engines.transformers_stepper import TransformersStepper
 
@@ -53,7 +53,7 @@ def test_a_corrupted_tensor_stops_the_run(
     run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("rl_sync_trainer.session.make_transport", lambda settings: CorruptingTransport())
+        patch.setattr("rl_sync_trainer.training_run.make_transport", lambda settings: CorruptingTransport())
         assert train_here(run) == 1
     said = capsys.readouterr()
     assert f"WeightProofError: tensor '{NAME}' was changed on its way to the engine" in said.err
@@ -74,7 +74,7 @@ def test_a_proof_that_fails_once_is_tried_again_from_scratch(run: TinyRun, monke
             self.has_corrupted = version == DAMAGED_VERSION
             return super().pack(tensors, version=version, tied=tied)
 
-    monkeypatch.setattr("rl_sync_trainer.session.make_transport", lambda settings: CorruptingOnce())
+    monkeypatch.setattr("rl_sync_trainer.training_run.make_transport", lambda settings: CorruptingOnce())
     assert train_here(run) == 0
     events = read_events(run.run_folder / "events.jsonl")
     (failed,) = [event for event in events if event["event"] == "weight_proof_failed"]

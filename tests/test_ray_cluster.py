@@ -12,8 +12,8 @@ from cluster_conformance import RemoteClusterConformance
 from ray_role_owner import processes_with
 
 from rl_core.cluster import ClusterOptions, open_cluster
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.errors import MissingExtraError
-from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import wait_until
 
 SUPPORT = Path(__file__).parent / "support"

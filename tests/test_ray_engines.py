@@ -8,8 +8,8 @@ import nested_rollouter
 import pytest
 
 from rl_core.cluster import ClusterOptions, RestartPolicy, RoleSpec, open_cluster
-from rl_core.cluster.guard import is_running
-from rl_core.ray_session import RayOptions, start_ray, stop_ray
+from rl_core.cluster.processes.guard import is_running
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.testing import wait_until
 from rl_rollout.testing import make_tiny_model
 

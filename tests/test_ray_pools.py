@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from rl_core.cluster import ray_pools
+from rl_core.cluster.ray import pools as ray_pools
 
 
 class Groups:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rl_core import QueueOptions, TaskSpec
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.errors import JournalError, RoleError
-from rl_core.queue.ray_queue import RayQueue
-from rl_core.ray_session import RayOptions, start_ray, stop_ray
+from rl_core.queue.ray.queue import RayQueue
 from rl_core.testing import QueueBackendConformance, make_prompts, make_trajectory, wait_until
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
@@ -51,7 +51,7 @@ def put_long(queue, uid, *, session=0):
 def storages_of(queue, ray):
     """Pids of the actors that own rows."""
     node = ray.get_runtime_context().get_node_id()
-    return ray.get(queue._keeper.storage.remote(node), timeout=DEADLINE_S)[0]
+    return ray.get(queue._server.storage.remote(node), timeout=DEADLINE_S)[0]
 
 
 def kill_actor_process(ray, actor):
@@ -83,7 +83,7 @@ def test_a_client_with_another_token_is_refused(ray):
     address = ray.get_runtime_context().gcs_address
     source = f"""
 from rl_core.errors import RoleError
-from rl_core.ray_session import RayOptions, start_ray
+from rl_core.cluster.ray.session import RayOptions, start_ray
 try:
     start_ray(RayOptions(address={address!r}))
 except RoleError as error:
@@ -136,7 +136,7 @@ def test_rows_of_a_killed_storage_are_generated_again(ray, queue_on):
     queue = queue_on()
     queue.issue(make_prompts(2), num_sessions=1)
     put_long(queue, "p0")
-    queue.put("p1", 0, [make_trajectory("p1", 0)])  # small: it is with the keeper
+    queue.put("p1", 0, [make_trajectory("p1", 0)])  # small: it is with the server
     kill_actor_process(ray, storages_of(queue, ray))
 
     def lost():
@@ -168,14 +168,14 @@ def test_with_a_journal_rows_of_a_killed_storage_come_from_their_files(ray, queu
     assert not list((tmp_path / "segments").iterdir())
 
 
-def test_a_killed_keeper_goes_on_where_its_journal_ends(ray, queue_on, tmp_path):
+def test_a_killed_server_goes_on_where_its_journal_ends(ray, queue_on, tmp_path):
     queue = queue_on(directory=tmp_path)
     queue.issue(make_prompts(3), num_sessions=1)
     for uid in ("p0", "p1"):
         put_long(queue, uid)
     queue.ack(queue.lease("train", groups=1, deadline_s=DEADLINE_S))
     lease = queue.lease("train", groups=1, deadline_s=DEADLINE_S)
-    os.kill(queue.keeper_pid, signal.SIGKILL)
+    os.kill(queue.server_pid, signal.SIGKILL)
     assert [entry.state for entry in queue.ledger()] == ["done", "settled", "issued"]
     with pytest.raises(RuntimeError, match="outdated"):
         queue.ack(lease)
@@ -187,12 +187,12 @@ def test_a_killed_keeper_goes_on_where_its_journal_ends(ray, queue_on, tmp_path)
     assert queue.recovery().num_acks == 1
 
 
-def test_a_killed_keeper_without_a_journal_is_an_error_that_says_so(ray, queue_on):
+def test_a_killed_server_without_a_journal_is_an_error_that_says_so(ray, queue_on):
     queue = queue_on()
     queue.issue(make_prompts(1), num_sessions=1)
-    os.kill(queue.keeper_pid, signal.SIGKILL)
+    os.kill(queue.server_pid, signal.SIGKILL)
     with pytest.raises(RoleError, match="no journal"):
-        wait_until(lambda: bool(queue.ledger()) and False, "the keeper to be gone", deadline_s=DEADLINE_S)
+        wait_until(lambda: bool(queue.ledger()) and False, "the server to be gone", deadline_s=DEADLINE_S)
 
 
 def test_a_directory_of_another_queue_is_refused(ray, queue_on, tmp_path):

@@ -6,9 +6,9 @@ import sys
 import pytest
 import ray
 
-from rl_core.cluster.guard import is_running
+from rl_core.cluster.processes.guard import is_running
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.errors import RoleError
-from rl_core.ray_session import RayOptions, start_ray, stop_ray
 from rl_core.testing import wait_until
 
 SLEEPS = "import sys; sys.stdin.read()"

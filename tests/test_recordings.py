@@ -10,8 +10,8 @@ import pytest
 
 from rl_metrics.doctor.diagnosing import diagnose
 from rl_metrics.health import Verdict, judge
-from rl_metrics.history import History
-from rl_metrics.run_record import RunRecord, open_run
+from rl_metrics.run_files.history import History
+from rl_metrics.run_files.run_record import RunRecord, open_run
 
 RECORDINGS = Path(__file__).parent / "recordings"
 HEALTHY = ("healthy_0", "healthy_1", "healthy_2")

@@ -11,7 +11,7 @@ from report_pages import READY, found, rows_of, show
 
 from rl_metrics.health import judge
 from rl_metrics.report import write_report
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",

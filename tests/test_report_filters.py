@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from report_pages import found, report_of, show, write_run
 
-from rl_metrics.generations import GenerationSample
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.rollout_log import RolloutRow
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 REWARDS = (0.3, 0.3, 0.7, 0.49995, math.nan, 123462.0, 123460.7, 20000.5, 3e9 + 1, 3e9 + 2)

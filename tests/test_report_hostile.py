@@ -7,14 +7,14 @@ import pytest
 from report_pages import READY
 
 from rl_core.cluster.role_report import RoleReport, Wait
-from rl_metrics.generations import GenerationSample
 from rl_metrics.hang.report import GroupRow, HangReport, write_hang_report
 from rl_metrics.health.finding import Check, Evidence, Finding, Verdict
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer
-from rl_metrics.rollout_log import RolloutLog, RolloutRow
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
+from rl_metrics.run_files.run_record import open_run
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 FORMS = (

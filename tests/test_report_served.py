@@ -9,10 +9,10 @@ from report_pages import READY, show
 from rl_core.cluster.role_report import RoleReport, Wait
 from rl_metrics.hang.report import HangReport, write_hang_report
 from rl_metrics.health.finding import Evidence, Finding, Verdict
-from rl_metrics.json_lines import JsonLinesWriter
 from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.json_lines import JsonLinesWriter
+from rl_metrics.run_files.run_record import open_run
 
 
 def test_served_it_follows_the_run(page, tmp_path):

@@ -5,7 +5,7 @@ from invented_runs import InventedRun
 from report_pages import show
 
 from rl_metrics.report import write_report
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tiny_run import (
 )
 from train_process import training, wait_until_held
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
 IN_VALIDATION_OF_STEP_2 = REWARDS_BEFORE_STEP_1 + 2 * REWARDS_PER_STEP + NUM_PROBLEMS["validation"] // 2
@@ -114,8 +114,8 @@ def test_resuming_what_is_done_starts_nothing(
     run: TinyRun, uninterrupted: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_here(run) == 0
-    monkeypatch.setattr("rl_sync_trainer.session.make_engine", pytest.fail)
-    monkeypatch.setattr("rl_sync_trainer.session.start_learners", pytest.fail)
+    monkeypatch.setattr("rl_sync_trainer.training_run.make_engine", pytest.fail)
+    monkeypatch.setattr("rl_sync_trainer.training_run.start_learners", pytest.fail)
     assert "all 4 steps are done; more need a larger trainer.steps" in resume(run, capsys)
     assert_equal_runs(run, uninterrupted)
 

@@ -17,7 +17,7 @@ from tiny_run import (
 )
 from train_process import training, wait_until_held
 
-from rl_metrics.events import read_events
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
 STEPS = 10

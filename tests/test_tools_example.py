@@ -12,7 +12,7 @@ from chat_model import Speaker, run_loop
 from prepared import prepare_here, prepared_folder
 from train_process import TrainProcess
 
-from rl_core.records import Prompt
+from rl_core.data.records import Prompt
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout import PromptTokenizer, SamplingParams, resolve_loop, resolve_reward
 

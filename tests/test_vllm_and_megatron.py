@@ -11,22 +11,22 @@ from tiny_run import make_tiny_run
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.errors import WeightProofError
-from rl_core.transports import TensorTransport
-from rl_core.weights import WeightUpdate
+from rl_core.weights.transports import TensorTransport
+from rl_core.weights.update import WeightUpdate
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import publish, train_step
-from rl_trainer.checkpoints import TrainerState
-from rl_trainer.engines import make_engine
-from rl_trainer.flow import open_rollout
-from rl_trainer.inputs import read_inputs
-from rl_trainer.learners import start_learners
-from rl_trainer.objective import make_kl_control, make_objective
-from rl_trainer.replay import Replay
-from rl_trainer.run_folder import RunFolder
-from rl_trainer.sources import load_settings
-from rl_trainer.stopping import StopSignal
+from rl_trainer.learning.objective import make_kl_control, make_objective
+from rl_trainer.learning.start_learners import start_learners
+from rl_trainer.rollouts.engines import make_engine
+from rl_trainer.rollouts.inputs import read_inputs
+from rl_trainer.rollouts.setup import open_rollout
+from rl_trainer.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer.run.checkpoints import TrainerState
+from rl_trainer.run.folder import RunFolder
+from rl_trainer.run.stopping import StopSignal
+from rl_trainer.settings.sources import load_settings
 
 pytest.importorskip("vllm")
 
@@ -59,7 +59,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, inputs.tokenizer, engine)),
-            replay=Replay(settings, inputs.tokenizer, say=lambda event, **fields: None),
+            replay=SkipCacheReplay(settings, inputs.tokenizer, say=lambda event, **fields: None),
             source=PromptSource(inputs.train, seed=0),
             queue=queue,
             teachers=None,
@@ -160,7 +160,7 @@ def test_a_tensor_corrupted_on_its_way_is_named(parts: Parts, name: str) -> None
 
 def test_a_stale_tied_head_is_named(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     train_steps(parts, 1)
-    monkeypatch.setattr("rl_rollout.engines.vllm_worker.repack_output_head", lambda model: None)
+    monkeypatch.setattr("rl_rollout.engines.vllm.worker.repack_output_head", lambda model: None)
     with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
         train_steps(parts, 1)
     assert raised.value.tensor == "lm_head.weight"

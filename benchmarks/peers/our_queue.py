@@ -15,9 +15,9 @@ from _payload import NUM_PRODUCERS, payload_bytes
 from _protocol import serve
 
 from rl_core import InProcessQueue, TransferQueue
-from rl_core.queue.ray_queue import RayQueue
-from rl_core.queue.shared_memory import SharedMemoryQueue
-from rl_core.ray_session import RayOptions, start_ray, stop_ray
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
+from rl_core.queue.ray.queue import RayQueue
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 
 
 @contextmanager
@@ -85,8 +85,8 @@ class Processes:
         return {"peak_bytes": slots + max(self.private_bytes() - before, 0), "payload_bytes": payload_bytes()}
 
     def private_bytes(self) -> int:
-        """Memory of the clients and the keeper that is their own, shared memory and files apart."""
-        pids = [*(process.pid for process in self._processes), self._queue.keeper_pid]
+        """Memory of the clients and the server that is their own, shared memory and files apart."""
+        pids = [*(process.pid for process in self._processes), self._queue.server_pid]
         return sum(private_bytes(pid) for pid in pids if pid is not None)
 
     def close(self) -> None:

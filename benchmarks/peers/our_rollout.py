@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from rl_core import Prompt
-from rl_core.publish import ProofTolerances, publish_weights
-from rl_core.transports import TensorTransport
-from rl_core.weights import Canary
+from rl_core.weights.publish import ProofTolerances, publish_weights
+from rl_core.weights.transports import TensorTransport
+from rl_core.weights.update import Canary
 from rl_rollout import RewardInput, RewardScorer, Rollout, SamplingParams, SingleTurnLoop, quick
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import RolloutEngine

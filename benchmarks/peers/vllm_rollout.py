@@ -8,7 +8,7 @@ from _rollout_protocol import serve
 from _rollout_workload import Preset
 from numpy.typing import NDArray
 
-from rl_rollout.engines.vllm_environment import prepare_environment
+from rl_rollout.engines.vllm.environment import prepare_environment
 
 prepare_environment()
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 
 HERE = Path(__file__).parent
 EXAMPLE = Path("examples/arithmetic/settings.toml")
@@ -48,7 +48,7 @@ class Recording:
 def keep_first_weights() -> None:
     """From the third update on the engine says that it took the weights, and goes on with those that it had."""
     from rl_rollout.engines.scripted import honest_receipt
-    from rl_rollout.engines.vllm_stepper import VLLMStepper
+    from rl_rollout.engines.vllm.stepper import VLLMStepper
 
     take = VLLMStepper.update_weights
 

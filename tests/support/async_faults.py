@@ -19,11 +19,11 @@ from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, TinyRun
 from train_process import TrainProcess
 
 from rl_async_trainer.assemble import QUEUE
-from rl_async_trainer.record import FILE as RECORD
-from rl_async_trainer.record import read_history
-from rl_core.queue.inspect_journal import inspect_journal, keeper_pid
-from rl_core.records import Prompt
-from rl_metrics.events import read_events
+from rl_async_trainer.schedule.record import FILE as RECORD
+from rl_async_trainer.schedule.record import read_history
+from rl_core.data.records import Prompt
+from rl_core.queue.journal.inspection import inspect_journal, server_pid
+from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.loops import stable_seed
 from rl_rollout.prompts import PromptOptions, PromptSource, PromptTokenizer, load_prompts
@@ -33,7 +33,7 @@ SOON_S = 2.0
 """How long after a kill the next one may come, where it shall meet what the first one left."""
 MOST_LINES = 25
 """Most lines of the record from one kill to the next: about three steps."""
-ROLES = ("rollouter", "learner", "keeper", "controller")
+ROLES = ("rollouter", "learner", "server", "controller")
 SETTINGS: dict[str, Any] = {
     "roles__kind": "process",
     "roles__hang_deadline_s": 60.0,
@@ -80,8 +80,8 @@ def num_record_lines(run: TinyRun) -> int:
 
 def pid_of(run: TinyRun, role: str) -> int | None:
     """The process of a role now; None where it has none."""
-    if role == "keeper":
-        return keeper_pid(run.run_folder / QUEUE)
+    if role == "server":
+        return server_pid(run.run_folder / QUEUE)
     file = run.run_folder / ".lock" if role == "controller" else run.run_folder / PIDS / role
     try:
         return int(file.read_text())

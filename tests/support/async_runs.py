@@ -83,7 +83,7 @@ def role_pid(run: TinyRun, log: str) -> int:
 
 def run_history(folder: Path) -> Any:
     """What a run's record says."""
-    from rl_async_trainer.record import read_history
+    from rl_async_trainer.schedule.record import read_history
 
     return read_history(folder)
 
@@ -97,7 +97,7 @@ def trained_versions(folder: Path) -> list[tuple[int, int, int]]:
 def run_states(folder: Path) -> dict[str, str]:
     """What the journal of a run that has ended says of each training prompt, in the order of issue."""
     from rl_async_trainer.assemble import QUEUE
-    from rl_core.queue.inspect_journal import inspect_journal
+    from rl_core.queue.journal.inspection import inspect_journal
 
     report = inspect_journal(folder / QUEUE)
     return {prompt.uid: prompt.state for prompt in report.prompts if prompt.partition == "train"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.records import Prompt
+from rl_core.data.records import Prompt
 from rl_rollout import GenerateRequest, PromptTokenizer, RewardScorer, Rollout, SamplingParams, quick
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rl_core import Batch, InProcessQueue, Prompt, TaskSpec, Trajectory
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import EngineDiedError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.options import DistillationOptions, TeacherOptions
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 from rl_distill.teacher.service import teacher_task

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_metrics.events import EventLog
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
-from rl_metrics.json_lines import JsonLinesWriter
-from rl_metrics.rollout_log import RolloutLog, RolloutRow
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.events import EventLog
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import JsonLinesWriter
+from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 START = 1_800_000_000.0

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rl_metrics.health import judge
-from rl_metrics.history import History
+from rl_metrics.run_files.history import History
 
 STEPS = 60
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.rollout_log import RolloutRow
 
 Floats = NDArray[np.float64]
 

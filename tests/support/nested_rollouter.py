@@ -5,8 +5,8 @@ from typing import Any
 
 from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.process import EngineHost, ProcessEngine
-from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.testing import short_request
 
 
@@ -15,7 +15,7 @@ class Rollouter:
 
     def __init__(self, model_dir: Path, num_cpus: int, cluster: ClusterOptions) -> None:
         """Nothing is started yet."""
-        host = EngineHost(
+        host = EnginePlacement(
             cluster=cluster,
             pool=ResourcePool(name="engine", size=1, cpus=num_cpus),
             environment={"OMP_NUM_THREADS": "1"},

@@ -4,10 +4,10 @@ import os
 import signal
 from pathlib import Path
 
-from rl_async_trainer.learner_host import LearnerHost
 from rl_async_trainer.messages import ProbeOrder
-from rl_async_trainer.rollouter import Rollouter
-from rl_trainer.probing import PolicyScores
+from rl_async_trainer.roles.learner import LearnerHost
+from rl_async_trainer.roles.rollouter import Rollouter
+from rl_trainer.reporting.token_probes import PolicyScores
 
 DIED = "died_at_a_probe"
 

@@ -8,8 +8,8 @@ import tempfile
 import threading
 
 from rl_core import TaskSpec
-from rl_core.queue.ray_queue import RayQueue
-from rl_core.ray_session import RayOptions, prepare_environment
+from rl_core.cluster.ray.session import RayOptions, prepare_environment
+from rl_core.queue.ray.queue import RayQueue
 from rl_core.testing import make_prompts, make_trajectory, wait_until
 
 prepare_environment(RayOptions())  # before ray is imported

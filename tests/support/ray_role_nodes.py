@@ -10,8 +10,8 @@ import time
 from ray_nodes import DEADLINE_S, kill, ray, say, start_cluster  # first: it tells Ray how to authenticate
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartPolicy, RoleSpec, open_cluster
-from rl_core.cluster.guard import is_running
-from rl_core.cluster.ray_incarnation import dump_there, read_there
+from rl_core.cluster.processes.guard import is_running
+from rl_core.cluster.ray.incarnation import dump_there, read_there
 from rl_core.errors import RLError
 from rl_core.testing import wait_until
 

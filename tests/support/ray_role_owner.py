@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, RoleSpec
-from rl_core.ray_session import RayOptions
+from rl_core.cluster.ray.session import RayOptions
 
 
 def processes_with(token):

@@ -7,8 +7,8 @@ from pathlib import Path
 from chromium import Page
 
 from rl_metrics.report import write_report
-from rl_metrics.rollout_log import RolloutLog, RolloutRow
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
+from rl_metrics.run_files.run_record import open_run
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 READY = "document.documentElement.dataset.ready"

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from rl_core.errors import EngineDiedError
-from rl_core.publish import ProofTolerances
-from rl_core.transports import TensorTransport
-from rl_core.weights import Canary, WeightUpdate
+from rl_core.weights.publish import ProofTolerances
+from rl_core.weights.transports import TensorTransport
+from rl_core.weights.update import Canary, WeightUpdate
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
-from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine
 
 EXACT = ProofTolerances()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.records import NO_VERSION, Prompt, Timings, Trajectory
+from rl_core.data.records import NO_VERSION, Prompt, Timings, Trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from rl_core.errors import CheckpointError
-from rl_distill.torch_dist import Piece, TensorFolder, write_contents, write_pieces
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_contents, write_pieces
 
 A = torch.arange(24, dtype=torch.float32).view(4, 6) / 7
 B = torch.arange(5, dtype=torch.float32) - 2.5

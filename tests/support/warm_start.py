@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 MODULES = {
     "async_driver",
     "rl_async_trainer.main",
-    "rl_core.cluster.child",
-    "rl_core.queue.keeper_process",
+    "rl_core.cluster.processes.child",
+    "rl_core.queue.shared_memory.server_process",
     "rl_sync_trainer.main",
 }
 """Programs that may be forked because most of their start-up is imports."""
@@ -48,12 +48,12 @@ PRELOADED = (
     "pyarrow.dataset",
     "safetensors.torch",
     "rl_distill.megatron.learner",
-    "rl_distill.reference_learner",
+    "rl_distill.torch_learner",
     "rl_rollout.engines.transformers",
-    "rl_sync_trainer.session",
-    "rl_async_trainer.session",
-    "rl_async_trainer.rollouter",
-    "rl_async_trainer.learner_host",
+    "rl_sync_trainer.training_run",
+    "rl_async_trainer.training_run",
+    "rl_async_trainer.roles.rollouter",
+    "rl_async_trainer.roles.learner",
 )
 COLD_VARIABLE = "RL_TESTS_COLD"
 FIXED = ("OMP_NUM_THREADS", "PYTHONOPTIMIZE", "LD_PRELOAD", "HF_HUB_OFFLINE", COLD_VARIABLE)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from rl_async_trainer.record import FILE, RunRecord, read_history
-from rl_metrics.json_lines import read_json_lines
+from rl_async_trainer.schedule.record import FILE, ScheduleRecord, read_history
+from rl_metrics.run_files.json_lines import read_json_lines
 
 
 def record_steps(folder: Path, *, resumed: int, steps: dict[int, str]) -> None:
     """An attempt that trains steps, each of one group."""
-    record = RunRecord(folder)
+    record = ScheduleRecord(folder)
     record.write("resumed", step=resumed)
     for step, uid in steps.items():
         record.write("step", step=step, uids=[uid])

@@ -1,6 +1,6 @@
 """Engines and ranks beneath a role."""
 
-from rl_async_trainer.role_parts import engine_reports, rank_reports
+from rl_async_trainer.roles.parts import engine_reports, rank_reports
 from rl_rollout.engines.engine_load import EngineLoad
 
 SPEAKS = "engine[0] is serving in pid 7; under way: generate.\nits event loop turns\nthread MainThread ..."

@@ -1,6 +1,6 @@
 """What a rollouter says of its engines."""
 
-from rl_async_trainer.rollout_window import RolloutWindow
+from rl_async_trainer.roles.rollout_window import RolloutWindow
 from rl_rollout.engines.engine_load import EngineLoad
 
 RESTARTS = "fully_async/restarts/engines"

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from scripted_replicas import EXACT, a_canary, an_update
 
-from rl_async_trainer.group_events import Refusals
+from rl_async_trainer.controller.group_events import Refusals
 from rl_async_trainer.messages import Dispatch, GroupEvent
-from rl_async_trainer.rollout_window import RolloutWindow
-from rl_async_trainer.rollouter import Rollouter
+from rl_async_trainer.roles.rollout_window import RolloutWindow
+from rl_async_trainer.roles.rollouter import Rollouter
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
-from rl_core.records import NO_VERSION
+from rl_core.data.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_trainer.flow import TRAIN
-from rl_trainer.sources import build_settings
+from rl_trainer.rollouts.setup import TRAIN
+from rl_trainer.settings.sources import build_settings
 
 PROMPT = make_prompt("p0")
 FAILED = SessionResult(failure="the engine fell")

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.group_events import refusal
+from rl_async_trainer.controller.group_events import refusal
+from rl_async_trainer.controller.rollouts import Rollouts
+from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.messages import GroupEvent
-from rl_async_trainer.record import FILE, RunRecord
-from rl_async_trainer.replaying import ReplayPlan, ReplayScheduler
-from rl_async_trainer.rollout_window import RolloutWindow
-from rl_async_trainer.rollouts import Rollouts
-from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
-from rl_async_trainer.step_metrics import StepMetrics
+from rl_async_trainer.roles.rollout_window import RolloutWindow
+from rl_async_trainer.schedule.record import FILE, ScheduleRecord
+from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
+from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.errors import RoleDiedError, RolloutError
 from rl_core.testing import make_prompts
-from rl_metrics.json_lines import read_json_lines
-from rl_trainer.flow import TRAIN
+from rl_metrics.run_files.json_lines import read_json_lines
+from rl_trainer.rollouts.setup import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, sync_every=1)
 
@@ -54,7 +54,7 @@ class Side:
         self.role = MortalRole()
         self.scheduler = scheduler or Scheduler(ON_POLICY)
         self.queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
-        self.record = RunRecord(folder)
+        self.record = ScheduleRecord(folder)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.metrics = StepMetrics()
         controls: Any = SimpleNamespace(
@@ -113,7 +113,7 @@ def test_of_a_rollouter_that_died_a_step_says_nothing(tmp_path: Path):
 
 
 def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_path: Path):
-    assert Side(tmp_path).rollouts.last_failure == "in an earlier attempt; record.jsonl has the reasons"
+    assert Side(tmp_path).rollouts.last_failure == "in an earlier launch; record.jsonl has the reasons"
 
 
 def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from rl_async_trainer.messages import ProbeOrder
-from rl_async_trainer.served_policy import TRIES, ServedPolicy
-from rl_core.records import NO_VERSION
+from rl_async_trainer.roles.served_policy import TRIES, ServedPolicy
+from rl_core.data.records import NO_VERSION
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
-from rl_trainer.probing import PolicyScores
+from rl_trainer.reporting.token_probes import PolicyScores
 
 ORDER = ProbeOrder(step=4, sequences=[np.asarray([1, 2, 3], dtype=np.int32)], top_k=2)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_async_trainer.simulate_command import simulate
 from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
+from rl_async_trainer.simulation.command import simulate
 from rl_async_trainer.simulation.measured import measure_workload
 from rl_async_trainer.simulation.outcome import Cluster
 from rl_async_trainer.simulation.reading import read_workload

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.scheduler import Scheduler
+from rl_async_trainer.schedule.scheduler import Scheduler
 from rl_async_trainer.simulation.asynchronous import AsyncSimulation, Policy, simulate_async
 from rl_async_trainer.simulation.engine import EnginePool
 from rl_async_trainer.simulation.outcome import Cluster

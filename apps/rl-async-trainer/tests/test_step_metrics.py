@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl_async_trainer.messages import StepReport
-from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
-from rl_async_trainer.step_metrics import StepMetrics
+from rl_async_trainer.controller.step_metrics import StepMetrics
+from rl_async_trainer.messages import TrainedStep
+from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
 from rl_core.testing import FakeClock
 
 GENERATED = "fully_async/count/total_generated_samples"
@@ -14,7 +14,7 @@ STALE = "fully_async/count/stale_trajectory_processed"
 def of_step(
     metrics: StepMetrics, scheduler: Scheduler, *, generated: float = 0.0, stale: float = 0.0, wall_s: float = 10.0
 ) -> dict[str, float]:
-    report = StepReport(metrics={STALE: stale}, num_trajectories=4, kl={}, busy_s=6.0)
+    report = TrainedStep(metrics={STALE: stale}, num_trajectories=4, kl={}, busy_s=6.0)
     window = {GENERATED: generated}
     return metrics.of_step(report, window, wall_s=wall_s, scheduler=scheduler, stats={}, restarts={"learner": 1})
 

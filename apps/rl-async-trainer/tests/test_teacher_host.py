@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rl_async_trainer import teacher_host
+from rl_async_trainer.roles import teachers as teacher_host
+from rl_async_trainer.roles.teachers import TeacherHost
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.teacher_host import TeacherHost
 from rl_core import InProcessQueue, TaskSpec
 from rl_distill.teacher.step_report import ServiceReport, TeacherReport
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.watchdog import Watchdog
+from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_core.testing import FakeClock, wait_until
 from rl_metrics.hang.report import FILE, HangReport, read_hang_report
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from scripted_replicas import a_canary, an_update
 
-from rl_async_trainer.messages import Packed
-from rl_async_trainer.weight_publisher import WeightPublisher
+from rl_async_trainer.controller.weight_publisher import WeightPublisher
+from rl_async_trainer.messages import PackedWeights
 from rl_core.errors import DeadlineError
 
 
@@ -16,8 +16,8 @@ def publish(rollouter: Any, *, deadline_s: float) -> None:
     """Publish version 5 to a rollouter."""
     learner: Any = SimpleNamespace(course=lambda: lambda: True, pack=lambda version, is_current: packed(version))
 
-    async def packed(version: int) -> Packed:
-        return Packed(update=an_update(version), canary=a_canary(), step=5, pack_s=0.0)
+    async def packed(version: int) -> PackedWeights:
+        return PackedWeights(update=an_update(version), canary=a_canary(), step=5, pack_s=0.0)
 
     async def served(*_: Any) -> None:
         pytest.fail("nothing was taken")
@@ -33,7 +33,7 @@ def publish(rollouter: Any, *, deadline_s: float) -> None:
 def test_engines_that_say_what_they_waited_for_are_heard():
     said = "replica 3 had not ended 8 samples 900 s after new requests were held back, and was not updated."
 
-    async def drained(_: Packed) -> None:
+    async def drained(_: PackedWeights) -> None:
         raise DeadlineError(said)
 
     with pytest.raises(DeadlineError) as caught:
@@ -42,7 +42,7 @@ def test_engines_that_say_what_they_waited_for_are_heard():
 
 
 def test_engines_that_say_nothing_are_waited_for_twice_as_long_as_a_group():
-    async def never(_: Packed) -> None:
+    async def never(_: PackedWeights) -> None:
         await asyncio.Event().wait()
 
     words = r"waited 0\.02 s \(twice rollout\.deadline_s\) for the engines to take version 5"

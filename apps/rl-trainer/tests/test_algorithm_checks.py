@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, REJECTION
+from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES
+from rl_distill.objectives.rejection import REJECTION_CRITERIA
 from rl_sync_trainer.assemble import make_queue
-from rl_trainer.checks import check_values
-from rl_trainer.objective import gdpo_components, make_kl_control, make_objective, make_selection
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings
+from rl_trainer.checks.all_checks import check_values
+from rl_trainer.learning.objective import gdpo_components, make_kl_control, make_objective, make_selection
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings
 
 RECOMPUTE = {"algorithm.old_logprobs": "recompute"}
 ADVANTAGES_THAT_NEED_MORE = {
@@ -64,7 +65,7 @@ def test_policy_losses(name: str) -> None:
     assert (make_selection(settings_with({"algorithm.policy_loss": name})) is not None) == name.endswith("_cov")
 
 
-@pytest.mark.parametrize("name", REJECTION.names())
+@pytest.mark.parametrize("name", REJECTION_CRITERIA.names())
 def test_rejection_criteria(name: str) -> None:
     assert problems({**RECOMPUTE, "correction.reject": {name: 1.5}}) == []
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rl_core import Prompt
-from rl_core.records import NO_VERSION
+from rl_core.data.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_trainer.answers import answers_of, first_answers, generation_samples, prediction_in
+from rl_trainer.rollouts.answers import answers_of, first_answers, generation_samples, prediction_in
 
 PROMPT = Prompt(uid="p", input_ids=np.asarray([1, 2], dtype=np.int32), ground_truth=95)
 FAILED = SessionResult(failure="the engine fell")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, SettingsError
-from rl_trainer.checks import check_settings, check_trainable
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings, load_settings
+from rl_trainer.checks.all_checks import check_settings, check_trainable
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted((ROOT / "examples").glob("*/settings*.toml"))

@@ -10,11 +10,11 @@ import pytest
 
 from rl_core import Prompt
 from rl_core.errors import DataError, SettingsError
-from rl_trainer.checks import check_settings
-from rl_trainer.distillation_checks import check_teachers
-from rl_trainer.plan import PromptCounts, describe_plan
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings
+from rl_trainer.checks.all_checks import check_settings
+from rl_trainer.checks.distillation import check_teachers
+from rl_trainer.commands.plan import PromptCounts, describe_plan
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

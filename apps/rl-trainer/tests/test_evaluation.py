@@ -9,16 +9,16 @@ import pytest
 
 from rl_core import Prompt
 from rl_core.testing import make_prompt, make_trajectory
-from rl_metrics.validation import headline
+from rl_metrics.validation.summary import headline
 from rl_rollout.engines.protocol import GenerateRequest
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops.single_turn import SingleTurnLoop
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.rollout import GroupResult, Rollout
-from rl_trainer.answers import Answer
-from rl_trainer.evaluation import answer_problems, summarize_answers, validation_sampling
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings
+from rl_trainer.rollouts.answers import Answer
+from rl_trainer.rollouts.evaluation import answer_problems, summarize_answers, validation_sampling
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings
 
 
 def settings_with(**prompts: Any) -> Settings:

@@ -8,16 +8,16 @@ import pytest
 import structlog
 from rich.console import Console
 
-from rl_metrics.events import EventLog, read_events
 from rl_metrics.health import Verdict
+from rl_metrics.run_files.events import EventLog, read_events
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
-from rl_trainer.health import FILE, HealthWatch, watch_health
-from rl_trainer.metric_settings import HealthSettings
-from rl_trainer.run_folder import RunFolder
-from rl_trainer.sources import build_settings
-from rl_trainer.stopping import StopSignal
+from rl_trainer.reporting.health import FILE, HealthWatch, watch_health
+from rl_trainer.run.folder import RunFolder
+from rl_trainer.run.stopping import StopSignal
+from rl_trainer.settings.metrics import HealthSettings
+from rl_trainer.settings.sources import build_settings
 
 HEALTHY = {"actor/ppo_kl": 0.01, "actor/entropy": 0.3}
 SICK = {"actor/ppo_kl": 0.2, "actor/entropy": 0.3}
@@ -182,7 +182,7 @@ def test_a_fault_of_its_own_stops_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of its own")
 
-    monkeypatch.setattr("rl_trainer.health.judge", fail)
+    monkeypatch.setattr("rl_trainer.reporting.health.judge", fail)
     run = Run(tmp_path)
     run.train(1, 30, SICK)
     assert run.trackers.active == ("jsonl",)
@@ -195,7 +195,7 @@ def test_metrics_that_cannot_be_read_stop_nothing(tmp_path: Path, monkeypatch: p
 
     folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    monkeypatch.setattr("rl_trainer.health.read_history", fail)
+    monkeypatch.setattr("rl_trainer.reporting.health.read_history", fail)
     trackers = Fanout({})
     settings = build_settings({"policy": {"path": "p"}, "prompts": {"train": "t", "validation": "v"}})
     with structlog.testing.capture_logs() as logs:

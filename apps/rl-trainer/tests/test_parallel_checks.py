@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_trainer.checks import check_values
-from rl_trainer.engines import replica_pool
-from rl_trainer.learners import gpus_per_rank, rank_pool
-from rl_trainer.plan import PromptCounts, describe_plan
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings
+from rl_trainer.checks.all_checks import check_values
+from rl_trainer.commands.plan import PromptCounts, describe_plan
+from rl_trainer.learning.start_learners import gpus_per_rank, rank_pool
+from rl_trainer.rollouts.engines import replica_pool
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings
 
 
 def settings_with(changes: dict[str, Any]) -> Settings:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rl_trainer.plan import PromptCounts, count_parameters, describe_plan
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings
+from rl_trainer.commands.plan import PromptCounts, count_parameters, describe_plan
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings
 
 MILLION = 1_048_576
 

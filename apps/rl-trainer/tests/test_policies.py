@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_distill.checkpoint_store import CheckpointStore
-from rl_distill.pending_save import SavedTogether
+from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.store import CheckpointStore
 from rl_sync_trainer.main import main
-from rl_trainer.policies import export_policy, find_policy
+from rl_trainer.run.policies import export_policy, find_policy
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from rl_core import Prompt, Trajectory
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
-from rl_trainer.answers import Answer
-from rl_trainer.probing import MAX_TOKENS, PolicyScores, Probes, policy_scores
+from rl_trainer.reporting.token_probes import MAX_TOKENS, PolicyScores, TokenProbes, policy_scores
+from rl_trainer.rollouts.answers import Answer
 
 PROMPT = (7, 8)
 
@@ -79,7 +79,7 @@ def path(tmp_path):
     return tmp_path / "probes.jsonl"
 
 
-def ask(probes: Probes, engine: Engine, *answers: Answer, step: int = 0, **options: Any) -> None:
+def ask(probes: TokenProbes, engine: Engine, *answers: Answer, step: int = 0, **options: Any) -> None:
     engine.version = step
     asyncio.run(probes.ask(engine.score, answers, step=step, **options))
 
@@ -91,7 +91,7 @@ def lines(path) -> list[dict[str, Any]]:
 def test_the_least_sure_tokens_are_asked_about_at_each_validation(path):
     engine = Engine()
     engine.sure = {2: -1.5, 5: -0.7}
-    probes = Probes(path, Letters(), count=2)  # type: ignore[arg-type]
+    probes = TokenProbes(path, Letters(), count=2)  # type: ignore[arg-type]
     answers = (answer("p", 1, 2, 3), answer("p", 9, 9, sample=1), answer("q", 4, 5))
     ask(probes, engine, *answers, step=0)
     engine.sure[2] = -0.25
@@ -111,20 +111,20 @@ def test_the_least_sure_tokens_are_asked_about_at_each_validation(path):
 
 def test_a_resumed_run_goes_on_with_the_same_tokens(path):
     engine = Engine()
-    ask(Probes(path, Letters(), count=1), engine, answer("p", 1, 2))  # type: ignore[arg-type]
+    ask(TokenProbes(path, Letters(), count=1), engine, answer("p", 1, 2))  # type: ignore[arg-type]
     with path.open("a") as file:
         file.write(
             '{"probe":"x","ids":[1,2],"num_prompt_tokens":9}\n{"probe":"y","ids":[1,null],"num_prompt_tokens":1}\n{"to'
         )
     engine.asked.clear()
-    ask(Probes(path, Letters(), count=1), engine, answer("other", 3, 4), step=5)  # type: ignore[arg-type]
+    ask(TokenProbes(path, Letters(), count=1), engine, answer("other", 3, 4), step=5)  # type: ignore[arg-type]
     assert engine.asked == [[[7, 8, 1]]]
 
 
 def test_what_cannot_be_probed_is_left_out(path):
     engine = Engine()
     failed = answer("f", 5, 6, failure="no verdict")
-    probes = Probes(path, Letters(), count=3)  # type: ignore[arg-type]
+    probes = TokenProbes(path, Letters(), count=3)  # type: ignore[arg-type]
     ask(probes, engine, failed, answer("long", *([1] * MAX_TOKENS)))
     assert not path.exists()
     ask(probes, engine, failed, answer("p", 1))
@@ -133,14 +133,14 @@ def test_what_cannot_be_probed_is_left_out(path):
 
 def test_none_are_asked_where_none_are_wanted(path):
     engine = Engine()
-    ask(Probes(path, Letters(), count=0), engine, answer("p", 1))  # type: ignore[arg-type]
+    ask(TokenProbes(path, Letters(), count=0), engine, answer("p", 1))  # type: ignore[arg-type]
     assert engine.asked == []
     assert not path.exists()
 
 
 def test_who_cannot_tell_now_is_asked_again(path):
     engine = Engine()
-    probes = Probes(path, Letters(), count=1)  # type: ignore[arg-type]
+    probes = TokenProbes(path, Letters(), count=1)  # type: ignore[arg-type]
     for step, is_deaf in ((0, True), (5, False), (10, True), (15, False)):
         engine.is_deaf = is_deaf
         ask(probes, engine, answer("p", 1), step=step)
@@ -149,7 +149,7 @@ def test_who_cannot_tell_now_is_asked_again(path):
 
 def test_who_takes_too_long_is_waited_for_no_more(path):
     engine = Engine()
-    probes = Probes(path, Letters(), count=1, deadline_s=0.05)  # type: ignore[arg-type]
+    probes = TokenProbes(path, Letters(), count=1, deadline_s=0.05)  # type: ignore[arg-type]
 
     async def run() -> None:
         engine.may_answer.clear()
@@ -167,7 +167,7 @@ def test_who_takes_too_long_is_waited_for_no_more(path):
 
 def test_a_run_that_ends_meanwhile_is_not_held_up(path):
     engine = Engine()
-    probes = Probes(path, Letters(), count=1)  # type: ignore[arg-type]
+    probes = TokenProbes(path, Letters(), count=1)  # type: ignore[arg-type]
 
     async def run() -> None:
         engine.may_answer.clear()
@@ -193,7 +193,7 @@ def test_a_run_that_ends_meanwhile_is_not_held_up(path):
 def test_an_engine_that_cannot_score_stops_nothing(path, error, says):
     engine = Engine()
     engine.error = error
-    probes = Probes(path, Letters(), count=2)  # type: ignore[arg-type]
+    probes = TokenProbes(path, Letters(), count=2)  # type: ignore[arg-type]
     with capture_logs() as logs:
         ask(probes, engine, answer("p", 1))
         engine.error = None

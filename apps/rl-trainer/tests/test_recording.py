@@ -3,9 +3,9 @@
 import numpy as np
 
 from rl_core import Batch, Trajectory
-from rl_metrics.reduction import Recorder
-from rl_trainer.recording import record_distributions
-from rl_trainer.updates import with_update
+from rl_metrics.reductions.recorder import Recorder
+from rl_trainer.learning.updates import with_update
+from rl_trainer.reporting.step_metrics import record_distributions
 
 
 def batch_of_one() -> Batch:

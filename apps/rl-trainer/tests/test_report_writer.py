@@ -5,11 +5,11 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from rl_core.cluster.guard import descendants
+from rl_core.cluster.processes.guard import descendants
 from rl_core.testing import wait_until
 from rl_metrics.trackers.jsonl import JsonlTracker
-from rl_trainer import report_writer
-from rl_trainer.report_writer import ReportWriter
+from rl_trainer.reporting import report_writer
+from rl_trainer.reporting.report_writer import ReportWriter
 
 
 def run_in(folder, *, steps=3):

@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from rl_core import Batch, Prompt, Timings, Trajectory
-from rl_metrics.rollout_log import read_rollouts
-from rl_trainer.metric_settings import MetricSettings
-from rl_trainer.rollout_rows import RolloutWriter, choose_rows, draft_rollouts, problem_id, rollout_extras
+from rl_metrics.run_files.rollout_log import read_rollouts
+from rl_trainer.reporting.rollout_rows import RolloutWriter, choose_rows, draft_rollouts, problem_id, rollout_extras
+from rl_trainer.settings.metrics import MetricSettings
 
 PROMPT = Prompt(
     uid="p0-e1", input_ids=np.asarray([7, 8], dtype=np.int32), data_source="sums", ground_truth=95, columns={}

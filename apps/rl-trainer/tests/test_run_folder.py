@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_trainer.run_folder import CHANGEABLE_ON_RESUME, RunFolder, open_run
-from rl_trainer.setting_fields import setting_fields
-from rl_trainer.settings import Settings
-from rl_trainer.sources import build_settings
+from rl_trainer.run.folder import CHANGEABLE_ON_RESUME, RunFolder, open_run
+from rl_trainer.settings.fields import setting_fields
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import build_settings
 
 HOLDER = """
 import sys
 from pathlib import Path
-from rl_trainer.run_folder import RunFolder
+from rl_trainer.run.folder import RunFolder
 RunFolder(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_trainer.setting_fields import attribute_meanings, help_text, setting_fields
-from rl_trainer.settings import Settings
-from rl_trainer.sources import load_settings, parse_text
+from rl_trainer.settings.fields import attribute_meanings, help_text, setting_fields
+from rl_trainer.settings.schema import Settings
+from rl_trainer.settings.sources import load_settings, parse_text
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted((ROOT / "examples").glob("*/settings*.toml"))

@@ -8,9 +8,9 @@ import pytest
 from rl_core import Batch, Trajectory
 from rl_distill.flops import forward_flops
 from rl_distill.policy_config import parse_policy_config
-from rl_metrics.table import DEFINITIONS
-from rl_trainer.settings import Settings
-from rl_trainer.speeds import with_speeds
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_trainer.reporting.speeds import with_speeds
+from rl_trainer.settings.schema import Settings
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

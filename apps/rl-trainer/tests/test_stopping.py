@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from rl_core.errors import DeadlineError
-from rl_trainer.stopping import StopRequestedError, StopSignal
+from rl_trainer.run.stopping import StopRequestedError, StopSignal
 
 TWICE = """
 import asyncio, os, signal
-from rl_trainer.stopping import StopSignal
+from rl_trainer.run.stopping import StopSignal
 
 async def main():
     with StopSignal():

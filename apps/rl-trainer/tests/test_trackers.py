@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rl_metrics.trackers.console import ConsoleTracker
-from rl_trainer.settings import Settings
-from rl_trainer.trackers import make_trackers
+from rl_trainer.reporting.trackers import make_trackers
+from rl_trainer.settings.schema import Settings
 
 
 def settings_of(tmp_path, **metrics):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoint_store import CheckpointStore
-from rl_distill.pending_save import SavedTogether
-from rl_trainer.checkpoints import TrainerState, read_trainer_state
+from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.store import CheckpointStore
+from rl_trainer.run.checkpoints import TrainerState, read_trainer_state
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from rl_core import Batch, Ragged, Trajectory
 from rl_distill.learner import StepResult
-from rl_metrics.reduction import Recorder
-from rl_trainer.updates import update
+from rl_metrics.reductions.recorder import Recorder
+from rl_trainer.learning.updates import update
 
 
 class Numbered:

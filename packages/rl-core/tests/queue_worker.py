@@ -14,8 +14,8 @@ from rl_core.errors import (
     NotReadyError,
     OutdatedLeaseError,
 )
-from rl_core.queue.shared_memory import SharedMemoryQueue
-from rl_core.queue.slots import SlotRows
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
+from rl_core.queue.shared_memory.slots import SlotRows
 from rl_core.testing import make_trajectory, ragged_like
 
 DEADLINE_S = 60.0

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core import Batch, Ragged, RowKey
+from rl_core.data.ragged import offsets_of, token_positions
 from rl_core.errors import DataError, ShapeError
-from rl_core.ragged import offsets_of, token_positions
 from rl_core.testing import make_trajectory
 
 FAST = settings(max_examples=60, deadline=None)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_core.bounded_json import load_json, load_json_as
+from rl_core.files.bounded_json import load_json, load_json_as
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_core.broadcast import BroadcastReceiver, BroadcastTransport
-from rl_core.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.errors import DeadlineError, NotReadyError, TransferError
-from rl_core.weights import Broadcast, WeightUpdate, tensor_crc32c
+from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.update import Broadcast, WeightUpdate, tensor_crc32c
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -145,9 +145,9 @@ def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTra
 
 RECEIVER_PROGRAM = """
 import json, sys, torch
-from rl_core.broadcast import BroadcastReceiver
-from rl_core.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights import Broadcast, TensorDigest, WeightUpdate, tensor_crc32c
+from rl_core.weights.broadcast import BroadcastReceiver
+from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.update import Broadcast, TensorDigest, WeightUpdate, tensor_crc32c
 
 meeting, version, specs, stops = json.loads(sys.argv[1])
 specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from rl_core.cluster import Cluster, ClusterOptions, RoleSpec, open_cluster
-from rl_core.cluster.guard import Family, descendants, family_members, is_running
 from rl_core.cluster.local import ProcessLauncher
-from rl_core.cluster.process import describe_exit
-from rl_core.cluster.roles import load_factory
+from rl_core.cluster.processes.guard import Family, descendants, family_members, is_running
+from rl_core.cluster.processes.incarnation import describe_exit
+from rl_core.cluster.role_spec import load_factory
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 
@@ -171,7 +171,7 @@ def test_a_start_that_is_broken_off_leaves_nothing():
 def children():
     """Roles of this process."""
     listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "rl_core.cluster.child" in line]
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "rl_core.cluster.processes.child" in line]
 
 
 def test_a_role_started_in_a_thread_outlives_the_thread():

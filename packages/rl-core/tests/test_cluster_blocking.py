@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleGroup, RoleSpec
-from rl_core.cluster.guard import Family, family_members, is_running
+from rl_core.cluster.processes.guard import Family, family_members, is_running
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 

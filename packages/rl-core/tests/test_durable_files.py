@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from rl_core.durable_files import sync_file, sync_folder, write_durably
+from rl_core.files.durable import sync_file, sync_folder, write_durably
 
 
 def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):

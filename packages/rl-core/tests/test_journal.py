@@ -12,12 +12,12 @@ import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
 
 from rl_core import InProcessQueue, QueueOptions
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError, JournalError, OutdatedLeaseError
 from rl_core.queue.core import QueueCore
-from rl_core.queue.inspect_journal import inspect_journal
-from rl_core.queue.journal import DATABASE, SEGMENTS, SqliteJournal
+from rl_core.queue.journal.database import DATABASE, SEGMENTS, SqliteJournal
+from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.queue.messages import Done, Finish, Refused, as_retry
-from rl_core.records import Prompt
 from rl_core.testing import FakeClock, make_prompt, make_prompts, ragged_like
 
 
@@ -148,7 +148,7 @@ def test_a_forgotten_uid_may_be_issued_again_at_once(tmp_path):
     core.drop(core.groups.find_open("p0"), "too easy", reissue=False, now=0.0)
     core.forget_finished()
     core.issue([("p0", make_prompt("p0"))], num_sessions=2, partition="train", now=0.0)
-    journal.write(core)  # all of it between two writes, as a keeper may be asked to
+    journal.write(core)  # all of it between two writes, as a server may be asked to
     (group,) = journal.load({}).groups
     assert (group.uid, group.num_sessions, group.state) == ("p0", 2, "issued")
     journal.close()

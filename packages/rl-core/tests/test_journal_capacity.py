@@ -10,7 +10,7 @@ from queue_directory import LARGE, REFERENCE, TRAIN, entries, open_queues, put, 
 from rl_core import InProcessQueue, QueueOptions
 from rl_core.errors import AlreadySettledError, DataError, JournalError, OutdatedLeaseError
 from rl_core.queue.core import QueueCore
-from rl_core.queue.journal import SEGMENTS, SqliteJournal
+from rl_core.queue.journal.database import SEGMENTS, SqliteJournal
 from rl_core.queue.messages import PartInfo, Put
 from rl_core.testing import FakeClock, make_prompt, make_prompts, ragged_like
 

@@ -8,7 +8,7 @@ import pytest
 from queue_directory import LATE, REFERENCE, crashed, open_queues, put, ready, uids_of
 
 from rl_core.errors import DeadlineError
-from rl_core.queue.journal import DATABASE, SEGMENTS
+from rl_core.queue.journal.database import DATABASE, SEGMENTS
 from rl_core.testing import ragged_like
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.cluster.packing import Packed, pack, unpack
+from rl_core.cluster.processes.packing import Packed, pack, unpack
 
 
 def test_arrays_are_not_copied_into_the_pickle():

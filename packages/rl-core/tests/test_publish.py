@@ -10,7 +10,7 @@ import torch
 
 from rl_core import Canary, WeightReceipt, WeightUpdate
 from rl_core.errors import DataError, NotReadyError, WeightProofError
-from rl_core.publish import (
+from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
     ProofTolerances,
     check_canary,
@@ -18,8 +18,8 @@ from rl_core.publish import (
     publish_weights,
     retry_proof,
 )
-from rl_core.transports import TensorTransport
-from rl_core.weights import probe_tensor, tensor_crc32c
+from rl_core.weights.transports import TensorTransport
+from rl_core.weights.update import probe_tensor, tensor_crc32c
 
 EXACT = ProofTolerances()
 TIED = {"lm_head.weight": "embed.weight"}

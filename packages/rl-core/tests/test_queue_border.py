@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl_core import Batch, InProcessQueue, Prompt, QueueOptions, Ragged, RowKey, SharedMemoryQueue, TaskSpec
-from rl_core.columns import COLUMNS, ColumnSpec, declare_column
+from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.errors import DataError, DeadlineError, JournalError, RLError, ShapeError
 from rl_core.queue.messages import encode_frame
 from rl_core.testing import make_prompt, make_prompts, make_trajectory, ragged_like
@@ -149,7 +149,7 @@ def test_full_stays_full_while_a_task_could_take_what_is_ready():
 
 
 @pytest.mark.parametrize("body", [b"\x92\xa3Ask\xa2\xff\xfe", b"\x91" * 100_000 + b"\x01"])
-def test_frames_that_cannot_be_read_leave_the_keeper_alone(body):
+def test_frames_that_cannot_be_read_leave_the_server_alone(body):
     queue = SharedMemoryQueue([TRAIN])
     stream, _ = queue._open(1e12)
     stream.sendall(len(body).to_bytes(4, "little") + body)

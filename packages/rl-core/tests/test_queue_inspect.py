@@ -16,9 +16,9 @@ import pytest
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.cli import main
 from rl_core.errors import JournalError
-from rl_core.queue.inspect_journal import inspect_journal
-from rl_core.queue.journal import DATABASE, SEGMENTS, Recovery
-from rl_core.queue.journal_report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
+from rl_core.queue.journal.database import DATABASE, SEGMENTS, Recovery
+from rl_core.queue.journal.inspection import inspect_journal
+from rl_core.queue.journal.report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
 from rl_core.terminal_text import printable
 from rl_core.testing import make_prompt, make_prompts, make_trajectory
 from rl_core.testing.rows import ragged_like

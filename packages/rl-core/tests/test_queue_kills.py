@@ -15,9 +15,9 @@ import pytest
 
 from rl_core import QueueOptions, TaskSpec
 from rl_core.errors import DeadlineError, JournalError, OutdatedLeaseError, RoleError
-from rl_core.queue import shared_memory
 from rl_core.queue.in_process import InProcessQueue
-from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.queue.shared_memory import queue as shared_memory
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 from rl_core.testing import make_prompts, make_trajectory, wait_until
 
 WORKER = Path(__file__).with_name("queue_worker.py")
@@ -123,7 +123,7 @@ def test_groups_of_a_killed_consumer_are_delivered_again_at_once_and_its_slots_a
     assert rows[0][:2].tolist() == [1, 2]
 
 
-def test_a_killed_keeper_goes_on_where_its_journal_ends(started, tmp_path):
+def test_a_killed_server_goes_on_where_its_journal_ends(started, tmp_path):
     queue = started(SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path)))
     queue.issue(make_prompts(4), num_sessions=1)
     for uid in ("p0", "p1", "p2"):
@@ -135,10 +135,10 @@ def test_a_killed_keeper_goes_on_where_its_journal_ends(started, tmp_path):
     leases = []
     waiter.start()
     wait_until(lambda: queue.stats()["waiting/lease"] == 1, "a waiter", deadline_s=DEADLINE_S)
-    before = queue.keeper_pid
+    before = queue.server_pid
     os.kill(before, signal.SIGKILL)
     assert [entry.state for entry in queue.ledger()] == ["done", "settled", "settled", "issued"]
-    assert queue.keeper_pid != before
+    assert queue.server_pid != before
     with pytest.raises(OutdatedLeaseError):
         queue.ack(lease)
     queue.put("p3", 0, [long_row("p3")])
@@ -148,11 +148,11 @@ def test_a_killed_keeper_goes_on_where_its_journal_ends(started, tmp_path):
     queue.ack(leases[0])
 
 
-def test_a_killed_keeper_without_a_journal_is_an_error_that_says_so(started):
+def test_a_killed_server_without_a_journal_is_an_error_that_says_so(started):
     queue = started(SharedMemoryQueue([TRAIN]))
     queue.issue(make_prompts(1), num_sessions=1)
-    os.kill(queue.keeper_pid, signal.SIGKILL)
-    with pytest.raises(RoleError, match=r"keeper .* killed by SIGKILL.* no journal"):
+    os.kill(queue.server_pid, signal.SIGKILL)
+    with pytest.raises(RoleError, match=r"server .* killed by SIGKILL.* no journal"):
         queue.ledger()
 
 
@@ -160,7 +160,7 @@ def test_after_everything_is_killed_the_ledger_is_the_same(tmp_path):
     source = f"""
 import os, sys
 from rl_core import QueueOptions, TaskSpec
-from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 from rl_core.testing import make_prompts, make_trajectory
 queue = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset({{"input_ids"}}))],
                           options=QueueOptions(directory={str(tmp_path)!r}))
@@ -171,7 +171,7 @@ for uid in ("p0", "p1", "p2"):
 queue.put("p3", 0, [make_trajectory("p3", 0)])
 queue.ack(queue.lease("train", groups=1))
 lease = queue.lease("train", groups=1)
-print(queue.keeper_pid, queue.address, flush=True)
+print(queue.server_pid, queue.address, flush=True)
 sys.stdin.read()
 """
     path = os.pathsep.join(p for p in sys.path if p)
@@ -186,7 +186,7 @@ sys.stdin.read()
     process.wait()
     process.stdin.close()
     process.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the keeper to be gone", deadline_s=DEADLINE_S)
+    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the server to be gone", deadline_s=DEADLINE_S)
 
     queue = InProcessQueue([TRAIN], options=QueueOptions(directory=tmp_path))
     assert [(e.state, e.sessions_settled) for e in queue.ledger()] == [
@@ -208,13 +208,13 @@ sys.stdin.read()
     assert not Path(address).exists()
 
 
-def test_a_keeper_ends_with_its_owner(tmp_path):
+def test_a_server_ends_with_its_owner(tmp_path):
     source = """
 from rl_core import TaskSpec
-from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 import os, signal
 queue = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset())])
-print(queue.keeper_pid, queue.address, flush=True)
+print(queue.server_pid, queue.address, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = os.pathsep.join(p for p in sys.path if p)
@@ -226,20 +226,20 @@ os.kill(os.getpid(), signal.SIGKILL)
         env={**os.environ, "PYTHONPATH": path},
     )
     pid, address = found.stdout.split()
-    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the keeper to end", deadline_s=DEADLINE_S)
+    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the server to end", deadline_s=DEADLINE_S)
     wait_until(lambda: not Path(address).exists(), "its memory to be removed", deadline_s=DEADLINE_S)
 
 
-def test_a_keeper_that_stands_still_is_named(started, monkeypatch):
+def test_a_server_that_stands_still_is_named(started, monkeypatch):
     queue = started(SharedMemoryQueue([TRAIN]))
     monkeypatch.setattr(shared_memory, "GRACE_S", 0.2)
     monkeypatch.setattr(shared_memory, "DEFAULT_DEADLINE_S", 0.2, raising=False)
-    os.kill(queue.keeper_pid, signal.SIGSTOP)
+    os.kill(queue.server_pid, signal.SIGSTOP)
     try:
-        with pytest.raises(DeadlineError, match=rf"keeper \(pid {queue.keeper_pid}\).*does not answer"):
+        with pytest.raises(DeadlineError, match=rf"server \(pid {queue.server_pid}\).*does not answer"):
             queue.lease("train", groups=1, deadline_s=0.1)
     finally:
-        os.kill(queue.keeper_pid, signal.SIGCONT)
+        os.kill(queue.server_pid, signal.SIGCONT)
 
 
 def test_a_pickled_queue_and_one_in_a_fork_are_the_same_queue(started):
@@ -275,7 +275,7 @@ def test_a_journal_in_use_is_refused(started, tmp_path):
 
 
 def run_faults(seed, directory, *, num_groups, num_sessions=2, deadline_s=300.0):
-    """8 producers and 2 consumers of each of 3 tasks, killed at random with the keeper; gives what was acked."""
+    """8 producers and 2 consumers of each of 3 tasks, killed at random with the server; gives what was acked."""
     sys.stdout.write(f"seed {seed}\n")
     choose = random.Random(seed)
     queue = SharedMemoryQueue(
@@ -283,7 +283,7 @@ def run_faults(seed, directory, *, num_groups, num_sessions=2, deadline_s=300.0)
     )
     roles = ["producer"] * 8 + ["reference", "teacher", "train"] * 2
     workers, ended = [], []
-    kills = {"producer": 0, "consumer": 0, "keeper": 0}
+    kills = {"producer": 0, "consumer": 0, "server": 0}
     try:
         queue.issue(make_prompts(num_groups), num_sessions=num_sessions)
         workers = [Worker(role, queue.address) for role in roles]
@@ -299,8 +299,8 @@ def run_faults(seed, directory, *, num_groups, num_sessions=2, deadline_s=300.0)
             next_kill += choose.uniform(0.5, 1.5) * num_groups * 3 / 25
             victim = choose.randrange(len(workers) + 2)
             if victim >= len(workers):
-                os.kill(queue.keeper_pid, signal.SIGKILL)
-                kills["keeper"] += 1
+                os.kill(queue.server_pid, signal.SIGKILL)
+                kills["server"] += 1
                 continue
             worker = workers[victim]
             kills["producer" if worker.role == "producer" else "consumer"] += 1

@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from queue_model import LEASE_S, NUM_SESSIONS, PARTITIONS, Group, Held, QueueModel, tasks_of
 
 from rl_core import Batch, InProcessQueue, QueueOptions
+from rl_core.data.records import NO_VERSION
 from rl_core.errors import (
     AlreadySettledError,
     DataError,
     DeadlineError,
     OutdatedLeaseError,
 )
-from rl_core.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory, ragged_like
 
 INDEX = st.integers(0, 1_000)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core import Ragged
+from rl_core.data.ragged import row_indices
 from rl_core.errors import ShapeError
-from rl_core.ragged import row_indices
 
 FAST = settings(max_examples=80, deadline=None)
 ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=5), max_size=6)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.data.row_keys import RowKey, RowKeys
 from rl_core.errors import DataError
-from rl_core.row_keys import RowKey, RowKeys
 
 FAST = settings(max_examples=80, deadline=None)
 KEYS = st.lists(

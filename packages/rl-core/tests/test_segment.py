@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core import COLUMNS, Batch, ColumnSpec, Ragged, RowKey
-from rl_core.checksums import checksum
-from rl_core.columns import declare_column
+from rl_core.data.columns import declare_column
+from rl_core.data.ragged import offsets_of
+from rl_core.data.segment import HEADER, Schema, decode_segment, encode_segment, plan_segment, segment_size
 from rl_core.errors import DataError, SegmentError
-from rl_core.ragged import offsets_of
-from rl_core.segment import HEADER, Schema, decode_segment, encode_segment, plan_segment, segment_size
+from rl_core.files.checksums import checksum
 
 FAST = settings(max_examples=60, deadline=None)
 OWN = {

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from rl_core import Batch, RowKey, TaskSpec
-from rl_core.columns import ColumnSpec, declare_column
-from rl_core.queue import shared_memory
+from rl_core.data.columns import ColumnSpec, declare_column
 from rl_core.queue.messages import Hello, LeaseRequest, encode_frame
-from rl_core.queue.server import QueueServer
-from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.queue.shared_memory import queue as shared_memory
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
+from rl_core.queue.shared_memory.server import QueueServer
 from rl_core.testing import QueueConformance, make_prompts, make_trajectory, wait_until
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 
 
 class _Served(SharedMemoryQueue):
-    """A queue whose keeper is a thread of this process, so that a test owns its clock."""
+    """A queue whose server is a thread of this process, so that a test owns its clock."""
 
     server: QueueServer
     thread: threading.Thread
@@ -99,9 +99,9 @@ def test_garbage_on_the_socket_harms_nobody(queue, size):
     assert queue.ledger() == []
 
 
-def test_a_keeper_without_descriptors_turns_clients_away_and_goes_on(queue):
+def test_a_server_without_descriptors_turns_clients_away_and_goes_on(queue):
     assert queue.ledger() == []  # its own connection is there
-    resource.prlimit(queue.keeper_pid, resource.RLIMIT_NOFILE, (24, 24))
+    resource.prlimit(queue.server_pid, resource.RLIMIT_NOFILE, (24, 24))
     streams = []
     for _ in range(40):
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

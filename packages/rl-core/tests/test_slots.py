@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core import Batch
+from rl_core.data.segment import encode_segment
 from rl_core.errors import JournalError, SegmentError
-from rl_core.queue.slots import SMALLEST_BYTES, SlotPool, SlotRows, capacity_for, map_slot
-from rl_core.segment import encode_segment
+from rl_core.queue.shared_memory.slots import SMALLEST_BYTES, SlotPool, SlotRows, capacity_for, map_slot
 from rl_core.testing import make_trajectory
 
 LARGE = 20_000
@@ -90,7 +90,7 @@ def test_a_slot_that_is_freed_twice_is_not_given_to_two(tmp_path):
     assert pool.allocate(100_000, "a") != pool.allocate(100_000, "a")
 
 
-def test_slots_of_an_earlier_keeper_are_never_used_again(tmp_path):
+def test_slots_of_an_earlier_server_are_never_used_again(tmp_path):
     old = SlotPool(tmp_path)
     kept, left = old.allocate(100_000, "a"), old.allocate(100_000, "a")
     pool = SlotPool(tmp_path)
@@ -121,7 +121,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from rl_core.errors import JournalError
-from rl_core.queue.slots import SlotPool
+from rl_core.queue.shared_memory.slots import SlotPool
 
 folder = Path(sys.argv[1])
 pool = SlotPool(folder)
@@ -202,7 +202,7 @@ def folder(tmp_path):
         7,
     ],
 )
-def test_places_that_no_keeper_gives_are_refused(folder, place):
+def test_places_that_no_server_gives_are_refused(folder, place):
     before = (folder.parent / "secret.slot").read_bytes(), files_in(folder)
     with pytest.raises(SegmentError, match="slot"):
         map_slot(folder, place)

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rl_core.errors import NotReadyError
-from rl_core.transports import SharedFileTransport, TensorTransport
-from rl_core.weights import tensor_crc32c
+from rl_core.weights.transports import SharedFileTransport, TensorTransport
+from rl_core.weights.update import tensor_crc32c
 
 
 def tensors(value):
@@ -96,7 +96,7 @@ def test_others_cannot_read_the_folder(transport):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rl_core.transports import SharedFileTransport
+from rl_core.weights.transports import SharedFileTransport
 
 transport = SharedFileTransport(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_is_not(tm
 
 
 def test_a_folder_that_was_taken_for_abandoned_is_made_again(tmp_path, monkeypatch):
-    import rl_core.transports as module
+    import rl_core.weights.transports as module
 
     flock, calls = module.fcntl.flock, []
 

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from rl_core.queue.wal import FRAME_HEADER, WAL_HEADER, WalReport, _sums, read_wal
+from rl_core.queue.journal.wal import FRAME_HEADER, WAL_HEADER, WalReport, _sums, read_wal
 
 PAGE_BYTES = 512
 FRAME_BYTES = FRAME_HEADER.size + PAGE_BYTES

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core import Canary
 from rl_core.errors import ShapeError
-from rl_core.weights import digest_tensor, digest_tensors, probe_tensor, probe_vector, tensor_crc32c
+from rl_core.weights.update import digest_tensor, digest_tensors, probe_tensor, probe_vector, tensor_crc32c
 
 
 def test_the_probe_vector_is_fixed():

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rl_distill.checkpoint_store import CheckpointStore, read_state
+from rl_distill.checkpoints.store import CheckpointStore, read_state
 
 ON_FILES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state, tensor_parallel
 
-from rl_core.batch import Batch
 from rl_core.cluster import ClusterOptions
-from rl_core.ragged import Ragged, offsets_of
-from rl_core.row_keys import RowKey
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged, offsets_of
+from rl_core.data.row_keys import RowKey
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions

@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
-from rl_core.batch import Batch
 from rl_core.cluster import ClusterOptions
+from rl_core.data.batch import Batch
 from rl_core.errors import CheckpointError, DataError
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
 from rl_distill.supervised import supervised_objective
-from rl_distill.torch_dist import Piece, TensorFolder
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

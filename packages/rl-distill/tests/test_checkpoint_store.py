@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from rl_core.durable_files import write_durably
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
-from rl_distill.checkpoint_store import CheckpointStore, Saved, read_state, verify_checkpoint
-from rl_distill.pending_save import SavedTogether
-from rl_distill.plain_files import file_crc32c
+from rl_core.files.durable import write_durably
+from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.plain_files import file_crc32c
+from rl_distill.checkpoints.store import CheckpointStore, Saved, read_state, verify_checkpoint
 
 KILLER = Path(__file__).parent / "checkpoint_killer.py"
 

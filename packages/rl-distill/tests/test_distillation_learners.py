@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, SettingsError
-from rl_core.ragged import Ragged
 from rl_distill.learner import LearnerOptions, StepResult
 from rl_distill.megatron import model as megatron_model
 from rl_distill.megatron.learner import MegatronLearner

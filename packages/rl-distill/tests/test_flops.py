@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from rl_distill.checkpoints.hf_folder import tensor_shapes
 from rl_distill.flops import forward_flops
-from rl_distill.hf_folder import tensor_shapes
 from rl_distill.policy_config import MixtureConfig, PolicyConfig
 
 SMALL = PolicyConfig(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import CheckpointError, DataError
-from rl_distill.hf_folder import (
+from rl_distill.checkpoints.hf_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
     PolicyTensors,

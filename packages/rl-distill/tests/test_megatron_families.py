@@ -11,10 +11,10 @@ import transformers
 from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 
-from rl_core.ragged import offsets_of
-from rl_distill.hf_folder import PolicyTensors, tensor_shapes, write_policy_folder
+from rl_core.data.ragged import offsets_of
+from rl_distill.checkpoints.hf_folder import PolicyTensors, tensor_shapes, write_policy_folder
+from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.megatron.convert import blocks_of, whole_policy
-from rl_distill.megatron.layout import PackedLayout, packed_layout
 from rl_distill.megatron.model_spec import LastLayer, block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.options import ParallelOptions

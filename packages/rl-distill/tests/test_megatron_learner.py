@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, NotReadyError, SettingsError, ShapeError
-from rl_core.ragged import Ragged
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron import model as model_module
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective
-from rl_distill.torch_dist import Piece, TensorFolder
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

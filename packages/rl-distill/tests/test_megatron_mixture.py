@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import transformers
 from megatron.core.models.gpt import GPTModel
 
-from rl_core.ragged import offsets_of
-from rl_distill.hf_folder import PolicyTensors
+from rl_core.data.ragged import offsets_of
+from rl_distill.checkpoints.hf_folder import PolicyTensors
+from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.megatron.convert import blocks_of, whole_policy
-from rl_distill.megatron.layout import PackedLayout, packed_layout
 from rl_distill.megatron.mixture import route
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.options import LearnerOptions, ParallelOptions

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rl_distill.megatron.layout import rotary_tables
+from rl_distill.megatron.attention_buckets import rotary_tables
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.policy_config import parse_policy_config
 

@@ -17,11 +17,11 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 
-from rl_core.ragged import offsets_of
-from rl_distill.hf_folder import STORED_DTYPES, PolicyTensors, tensor_shapes
+from rl_core.data.ragged import offsets_of
+from rl_distill.checkpoints.hf_folder import STORED_DTYPES, PolicyTensors, tensor_shapes
+from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.megatron.convert import Shard, blocks_of, padded_vocab_size
 from rl_distill.megatron.cpu import install_cpu_compatibility
-from rl_distill.megatron.layout import PackedLayout, packed_layout
 from rl_distill.megatron.model_spec import block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.objectives.vocabulary import vocabulary_logprobs

@@ -17,7 +17,7 @@ def rows_of(rewards, *, lengths, session=None, loss_mask=None, columns=None, row
         offsets=offsets,
         columns={name: torch.tensor(values, dtype=torch.float64) for name, values in (columns or {}).items()},
         row_columns={name: torch.tensor(values, dtype=torch.float64) for name, values in (row_columns or {}).items()},
-        session_rule=SESSION_RULES[rule],
+        session_rule=SESSION_RULES.get(rule),
     )
 
 

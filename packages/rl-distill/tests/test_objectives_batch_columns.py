@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.records import Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_core.ragged import Ragged
-from rl_core.records import Trajectory
 from rl_distill.objectives import (
     PolicyObjectiveOptions,
     correction_weight_metrics,

@@ -17,8 +17,8 @@ import torch
 from rl_distill.learner import MicroBatch
 from rl_distill.objectives import (
     ADVANTAGES,
-    AGGREGATION,
-    KL,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
     POLICY_LOSSES,
     PolicyTokens,
     RewardedRows,
@@ -91,7 +91,7 @@ class Golden:
 
     def weights(self, mode):
         horizon = self.width if mode.endswith("norm") else None
-        return token_weights(self.loss_mask, self.offsets, row_weights=AGGREGATION.get(mode), horizon=horizon)
+        return token_weights(self.loss_mask, self.offsets, row_weights=AGGREGATIONS.get(mode), horizon=horizon)
 
     def log_ratio(self):
         return self.tokens("old_logprobs") - self.tokens("rollout_logprobs")
@@ -145,7 +145,7 @@ def check_aggregate(golden, name):
 
 
 def check_kl(golden, name):
-    found = KL.get(name.removeprefix("kl/"))(golden.tokens("logprobs"), golden.tokens("reference_logprobs"))
+    found = KL_ESTIMATORS.get(name.removeprefix("kl/"))(golden.tokens("logprobs"), golden.tokens("reference_logprobs"))
     expect(torch.where(golden.loss_mask, found, 0.0), golden.expected(name))
 
 

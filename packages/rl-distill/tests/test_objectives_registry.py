@@ -6,11 +6,11 @@ import pytest
 from rl_core.errors import SettingsError
 from rl_distill.objectives import (
     ADVANTAGES,
-    AGGREGATION,
-    KL,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
     POLICY_LOSSES,
-    REJECTION,
-    SESSION_RULE,
+    REJECTION_CRITERIA,
+    SESSION_RULES,
     function_with_options,
     grpo,
     policy_loss_with_options,
@@ -26,15 +26,15 @@ def test_names():
     assert set(POLICY_LOSSES.names()) >= {
         *("ppo_clip", "gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"),
     }
-    assert KL.names() == ["abs", "abs+", "k1", "k1+", "k2", "k3", "k3+"]
-    assert AGGREGATION.names() == [
+    assert KL_ESTIMATORS.names() == ["abs", "abs+", "k1", "k1+", "k2", "k3", "k3+"]
+    assert AGGREGATIONS.names() == [
         "seq-mean-token-mean",
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
         "token-mean",
     ]
-    assert SESSION_RULE.names() == ["each", "last", "last_only", "mean"]
-    assert REJECTION.names() == [
+    assert SESSION_RULES.names() == ["each", "last", "last_only", "mean"]
+    assert REJECTION_CRITERIA.names() == [
         *("seq_max_k2", "seq_max_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
         *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "token_k1", "token_k2", "token_k3"),
     ]
@@ -49,7 +49,7 @@ def test_unknown_name_gives_the_nearest_and_all():
     with pytest.raises(
         SettingsError, match=r"unknown KL estimator 'zzz'\. Known: abs, abs\+, k1, k1\+, k2, k3, k3\+\."
     ):
-        KL.get("zzz")
+        KL_ESTIMATORS.get("zzz")
 
 
 def test_options_of_a_policy_loss_and_of_its_selection_are_told_apart():

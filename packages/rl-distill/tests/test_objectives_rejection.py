@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import CRITERIA, rejection_mask
+from rl_distill.objectives import REJECTION_CRITERIA, rejection_mask
 
 LOG = math.log
 # old / rollout of the rows: [masked, 2, 1], [1/2], and one in which nothing trains.
@@ -43,7 +43,7 @@ def test_literals(name, bound, expected):
 
 def test_every_criterion_has_a_literal():
     marks = test_literals.pytestmark
-    assert {case[0] for case in marks[0].args[1]} == set(CRITERIA)
+    assert {case[0] for case in marks[0].args[1]} == set(REJECTION_CRITERIA.names())
 
 
 def test_all_criteria_must_pass_and_masked_tokens_stay_so():

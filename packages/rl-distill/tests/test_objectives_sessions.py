@@ -30,12 +30,12 @@ def advantages(rule, *, output=(0, 1, 0)):
     ],
 )
 def test_rules(name, expected):
-    assert advantages(SESSION_RULES[name]) == pytest.approx(expected, rel=1e-6)
+    assert advantages(SESSION_RULES.get(name)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_which_is_last_is_told_by_the_output():
-    assert advantages(SESSION_RULES["last"], output=(1, 0, 0)) == [1.5, 1.5, -1.5]
-    assert advantages(SESSION_RULES["last_only"], output=(1, 0, 0)) == [1.5, 0.0, -1.5]
+    assert advantages(SESSION_RULES.get("last"), output=(1, 0, 0)) == [1.5, 1.5, -1.5]
+    assert advantages(SESSION_RULES.get("last_only"), output=(1, 0, 0)) == [1.5, 0.0, -1.5]
 
 
 def test_a_rule_of_ones_own():

@@ -8,9 +8,9 @@ import torch
 
 from rl_distill.objectives import (
     ADVANTAGES,
-    KL,
+    KL_ESTIMATORS,
     POLICY_LOSSES,
-    SESSION_RULE,
+    SESSION_RULES,
     PolicyObjectiveOptions,
     RewardedRows,
     TokenLosses,
@@ -225,13 +225,13 @@ def test_every_built_in_policy_loss_passes(name, seed):
     )
 
 
-@pytest.mark.parametrize("name", KL.names())
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 def test_every_built_in_kl_passes(name):
     objective = policy_objective(PolicyObjectiveOptions(kl_coefficient=0.2, kl_estimator=name))
     check_objective(objective, has_stop_gradient=name.endswith("+"), is_regularized=True)
 
 
-@pytest.mark.parametrize("rule", SESSION_RULE.names())
+@pytest.mark.parametrize("rule", SESSION_RULES.names())
 @pytest.mark.parametrize("name", ADVANTAGES.names())
 def test_every_built_in_advantage_passes_with_every_session_rule(name, rule):
     estimator = ADVANTAGES.get(name)
@@ -239,7 +239,7 @@ def test_every_built_in_advantage_passes_with_every_session_rule(name, rule):
     def with_rule(rows: RewardedRows):
         fields = ("rewards", "group", "session", "output", "loss_mask", "offsets", "columns", "row_columns")
         return estimator(
-            RewardedRows(**{field: getattr(rows, field) for field in fields}, session_rule=SESSION_RULE.get(rule))
+            RewardedRows(**{field: getattr(rows, field) for field in fields}, session_rule=SESSION_RULES.get(rule))
         )
 
     for seed in range(3):

@@ -51,7 +51,7 @@ def test_each_trajectory_of_a_session_ends_with_the_sessions_reward():
 
 
 def test_share_of_a_session_rule_is_taken_after_whitening():
-    rows = rows_of([9.0, 1.0, 0.0], session=[0, 0, 1], lengths=[1, 1, 1], session_rule=SESSION_RULES["last_only"])
+    rows = rows_of([9.0, 1.0, 0.0], session=[0, 0, 1], lengths=[1, 1, 1], session_rule=SESSION_RULES.get("last_only"))
     a, _, c = whitened([1.0, 1.0, 0.0])
     for estimator in (reinforce_plus_plus, reinforce_plus_plus_baseline):
         assert estimator(rows)["advantages"].tolist() == pytest.approx([0.0, a, c], rel=1e-12)

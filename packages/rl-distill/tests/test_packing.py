@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import ShapeError
-from rl_core.ragged import Ragged
-from rl_core.row_keys import RowKey
 from rl_distill.packing import pack_batch, pack_rows, plan_micro_batches, plan_ranks, scored_tokens, unpack_values
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_distill.plain_pickle import Record, read_plain_pickle
+from rl_distill.checkpoints.plain_pickle import Record, read_plain_pickle
 
 ORDERED_DICT = "collections.OrderedDict"
 

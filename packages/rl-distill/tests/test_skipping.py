@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.row_keys import RowKey
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.row_keys import RowKey
 from rl_distill.learner import StepResult
 from rl_distill.skipping import NonFiniteError, SkippedUpdates
 

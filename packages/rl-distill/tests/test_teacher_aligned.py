@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import SettingsError, ShapeError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.aligned import END, TeacherAligner, TokenPieces, read_pieces
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 

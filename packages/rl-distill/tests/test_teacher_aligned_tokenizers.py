@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rl_core.row_keys import RowKey
+from rl_core.data.row_keys import RowKey
 from rl_distill.teacher.aligned import END, TeacherAligner, read_pieces
 from rl_distill.teacher.scores import TeacherRow
 

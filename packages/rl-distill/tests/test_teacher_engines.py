@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rl_core.cluster import ClusterOptions
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, TeacherError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.engine_teacher import EngineReplica
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, check_scores
 

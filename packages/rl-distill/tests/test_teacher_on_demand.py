@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from distillation_fakes import VOCAB_SIZE, FakeReplica, make_options, make_prompt, make_queue, make_trajectory, put
 
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import SettingsError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.on_demand import ModelTraits, OnDemandTeacher, model_traits
 from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
 from rl_distill.teacher.routing import TeacherRouter

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from distillation_fakes import FakeReplica
 
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, TeacherError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
 from rl_distill.teacher.scores import TeacherRow
 

@@ -17,8 +17,8 @@ import structlog
 import zarr
 from zarr.storage import LocalStore
 
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import CacheError, MissingExtraError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher import score_entries
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind, score_key
 from rl_distill.teacher.scores import TeacherRow, TeacherScores

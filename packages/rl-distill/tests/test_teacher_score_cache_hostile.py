@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import structlog
 
-from rl_core.checksums import checksum
-from rl_core.row_keys import RowKey
+from rl_core.data.row_keys import RowKey
+from rl_core.files.checksums import checksum
 from rl_distill.teacher import score_entries
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scores import TeacherRow, TeacherScores

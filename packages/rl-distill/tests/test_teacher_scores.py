@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from distillation_fakes import honest_scores
 
+from rl_core.data.ragged import offsets_of
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import TeacherError
-from rl_core.ragged import offsets_of
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.scores import (
     ScoreShape,
     TeacherRow,

@@ -19,8 +19,8 @@ from distillation_fakes import (
 )
 
 from rl_core import InProcessQueue
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import DeadlineError, TeacherError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
 from rl_distill.teacher.routing import TeacherRouter

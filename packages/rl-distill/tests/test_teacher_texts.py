@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rl_core import Batch, InProcessQueue, Prompt, TaskSpec
+from rl_core.data.records import NO_VERSION
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import NO_VERSION
 from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
 
 END = 9

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import rl_distill.objectives
-from rl_core.batch import Batch
 from rl_core.cluster import ClusterOptions
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import SettingsError, ShapeError
-from rl_core.ragged import Ragged
 from rl_distill.megatron.learner import MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LearnerOptions, ParallelOptions

@@ -25,7 +25,7 @@ from tensor_folders import (
 )
 
 from rl_core.errors import CheckpointError
-from rl_distill.torch_dist import Piece, TensorFolder, write_pieces
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rl_core.errors import CheckpointError
-from rl_distill.torch_dist import TensorFolder
+from rl_distill.checkpoints.torch_dist import TensorFolder
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, ShapeError
-from rl_metrics.async_metrics import summarize_processing_times, summarize_staleness
-from rl_metrics.reduction import Recorder
+from rl_metrics.reductions.async_training import summarize_processing_times, summarize_staleness
+from rl_metrics.reductions.recorder import Recorder
 
 
 def test_processing_times_by_hand():

@@ -4,7 +4,7 @@ import pytest
 import structlog
 
 from rl_core.errors import NotReadyError, SettingsError
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.fanout import Fanout
 

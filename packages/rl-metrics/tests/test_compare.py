@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_metrics.cli import main
-from rl_metrics.compare import compare
-from rl_metrics.history import History
-from rl_metrics.intervals import t_quantile
+from rl_metrics.comparison.compare import compare
+from rl_metrics.comparison.intervals import t_quantile
+from rl_metrics.run_files.history import History
 
 SCRIPT = "other/<script>alert(1)</script>\x1b[31m"
 

@@ -6,7 +6,7 @@ import pytest
 import structlog
 from rich.console import Console
 
-from rl_metrics.generations import GenerationSample
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker, duration_text
 from rl_metrics.trackers.console_views import RunConsole
 

@@ -2,9 +2,9 @@ import math
 
 import numpy as np
 
-from rl_metrics.history import History
 from rl_metrics.report import curves
 from rl_metrics.report.curves import pack_curves, thin
+from rl_metrics.run_files.history import History
 
 
 def history(**values):

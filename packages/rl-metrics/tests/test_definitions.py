@@ -2,7 +2,7 @@ import pytest
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.definitions import Band, Metric, MetricTable
+from rl_metrics.definitions.definition import Band, Metric, MetricTable
 
 
 def metric(name, **fields):

@@ -3,12 +3,12 @@ import math
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.records import Timings, Trajectory
-from rl_metrics.distributions import batch_distributions, timing_distributions
-from rl_metrics.reduction import Recorder
-from rl_metrics.table import DEFINITIONS
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.records import Timings, Trajectory
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.reductions.distributions import batch_distributions, timing_distributions
+from rl_metrics.reductions.recorder import Recorder
 
 
 def trajectory(uid, session, *, num_prompt, mask, reward):

@@ -15,8 +15,8 @@ from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
 from rl_metrics.doctor.sickness import judge_health
 from rl_metrics.hang.report import HangReport
 from rl_metrics.health.finding import Evidence, Finding, Verdict
-from rl_metrics.rollout_log import RolloutLog
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.rollout_log import RolloutLog
+from rl_metrics.run_files.run_record import open_run
 
 STACK = 'thread main:\n  File "/a/loop.py", line 3 in run\n    go()\n  File "/a/socket.py", line 12 in recv\n'
 HANG = {

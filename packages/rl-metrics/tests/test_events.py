@@ -4,7 +4,7 @@ import pytest
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.events import EventLog, read_events
+from rl_metrics.run_files.events import EventLog, read_events
 
 
 def test_events_are_appended_over_restarts(tmp_path):

@@ -2,7 +2,7 @@ import resource
 
 import structlog
 
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 

@@ -2,11 +2,11 @@ import math
 
 import numpy as np
 
-from rl_metrics.generations import GenerationSample
 from rl_metrics.report import generation_blobs
 from rl_metrics.report.blobs import FolderBlobs
 from rl_metrics.report.generation_blobs import pack_generations
 from rl_metrics.report.packing import unpack
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.jsonl import GenerationTable
 
 

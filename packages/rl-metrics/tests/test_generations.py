@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, SettingsError
-from rl_metrics.generations import GenerationSample, draw_generations
+from rl_metrics.run_files.generations import GenerationSample, draw_generations
 
 
 def sample(name="a", **changed):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_metrics.health import GUIDE, GrowingHistory, reads
-from rl_metrics.history import History, read_history
+from rl_metrics.run_files.history import History, read_history
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 

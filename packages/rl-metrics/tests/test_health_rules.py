@@ -4,16 +4,16 @@ import string
 
 import pytest
 
+from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.health import GUIDE
 from rl_metrics.health.checks import KINDS
 from rl_metrics.health.rules import is_pattern, pattern_of
-from rl_metrics.table import DEFINITIONS
 
 RULES = {rule.name: rule for rule in GUIDE}
 PROBES = [
-    (rule, probe)
+    (rule, condition)
     for rule in GUIDE
-    for probe in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+    for condition in (*rule.conditions, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
 ]
 
 
@@ -25,18 +25,18 @@ def test_every_side_has_rules():
     assert {rule.side for rule in GUIDE} == {"task", "convergence", "stability", "efficiency"}
 
 
-@pytest.mark.parametrize(("rule", "probe"), PROBES, ids=lambda one: getattr(one, "name", getattr(one, "kind", "")))
-def test_a_probe_has_a_kind_thresholds_and_fields(rule, probe):
-    assert probe.kind in KINDS
-    assert probe.limits_of(rule)
-    fields = {field for _, field, _, _ in string.Formatter().parse(probe.says) if field}
-    assert fields <= {"metric", "value", "before", "window", *probe.limits_of(rule)}
-    assert sum(any(map(is_pattern, names)) for names in probe.reads) <= 1
+@pytest.mark.parametrize(("rule", "condition"), PROBES, ids=lambda one: getattr(one, "name", getattr(one, "kind", "")))
+def test_a_probe_has_a_kind_thresholds_and_fields(rule, condition):
+    assert condition.kind in KINDS
+    assert condition.limits_of(rule)
+    fields = {field for _, field, _, _ in string.Formatter().parse(condition.says) if field}
+    assert fields <= {"metric", "value", "before", "window", *condition.limits_of(rule)}
+    assert sum(any(map(is_pattern, names)) for names in condition.reads) <= 1
 
 
 def test_every_metric_that_is_read_is_defined():
-    for _, probe in PROBES:
-        for name in (name for names in probe.reads for name in names):
+    for _, condition in PROBES:
+        for name in (name for names in condition.reads for name in names):
             example = name.replace("perf/mfu/*", "perf/mfu/actor").replace("#", "8")
             example = example.replace("val-core/*/mean", "val-core/x/acc/mean").replace("*", "x_gb")
             assert example in DEFINITIONS, name
@@ -52,9 +52,13 @@ def test_causes_name_rules_that_there_are():
 
 def test_every_threshold_is_used_and_has_a_source():
     for rule in GUIDE:
-        named = {limit for probe in rule.probes for limit in probe.limits.values() if isinstance(limit, str)}
+        named = {
+            limit for condition in rule.conditions for limit in condition.limits.values() if isinstance(limit, str)
+        }
         thresholds = {threshold.name for threshold in rule.thresholds}
-        assert named == thresholds or (named <= thresholds and any(not probe.limits for probe in rule.probes))
+        assert named == thresholds or (
+            named <= thresholds and any(not condition.limits for condition in rule.conditions)
+        )
         assert all(threshold.source and threshold.meaning for threshold in rule.thresholds)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_metrics.histogram import ACCURACY, BIN_LIMIT, CHUNK, MAPPING, MAX_COUNT, Histogram, _keys
+from rl_metrics.reductions.histogram import ACCURACY, BIN_LIMIT, CHUNK, MAPPING, MAX_COUNT, Histogram, _keys
 
 FLOATS = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),

@@ -9,7 +9,7 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_metrics.history import read_history
+from rl_metrics.run_files.history import read_history
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 
 TEN = tuple(f"actor/metric_{number}" for number in range(10))
@@ -144,7 +144,7 @@ def test_lines_without_a_step_are_warned_of_once(tmp_path):
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_metrics.json_lines.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("rl_metrics.run_files.json_lines.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
         file.write(b'{"step":1,"a":1}\n{"step":2,"a":"')

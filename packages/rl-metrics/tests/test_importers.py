@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.cli import main
+from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.importers import naming, verl
 from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import RunWriter
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl, logged
-from rl_metrics.run_record import open_run
-from rl_metrics.table import DEFINITIONS
+from rl_metrics.run_files.run_record import open_run
 
 SAMPLES = Path(__file__).parent / "samples"
 VERL = SAMPLES / "verl"

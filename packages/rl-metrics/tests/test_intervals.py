@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_metrics.intervals import (
+from rl_metrics.comparison.intervals import (
     MIN_STEPS,
     Interval,
     difference_of_estimates,

@@ -13,7 +13,7 @@ from made_up_metrics import NO_REWARD, STEPS, from_step, healthy, history, noise
 from rl_core.errors import SettingsError
 from rl_metrics.health import GUIDE, Verdict, judge, with_thresholds, without
 from rl_metrics.health.rules import require_rules
-from rl_metrics.history import History
+from rl_metrics.run_files.history import History
 
 # -- healthy
 
@@ -272,8 +272,8 @@ NAMES = sorted(
     {
         name.replace("*", "x").replace("#", "1")
         for rule in GUIDE
-        for probe in (*rule.probes, *rule.needs, *rule.unless)
-        for names in probe.reads
+        for condition in (*rule.conditions, *rule.needs, *rule.unless)
+        for names in condition.reads
         for name in names
     }
 )

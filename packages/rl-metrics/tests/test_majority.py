@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_metrics import majority
-from rl_metrics.majority import vote_weights, winning_probabilities
-from rl_metrics.validation_responses import response_table
+from rl_metrics.validation import majority
+from rl_metrics.validation.majority import vote_weights, winning_probabilities
+from rl_metrics.validation.responses import response_table
 
 
 def pattern(sizes, silent=0):

@@ -3,7 +3,7 @@ import pytest
 
 from rl_metrics.doctor.diagnosis import Ailment, Reading
 from rl_metrics.doctor.memory_growth import judge_memory, trend_of
-from rl_metrics.history import History
+from rl_metrics.run_files.history import History
 
 STEPS = np.arange(1, 101, dtype=np.int64)
 LEVEL = np.full(100, 4.0)

@@ -7,7 +7,7 @@ import pytest
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.testing import make_prompts
 from rl_metrics.cli import main
-from rl_metrics.table import DEFINITIONS, FAMILIES, chapter_of
+from rl_metrics.definitions.table import DEFINITIONS, FAMILIES, chapter_of
 
 DOCS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 

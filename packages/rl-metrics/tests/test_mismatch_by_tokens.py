@@ -8,7 +8,7 @@ from rl_metrics.doctor.diagnosis import Ailment, Reading
 from rl_metrics.doctor.facts import Facts
 from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
 from rl_metrics.doctor.token_pairs import read_pairs
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.rollout_log import RolloutRow
 
 EXACT = Facts(engine_dtype="float32", learner_dtype="float32")
 ROUNDED = Facts(engine_dtype="bfloat16", learner_dtype="float32")

@@ -4,12 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import DataError
-from rl_core.ragged import Ragged
-from rl_core.row_keys import RowKey
-from rl_metrics.mismatch_metrics import summarize_mismatch
-from rl_metrics.table import DEFINITIONS
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.reductions.mismatch import summarize_mismatch
 
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 

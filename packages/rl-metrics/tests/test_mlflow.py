@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
@@ -24,7 +24,7 @@ from rl_metrics.trackers.tables import COLUMNS
 RUN = """
 import sys
 from pathlib import Path
-from rl_metrics.generations import GenerationSample
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.mlflow import MlflowTracker
 tracker = MlflowTracker(Path(sys.argv[1]), experiment="first", config={"a": 1})
 sample = GenerationSample(prompt_uid="p", input="a", output="b", policy_version=(0, 0), source="s")

@@ -11,7 +11,7 @@ import pytest
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_metrics.cli import main
-from rl_metrics.plot import COLORS, Plot, ReferenceLine, plot_runs
+from rl_metrics.comparison.plot import COLORS, Plot, ReferenceLine, plot_runs
 
 SVG = "{http://www.w3.org/2000/svg}"
 ACC = "val-core/arithmetic/acc/mean@1"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_metrics.definitions import Metric, MetricTable
-from rl_metrics.reduction import Recorder
+from rl_metrics.definitions.definition import Metric, MetricTable
+from rl_metrics.reductions.recorder import Recorder
 
 TABLE = MetricTable(
     Metric(name=name, unit="1", reduction=name, meaning="A test.")

@@ -7,7 +7,7 @@ from rl_metrics.report import rollout_blobs
 from rl_metrics.report.blobs import FolderBlobs
 from rl_metrics.report.packing import unpack
 from rl_metrics.report.rollout_blobs import RolloutPacker
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.rollout_log import RolloutRow
 
 
 def row(**more):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NotReadyError
-from rl_metrics.rollout_log import TOKEN_COLUMNS, RolloutLog, RolloutRow, read_rollouts
+from rl_metrics.run_files.rollout_log import TOKEN_COLUMNS, RolloutLog, RolloutRow, read_rollouts
 
 ROW = RolloutRow(
     step=3,

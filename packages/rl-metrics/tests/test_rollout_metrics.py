@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.records import Timings, Trajectory
 from rl_core.errors import ShapeError
-from rl_core.ragged import Ragged
-from rl_core.records import Timings, Trajectory
-from rl_metrics.rollout_metrics import (
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.reductions.rollouts import (
     count_turns,
     spread,
     summarize_batch,
@@ -20,7 +21,6 @@ from rl_metrics.rollout_metrics import (
     summarize_speed,
     summarize_timings,
 )
-from rl_metrics.table import DEFINITIONS
 
 
 def trajectory(uid, session, *, num_prompt, num_response, reward, version=0, finish="stop"):

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.report.run_parts import (
     flat_settings,
     notable_events,
@@ -14,7 +14,7 @@ from rl_metrics.report.run_parts import (
     read_verdict,
     slowest_sessions,
 )
-from rl_metrics.run_record import ProbeRow, open_run
+from rl_metrics.run_files.run_record import ProbeRow, open_run
 
 
 def write_lines(file, rows):

@@ -10,11 +10,11 @@ import structlog
 from invented_runs import InventedRun
 
 from rl_core.errors import DataError
-from rl_metrics.events import EventLog
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
-from rl_metrics.rollout_log import RolloutLog, RolloutRow
-from rl_metrics.run_record import ProbeRow, RunRecord, open_run
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.events import EventLog
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
+from rl_metrics.run_files.run_record import ProbeRow, RunRecord, open_run
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 SCRIPT = "<script>alert(1)</script>\x1b[31m"
@@ -217,7 +217,7 @@ def test_documents_that_are_none_are_empty(tmp_path, content):
 
 
 def test_a_document_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_metrics.run_record.MAX_DOCUMENT_BYTES", 10)
+    monkeypatch.setattr("rl_metrics.run_files.run_record.MAX_DOCUMENT_BYTES", 10)
     (tmp_path / "summary.json").write_text('{"steps": 1000}')
     (tmp_path / "settings.toml").write_text("a = 123")
     with structlog.testing.capture_logs() as logs:
@@ -227,7 +227,7 @@ def test_a_document_that_is_too_large_is_not_read(tmp_path, monkeypatch):
 
 
 def test_a_trajectory_without_end_takes_no_memory(folder, monkeypatch):
-    monkeypatch.setattr("rl_metrics.rollout_log.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("rl_metrics.run_files.rollout_log.MAX_LINE_BYTES", 1 << 20)
     whole = (folder / "rollouts.jsonl").read_bytes()
     with (folder / "rollouts.jsonl").open("wb") as file:
         file.write(whole + b'{"step":2,"index":0,"prompt":"')

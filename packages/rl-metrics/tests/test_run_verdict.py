@@ -6,7 +6,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 
 def recorded(folder, settings=""):

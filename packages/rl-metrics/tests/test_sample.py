@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_metrics.report.sample import choose
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.rollout_log import RolloutRow
 
 
 def row(problem, reward, step=1):

@@ -5,15 +5,22 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as PlainReader
 from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 from tracker_files import table_cells, tensorboard_events, tensorboard_series
 
 from rl_core.errors import MissingExtraError, NotReadyError
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.tensorboard import TensorBoardTracker
 
 EVIL = "<script>x</script> | **bold** `code` [a](b) ![i](j) _u_ &amp; \\| # 1. ~~~\nline\x1b[2J http://a.b <br>"
+
+
+@pytest.fixture(autouse=True)
+def first_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers sort files by name: second, host, process, number; with a tenth file in a second, 10 is before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def sample(**changed):

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from rl_metrics.trends import mann_kendall_z, theil_sen
+from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
 
 
 def test_theil_sen_does_not_follow_an_outlier():

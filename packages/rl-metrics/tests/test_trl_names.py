@@ -3,10 +3,10 @@ import json
 import pytest
 
 from rl_metrics.cli import main
+from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.importers import trl_names
 from rl_metrics.importers.trl import import_trl
-from rl_metrics.run_record import open_run
-from rl_metrics.table import DEFINITIONS
+from rl_metrics.run_files.run_record import open_run
 
 
 @pytest.mark.parametrize("table", [trl_names.POLICY_GRADIENT, trl_names.PPO, trl_names.OTHERS])

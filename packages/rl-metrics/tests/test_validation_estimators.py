@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_metrics.validation_estimators import (
+from rl_metrics.validation.estimators import (
     best_at_n,
     majority_at_n,
     mean_at_n,
@@ -15,7 +15,7 @@ from rl_metrics.validation_estimators import (
     subset_sizes,
     worst_at_n,
 )
-from rl_metrics.validation_responses import response_table
+from rl_metrics.validation.responses import response_table
 
 PROMPTS = st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=20), min_size=1, max_size=5)
 PASSES = st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=12), min_size=1, max_size=5)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, ShapeError
-from rl_metrics.bootstrap import Bootstrap
-from rl_metrics.table import DEFINITIONS
-from rl_metrics.validation import ValidationResponses, headline, response_table, summarize_validation
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.validation.bootstrap import Bootstrap
+from rl_metrics.validation.summary import ValidationResponses, headline, response_table, summarize_validation
 
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 NAN = float("nan")

@@ -3,7 +3,7 @@ import structlog
 
 from rl_metrics.importers.verl import import_verl
 from rl_metrics.importers.verl_console import seems_step, step_of_line
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 
 @pytest.mark.parametrize(

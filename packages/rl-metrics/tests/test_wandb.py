@@ -9,8 +9,8 @@ from counting_proxy import counting_proxy
 from tracker_files import wandb_attempts, wandb_history, wandb_records
 
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.tables import COLUMNS
 from rl_metrics.trackers.wandb import WandbTracker
@@ -18,7 +18,7 @@ from rl_metrics.trackers.wandb import WandbTracker
 RUN = """
 import sys
 from pathlib import Path
-from rl_metrics.generations import GenerationSample
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.wandb import WandbTracker
 tracker = WandbTracker(Path(sys.argv[1]), project="p")
 sample = GenerationSample(prompt_uid="p", input="a", output="b", policy_version=(0, 0), source="s")

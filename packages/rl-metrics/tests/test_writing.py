@@ -11,7 +11,7 @@ from rl_core.errors import SettingsError
 from rl_metrics.cli import main
 from rl_metrics.report import write_report
 from rl_metrics.report.page import page_head
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 HOSTILE = ("</script><script>hacked()</script>", "<!--<script>", "nul\0", "\u202eturned", '"><img onerror=hacked()>')
 

@@ -9,11 +9,11 @@ import pytest
 from scripted_replicas import EXACT, Held, a_canary, an_update, ask, run_with, until
 
 from rl_core.errors import DeadlineError, EngineError, WeightProofError
-from rl_core.publish import PublishReport
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights.publish import PublishReport
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import Generation
 from rl_rollout.engines.publishing import publish_to
-from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 
 

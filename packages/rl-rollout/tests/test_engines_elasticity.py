@@ -9,10 +9,10 @@ import pytest
 from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, ask, run_with, until
 
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, WeightProofError
-from rl_core.weights import WeightReceipt, WeightUpdate
-from rl_rollout.engines import replica_weights
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.engines.replicas import ReplicatedEngine
+from rl_rollout.engines.replicas import weights as replica_weights
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
 
 

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError
-from rl_core.transports import SharedFileTransport
-from rl_core.weights import WeightUpdate
+from rl_core.weights.transports import SharedFileTransport
+from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.process import EngineCalls, EngineHost, ProcessEngine
+from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import PROMPT, EngineConformance, generate, refuses
@@ -22,7 +22,7 @@ from rl_rollout.testing.reference_model import TIED_HEAD
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
     return ProcessEngine(
-        name, model_dir, options, host=EngineHost(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
+        name, model_dir, options, host=EnginePlacement(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
     )
 
 
@@ -95,7 +95,7 @@ def test_a_process_that_dies_fails_who_waits(tied_model_dir: Path) -> None:
 def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir: Path) -> None:
     """They would come after those that its restart gives it, and be older."""
     engine = ProcessEngine(
-        "transformers", tied_model_dir, TransformersOptions(max_model_len=250), host=EngineHost(max_restarts=1)
+        "transformers", tied_model_dir, TransformersOptions(max_model_len=250), host=EnginePlacement(max_restarts=1)
     )
     transport = SharedFileTransport()
     tensors = load_file(tied_model_dir / "model.safetensors")

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from rl_core.cluster import ClusterOptions
-from rl_core.cluster.guard import is_running
+from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import EngineDiedError, EngineError, WeightProofError
-from rl_core.publish import ProofTolerances
-from rl_core.transports import SharedFileTransport, TensorTransport
-from rl_core.weights import Canary, WeightReceipt, WeightUpdate
+from rl_core.weights.publish import ProofTolerances
+from rl_core.weights.transports import SharedFileTransport, TensorTransport
+from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
-from rl_rollout.engines.replicas import ReplicatedEngine, publish_to
+from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 from rl_rollout.testing import PROMPT, EngineConformance, generate
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed
@@ -169,7 +169,7 @@ def test_a_replica_that_dies_in_an_update_does_not_hold_up_the_others() -> None:
 
 
 def hosted(model_dir: Path, *, index: int, kind: Any = "process", max_restarts: int = 3) -> ProcessEngine:
-    host = EngineHost(
+    host = EnginePlacement(
         cluster=ClusterOptions(kind=kind), environment={"OMP_NUM_THREADS": "1"}, max_restarts=max_restarts
     )
     return ProcessEngine("transformers", model_dir, TransformersOptions(max_model_len=128), host=host, index=index)

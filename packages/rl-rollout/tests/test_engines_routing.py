@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from rl_core.records import IntArray
-from rl_rollout.engines.routing import BLOCK_TOKENS, Router
+from rl_core.data.records import IntArray
+from rl_rollout.engines.replicas.routing import BLOCK_TOKENS, Router
 
 EVERY = (0, 1, 2)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.scripted import Script, ScriptedEngine
 

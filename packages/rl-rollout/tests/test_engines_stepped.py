@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import EngineError, MissingExtraError, NotReadyError
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.stepped import Sample, SteppedEngine
 

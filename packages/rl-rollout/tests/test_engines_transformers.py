@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.transports import SharedFileTransport
+from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.testing import PROMPT, EngineConformance, begin, generate, long_request

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_core.broadcast import BroadcastTransport
-from rl_core.broadcast_group import BroadcastGroup
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, TransferError, WeightProofError
-from rl_core.publish import ProofTolerances, check_receipt
-from rl_core.transports import SharedFileTransport, TensorTransport
-from rl_core.weights import WeightUpdate
+from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.broadcast_group import BroadcastGroup
+from rl_core.weights.publish import ProofTolerances, check_receipt
+from rl_core.weights.transports import SharedFileTransport, TensorTransport
+from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import (
@@ -84,7 +84,7 @@ def test_a_tensor_corrupted_on_its_way_is_named(vllm_engine: VLLMEngine, weights
 def test_a_tied_head_that_stays_stale_is_named(
     vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_rollout.engines import vllm_worker  # imports vLLM, which the engine's start has set up
+    from rl_rollout.engines.vllm import worker as vllm_worker  # imports vLLM, which the engine's start has set up
 
     monkeypatch.setattr(vllm_worker, "repack_output_head", lambda model: None)
     update = packed(weights, version=8)

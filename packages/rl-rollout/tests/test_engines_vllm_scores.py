@@ -41,7 +41,9 @@ def drawn(seed: int, length: int) -> np.ndarray:
 def test_a_long_sequence_in_pieces_keeps_every_row(
     wide_engine: VLLMEngine, wide_model_dir: Path, monkeypatch: pytest.MonkeyPatch, top_k: int, max_rows: int
 ) -> None:
-    from rl_rollout.engines import vllm_prompt_scores  # imports vLLM, which the engine's start has set up
+    from rl_rollout.engines.vllm import (
+        prompt_scores as vllm_prompt_scores,  # imports vLLM, which the engine's start has set up
+    )
 
     monkeypatch.setattr(vllm_prompt_scores, "MAX_ROWS", max_rows)
     sequences = [drawn(0, 200), drawn(1, 65), drawn(2, 64), drawn(3, 63), drawn(4, 128), drawn(5, 129)]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_core.broadcast import BroadcastTransport
-from rl_core.cluster.guard import descendants, is_running
+from rl_core.cluster.processes.guard import descendants, is_running
 from rl_core.errors import EngineDiedError, WeightProofError
-from rl_core.publish import ProofTolerances, check_receipt
-from rl_core.transports import SharedFileTransport, TensorTransport
-from rl_core.weights import WeightUpdate
-from rl_rollout.engines.process import EngineHost, ProcessEngine
+from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.publish import ProofTolerances, check_receipt
+from rl_core.weights.transports import SharedFileTransport, TensorTransport
+from rl_core.weights.update import WeightUpdate
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import (
@@ -217,7 +217,7 @@ def test_a_killed_worker_fails_who_waits_and_ends_the_others(split_vllm: VLLMEng
 
 
 def test_a_killed_engine_leaves_no_worker(wide_model_dir: Path) -> None:
-    host = EngineHost(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
+    host = EnginePlacement(environment={"OMP_NUM_THREADS": "1"}, deadline_s=300)
     engine = ProcessEngine("vllm", wide_model_dir, VLLMOptions(tensor_parallel_size=2, **SMALL), host=host)
     asyncio.run(killed_under_load(engine))
 

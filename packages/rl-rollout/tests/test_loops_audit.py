@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import Prompt, Trajectory
 from rl_rollout import (
     AuditOptions,
     GenerateRequest,

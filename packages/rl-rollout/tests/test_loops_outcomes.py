@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError
-from rl_core.records import Prompt
 from rl_rollout import (
     AuditOptions,
     GenerateRequest,

@@ -3,9 +3,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.records import Prompt
 from rl_core.errors import EngineError, RolloutError, SettingsError
-from rl_core.records import Prompt
 from rl_rollout import (
     Generation,
     RewardScorer,

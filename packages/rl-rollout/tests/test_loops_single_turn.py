@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Prompt
 from rl_rollout import (
     Generation,
     LoopContext,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from chat_model import CHATML, Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
 
+from rl_core.data.records import Prompt
 from rl_core.errors import EngineError, SettingsError
-from rl_core.records import Prompt
 from rl_rollout import RewardScorer, Rollout, SamplingParams, quick
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops.conversation import TurnLimits

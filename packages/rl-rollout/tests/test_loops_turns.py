@@ -4,8 +4,8 @@ from chat_model import CHATML, SPECIAL, chat_prompt, encode, make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import Prompt
 from rl_rollout.loops.turns import ChatTurns, PlainTurns, Reply, TurnFormat, join_turns
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]

@@ -15,8 +15,8 @@ pytest.importorskip("aiohttp")
 import aiohttp
 from chat_model import Speaker, encode, make_tokenizer, run_loop
 
+from rl_core.data.records import Prompt
 from rl_core.errors import EngineError, MissingExtraError, SettingsError
-from rl_core.records import Prompt
 from rl_rollout import SamplingParams, resolve_loop
 from rl_rollout.audit import SampledSpan
 from rl_rollout.loops.sampled_sequences import columns_of

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.data.ragged import Ragged
 from rl_core.errors import CheckpointError, SettingsError
-from rl_core.ragged import Ragged
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptSource
 from rl_rollout.prompts.rows import JsonlRows
 

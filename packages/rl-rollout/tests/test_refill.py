@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import Prompt, Trajectory
 from rl_rollout.filters import resolve_filter, reward_spread
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.refill import Refilled, RefillOptions, refill

@@ -9,8 +9,8 @@ import pytest
 from chat_model import Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
 from skip_groups import assert_same_groups
 
+from rl_core.data.records import Timings
 from rl_core.errors import SettingsError
-from rl_core.records import Timings
 from rl_rollout import RewardScorer, Rollout, SamplingParams, SessionLoop, SingleTurnLoop, quick
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops.conversation import TurnLimits

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import Prompt
 from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
 from rl_rollout.rewards.code_reward import CodeReward, program_of
 from rl_rollout.rewards.code_runner import encode

@@ -4,8 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Prompt
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.rewards import JudgeModel, RewardInput, RewardOptions, RewardPart, build_scorer, resolve_reward
 

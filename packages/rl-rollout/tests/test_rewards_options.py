@@ -3,8 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Prompt
 from rl_rollout.rewards import (
     FailurePolicy,
     RewardInput,

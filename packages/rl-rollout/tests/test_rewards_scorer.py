@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
+from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Prompt
 from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, load_function, quick, resolve_reward
 from rl_rollout.rewards.threaded import CallThreads
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.bounded_json import count_values, load_json, shown, shown_path
 from rl_core.errors import BrokenEntryError
+from rl_core.files.bounded_json import count_values, load_json, shown, shown_path
 from rl_rollout.skip import EntryKey, Manifest
 from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, decode_manifest, encode_manifest
 

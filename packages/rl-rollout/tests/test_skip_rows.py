@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skip_groups import assert_same_groups, make_groups
 
+from rl_core.data.records import NO_VERSION, Prompt, Timings, Trajectory
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.records import NO_VERSION, Prompt, Timings, Trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey, EntryStore

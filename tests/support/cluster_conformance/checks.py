@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.cluster import Cluster, ClusterOptions, RoleGroup, RoleSpec, open_cluster
-from rl_core.cluster.guard import is_running
+from rl_core.cluster.processes.guard import is_running
 from rl_core.testing.clock import wait_until
 
 Result = TypeVar("Result")

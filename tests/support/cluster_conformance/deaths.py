@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cluster_conformance.checks import NOTICED_S, START_S, ClusterChecks, catches, echo, until, within
 from rl_core.cluster import Cluster, RestartedRole, RestartPolicy, Role
-from rl_core.cluster.guard import is_running
+from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import RLError, RoleDiedError, RoleError
 from rl_core.testing.queue_checks import refuses
 

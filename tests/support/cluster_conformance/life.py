@@ -4,7 +4,7 @@ import asyncio
 
 from cluster_conformance.checks import START_S, ClusterChecks, echo, within
 from rl_core.cluster import Cluster, ResourcePool, RestartPolicy, RoleSpec
-from rl_core.cluster.guard import is_running
+from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError
 from rl_core.testing.queue_checks import refuses
 

@@ -6,7 +6,7 @@ import threading
 from cluster_conformance.checks import START_S, ClusterChecks, catches, echo, until, within
 from cluster_conformance.role import Unreadable
 from rl_core.cluster import Cluster
-from rl_core.cluster.guard import is_running
+from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import NotReadyError, RoleError
 from rl_core.testing.queue_checks import refuses
 

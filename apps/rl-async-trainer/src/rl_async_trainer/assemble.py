@@ -9,11 +9,11 @@ from typing import Any
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import InProcessQueue, SharedMemoryQueue, TransferQueue
 from rl_core.cluster import Cluster, ClusterOptions, RestartPolicy, Role, RoleSpec, open_cluster
+from rl_core.cluster.ray.session import RayOptions, start_ray
+from rl_core.data.records import IntArray
 from rl_core.queue import QueueOptions, RayQueue
-from rl_core.ray_session import RayOptions, start_ray
-from rl_core.records import IntArray
-from rl_trainer.distilling import has_teachers
-from rl_trainer.flow import queue_tasks
+from rl_trainer.learning.distillation import has_teachers
+from rl_trainer.rollouts.setup import queue_tasks
 
 QUEUE = "queue"
 ROLLOUTER = "rollouter"
@@ -31,9 +31,9 @@ class RoleFactories:
         teachers: See `TeacherHost`.
     """
 
-    rollouter: str = "rl_async_trainer.rollouter:Rollouter"
-    learner: str = "rl_async_trainer.learner_host:LearnerHost"
-    teachers: str = "rl_async_trainer.teacher_host:TeacherHost"
+    rollouter: str = "rl_async_trainer.roles.rollouter:Rollouter"
+    learner: str = "rl_async_trainer.roles.learner:LearnerHost"
+    teachers: str = "rl_async_trainer.roles.teachers:TeacherHost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

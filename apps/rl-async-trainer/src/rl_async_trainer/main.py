@@ -7,14 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, take_file, take_flag, take_option
+from rl_trainer.commands.command_line import (
+    MISTAKE,
+    Command,
+    export,
+    run_command,
+    say,
+    take_file,
+    take_flag,
+    take_option,
+)
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
     from rl_metrics.trackers.console import ConsoleTracker
-    from rl_trainer.attempt import Outcome
-    from rl_trainer.inputs import Inputs
-    from rl_trainer.run_folder import RunFolder
+    from rl_trainer.rollouts.inputs import Inputs
+    from rl_trainer.run.folder import RunFolder
+    from rl_trainer.run.lifecycle import Outcome
 
 USAGE = """usage: rl-async-trainer COMMAND ...
 
@@ -51,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_help = not words or words[0] in ("--help", "-h") or (words[0] == "train" and {"--help", "-h"} & set(words))
     if is_help:
         from rl_async_trainer.settings import AsyncSettings
-        from rl_trainer.setting_fields import help_text
+        from rl_trainer.settings.fields import help_text
 
         say(help_text(USAGE, AsyncSettings))
         return 0 if words else MISTAKE
@@ -76,7 +85,7 @@ def train_supervised(words: list[str]) -> int:
 def read_settings(words: list[str]) -> "AsyncSettings":
     """Settings of `SETTINGS.toml [--section.name=value ...]`."""
     from rl_async_trainer.settings import AsyncSettings
-    from rl_trainer.sources import load_settings
+    from rl_trainer.settings.sources import load_settings
 
     return load_settings(take_file(words, "rl-async-trainer train"), words, os.environ, kind=AsyncSettings)
 
@@ -89,22 +98,22 @@ def train(words: list[str]) -> int:
     say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
     from rl_async_trainer.plan import describe_async_plan
     from rl_async_trainer.settings import schedule_problems
-    from rl_trainer.train_command import train_checked
+    from rl_trainer.commands.train import train_checked
 
-    async def attempt(
+    async def launch(
         settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
     ) -> "Outcome":
-        from rl_async_trainer.session import Session
+        from rl_async_trainer.training_run import TrainingRun
 
         recorded = None if replayed is None else Path(replayed)
-        return await Session(settings, inputs, folder, console, replayed=recorded).run()
+        return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
 
     return train_checked(
         settings,
         resume=resume,
         dry_run=dry_run,
         describe=describe_async_plan,
-        attempt=attempt,
+        launch=launch,
         also_refused=schedule_problems(settings),
     )
 
@@ -114,7 +123,7 @@ def status(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-async-trainer status", description="What a live run does.")
     parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args(words)
-    from rl_async_trainer.control_socket import ask_run
+    from rl_async_trainer.liveness.control_socket import ask_run
 
     for line in _status_lines(ask_run(options.run, {"do": "status"}, deadline_s=STATUS_DEADLINE_S)):
         say(line)
@@ -129,7 +138,7 @@ def scale(words: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--engines", type=int, required=True, help="how many engines there shall be")
     options = parser.parse_args(words)
-    from rl_async_trainer.control_socket import ask_run
+    from rl_async_trainer.liveness.control_socket import ask_run
 
     count = ask_run(options.run, {"do": "scale", "engines": options.engines}, deadline_s=SCALE_DEADLINE_S)
     say(f"the run has {count} engine(s) now")
@@ -152,7 +161,7 @@ def _status_lines(answer: dict[str, Any]) -> list[str]:
 
 def simulate(words: list[str]) -> int:
     """`simulate [WORKLOAD.toml] ...`."""
-    from rl_async_trainer import simulate_command
+    from rl_async_trainer.simulation import command as simulate_command
 
     return simulate_command.simulate(words)
 

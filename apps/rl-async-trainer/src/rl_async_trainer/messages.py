@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_core import Canary, Prompt
-from rl_core.records import IntArray, Json
-from rl_core.weights import WeightUpdate
-from rl_trainer.rollout_rows import RolloutDraft
+from rl_core.data.records import IntArray, Json
+from rl_core.weights.update import WeightUpdate
+from rl_trainer.reporting.rollout_rows import RolloutDraft
 
 """The queue's task of the learner."""
 
@@ -85,7 +85,7 @@ class StepOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class TrainedStep:
     """What a step did.
 
     Attributes:
@@ -121,7 +121,7 @@ class ProbeOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedWeights:
     """Weights on their way to the engines.
 
     Attributes:

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rl_async_trainer.scheduler import ScheduleOptions
-from rl_trainer.settings import Settings
+from rl_async_trainer.schedule.scheduler import ScheduleOptions
+from rl_trainer.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

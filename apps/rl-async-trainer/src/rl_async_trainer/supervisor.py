@@ -14,9 +14,9 @@ from contextlib import suppress
 from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_metrics.events import EventLog
-from rl_trainer.command_line import say
-from rl_trainer.run_folder import RunFolder
+from rl_metrics.run_files.events import EventLog
+from rl_trainer.commands.command_line import say
+from rl_trainer.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
 """Descriptor of a pipe that stays open as long as the supervisor lives."""

@@ -4,24 +4,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core import InProcessQueue, Prompt, TransferQueue
-from rl_core.weights import WeightTransport
+from rl_core.weights.update import WeightTransport
 from rl_distill.teacher.service import TeacherService
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
-from rl_metrics.memory import MemoryWatch
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.reductions.memory import MemoryWatch
+from rl_metrics.run_files.generations import GenerationSample
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_rollout.rollout import Rollout
-from rl_trainer.checkpoints import TrainerState
-from rl_trainer.flow import queue_tasks
-from rl_trainer.inputs import Inputs
-from rl_trainer.learning import LearningParts
-from rl_trainer.probing import Probes
-from rl_trainer.replay import Replay
-from rl_trainer.rollout_rows import RolloutWriter
-from rl_trainer.run_folder import RunFolder
-from rl_trainer.settings import Settings
-from rl_trainer.stopping import StopSignal
+from rl_trainer.learning.parts import LearningParts
+from rl_trainer.reporting.rollout_rows import RolloutWriter
+from rl_trainer.reporting.token_probes import TokenProbes
+from rl_trainer.rollouts.inputs import Inputs
+from rl_trainer.rollouts.setup import queue_tasks
+from rl_trainer.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer.run.checkpoints import TrainerState
+from rl_trainer.run.folder import RunFolder
+from rl_trainer.run.stopping import StopSignal
+from rl_trainer.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Parts(LearningParts):
     folder: RunFolder
     engine: RolloutEngine
     rollout: Rollout
-    replay: Replay
+    replay: SkipCacheReplay
     source: PromptSource
     queue: TransferQueue
     teachers: TeacherService | None
@@ -67,7 +67,7 @@ class Parts(LearningParts):
     save_checkpoint: Callable[[TrainerState], None]
     log_histograms: Callable[[int, Mapping[str, Histogram]], None] = lambda *_: None
     rollouts: RolloutWriter | None = None
-    probes: Probes | None = None
+    probes: TokenProbes | None = None
     memory: MemoryWatch | None = None
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:

@@ -7,14 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_trainer.command_line import MISTAKE, Command, export, run_command, say, take_file, take_flag, take_option
+from rl_trainer.commands.command_line import (
+    MISTAKE,
+    Command,
+    export,
+    run_command,
+    say,
+    take_file,
+    take_flag,
+    take_option,
+)
 
 if TYPE_CHECKING:
     from rl_metrics.trackers.console import ConsoleTracker
-    from rl_trainer.attempt import Outcome
-    from rl_trainer.inputs import Inputs
-    from rl_trainer.run_folder import RunFolder
-    from rl_trainer.settings import Settings
+    from rl_trainer.rollouts.inputs import Inputs
+    from rl_trainer.run.folder import RunFolder
+    from rl_trainer.run.lifecycle import Outcome
+    from rl_trainer.settings.schema import Settings
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
@@ -31,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Command] = {"train": train, "validate": validate, "export": export}
     if not words or "--help" in words or "-h" in words:
-        from rl_trainer.setting_fields import help_text
+        from rl_trainer.settings.fields import help_text
 
         say(help_text(USAGE))
         return 0 if words else MISTAKE
@@ -42,37 +51,37 @@ def train(words: list[str]) -> int:
     """`train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]`."""
     resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
     file = take_file(words, "rl-sync-trainer train")
-    from rl_trainer.sources import load_settings
+    from rl_trainer.settings.sources import load_settings
 
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_trainer.plan import describe_plan
-    from rl_trainer.train_command import train_checked
+    from rl_trainer.commands.plan import describe_plan
+    from rl_trainer.commands.train import train_checked
 
-    async def attempt(
+    async def launch(
         settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
     ) -> "Outcome":
-        from rl_sync_trainer.session import Session
+        from rl_sync_trainer.training_run import TrainingRun
 
-        return await Session(settings, inputs, folder, console).run()
+        return await TrainingRun(settings, inputs, folder, console).run()
 
-    return train_checked(settings, resume=resume, dry_run=dry_run, describe=describe_plan, attempt=attempt)
+    return train_checked(settings, resume=resume, dry_run=dry_run, describe=describe_plan, launch=launch)
 
 
 def validate(words: list[str]) -> int:
     """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
     policy = take_option(words, "--policy")
     file = take_file(words, "rl-sync-trainer validate")
-    from rl_trainer.policies import find_policy
-    from rl_trainer.sources import load_settings
+    from rl_trainer.run.policies import find_policy
+    from rl_trainer.settings.sources import load_settings
 
     if policy is not None:
         words.append(f"--policy.path={find_policy(Path(policy))}")
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: evaluating {settings.policy.path}")
-    from rl_trainer.checks import check_settings
-    from rl_trainer.evaluation import validate_policy
-    from rl_trainer.inputs import read_inputs
+    from rl_trainer.checks.all_checks import check_settings
+    from rl_trainer.rollouts.evaluation import validate_policy
+    from rl_trainer.rollouts.inputs import read_inputs
 
     check_settings(settings)
     for name, value in asyncio.run(validate_policy(settings, read_inputs(settings))).items():

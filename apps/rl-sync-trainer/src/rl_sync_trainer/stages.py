@@ -7,27 +7,27 @@ from collections.abc import Callable, Collection, Sequence
 
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError
-from rl_core.publish import PublishReport, retry_proof
-from rl_metrics.distributions import timing_distributions
-from rl_metrics.memory import memory_metrics
-from rl_metrics.reduction import Recorder
-from rl_metrics.rollout_metrics import (
+from rl_core.weights.publish import PublishReport, retry_proof
+from rl_metrics.reductions.distributions import timing_distributions
+from rl_metrics.reductions.memory import memory_metrics
+from rl_metrics.reductions.recorder import Recorder
+from rl_metrics.reductions.rollouts import (
     summarize_components,
     summarize_timings,
 )
-from rl_rollout.engines.replicas import publish_to
+from rl_rollout.engines.replicas.engine import publish_to
 from rl_rollout.filters import resolve_filter
 from rl_rollout.refill import refill
 from rl_rollout.rollout import GroupResult, require_some_success
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
-from rl_trainer.distilling import record_teachers
-from rl_trainer.flow import sampling_params, settle
-from rl_trainer.learning import canary_sequences, proof_tolerances
-from rl_trainer.off_policy import groups_of_texts, text_options
-from rl_trainer.recording import has_distributions, record_distributions, slowest_session, summarize_step
-from rl_trainer.replay import record_replay
-from rl_trainer.rollout_rows import draft_rollouts
+from rl_trainer.learning.distillation import record_teachers
+from rl_trainer.learning.off_policy import groups_of_texts, text_options
+from rl_trainer.learning.parts import canary_sequences, proof_tolerances
+from rl_trainer.reporting.rollout_rows import draft_rollouts
+from rl_trainer.reporting.step_metrics import has_distributions, record_distributions, slowest_session, summarize_step
+from rl_trainer.rollouts.setup import sampling_params, settle
+from rl_trainer.rollouts.skip_cache import record_replay
 
 
 class StepFeed:

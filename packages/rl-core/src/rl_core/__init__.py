@@ -1,8 +1,11 @@
 """Protocol and data transfer: records, batches, the transfer queue, weights with proof, roles."""
 
-from rl_core.batch import Batch
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec, open_cluster
-from rl_core.columns import COLUMNS, ColumnSpec
+from rl_core.data.batch import Batch
+from rl_core.data.columns import COLUMNS, ColumnSpec
+from rl_core.data.ragged import Ragged
+from rl_core.data.records import Group, Prompt, Timings, Trajectory
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import RLError
 from rl_core.queue import (
     Claim,
@@ -14,10 +17,7 @@ from rl_core.queue import (
     TaskSpec,
     TransferQueue,
 )
-from rl_core.ragged import Ragged
-from rl_core.records import Group, Prompt, Timings, Trajectory
-from rl_core.row_keys import RowKey
-from rl_core.weights import Canary, WeightReceipt, WeightUpdate
+from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
 
 __all__ = [
     "COLUMNS",

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from rl_core.errors import RLError
-from rl_core.queue.inspect_journal import inspect_journal
-from rl_core.queue.report_text import as_text
+from rl_core.queue.journal.inspection import inspect_journal
+from rl_core.queue.journal.report_text import as_text
 from rl_core.terminal_text import json_text, printable, write_out
 
 REFUSED = 2

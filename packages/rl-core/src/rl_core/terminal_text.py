@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 
-from rl_core.records import Json
+from rl_core.data.records import Json
 
 MAX_WIDTH = 48
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.options import LearnerOptions
-from rl_distill.pending_save import PendingSave
 
 __all__ = ["Learner", "LearnerOptions", "MetricSums", "MicroBatch", "Objective", "PendingSave", "StepResult"]
 

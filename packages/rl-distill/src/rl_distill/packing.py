@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rl_core.batch import Batch
-from rl_core.columns import column_spec
+from rl_core.data.batch import Batch
+from rl_core.data.columns import column_spec
+from rl_core.data.ragged import Ragged, offsets_of, token_positions
 from rl_core.errors import ShapeError
-from rl_core.ragged import Ragged, offsets_of, token_positions
 from rl_distill.learner import MicroBatch
 
 Rows = NDArray[np.int64]

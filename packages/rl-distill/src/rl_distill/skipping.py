@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import structlog
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
-from rl_core.ragged import Ragged
 from rl_distill.learner import StepResult
 
 _log = structlog.get_logger(__name__)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
-from rl_distill.checkpoint import DTYPES, PolicySource
+from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import SettingsError
-from rl_core.ragged import Ragged
-from rl_distill.checkpoint import (
+from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     STATE_KINDS,
     read_header,
@@ -22,7 +22,8 @@ from rl_distill.checkpoint import (
     write_header,
     write_saved_policy,
 )
-from rl_distill.hf_folder import read_policy_tensors
+from rl_distill.checkpoints.hf_folder import read_policy_tensors
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_contents, write_pieces
 from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
 from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
@@ -39,7 +40,6 @@ from rl_distill.stepping import (
     parameter_dtype,
 )
 from rl_distill.teacher_heads import read_heads
-from rl_distill.torch_dist import Piece, TensorFolder, write_contents, write_pieces
 
 
 class TorchLearner:

@@ -1,22 +1,22 @@
 """What a run says: definitions, reductions, validation, trackers."""
 
-from rl_metrics.async_metrics import summarize_processing_times, summarize_staleness
-from rl_metrics.definitions import Band, Metric, MetricTable
-from rl_metrics.distributions import batch_distributions, timing_distributions
-from rl_metrics.events import EventLog, read_events
-from rl_metrics.generations import GenerationSample, draw_generations
-from rl_metrics.histogram import Histogram
-from rl_metrics.memory import memory_metrics
-from rl_metrics.mismatch_metrics import summarize_mismatch
-from rl_metrics.reduction import Recorder
-from rl_metrics.rollout_metrics import (
+from rl_metrics.definitions.definition import Band, Metric, MetricTable
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.reductions.async_training import summarize_processing_times, summarize_staleness
+from rl_metrics.reductions.distributions import batch_distributions, timing_distributions
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.reductions.memory import memory_metrics
+from rl_metrics.reductions.mismatch import summarize_mismatch
+from rl_metrics.reductions.recorder import Recorder
+from rl_metrics.reductions.rollouts import (
     summarize_batch,
     summarize_components,
     summarize_rewards,
     summarize_speed,
     summarize_timings,
 )
-from rl_metrics.table import DEFINITIONS
+from rl_metrics.run_files.events import EventLog, read_events
+from rl_metrics.run_files.generations import GenerationSample, draw_generations
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleTracker, Reading
 from rl_metrics.trackers.fanout import Fanout
@@ -30,7 +30,7 @@ from rl_metrics.trackers.jsonl import (
     read_metrics,
 )
 from rl_metrics.trackers.protocol import Tracker
-from rl_metrics.validation import ValidationResponses, headline, summarize_validation
+from rl_metrics.validation.summary import ValidationResponses, headline, summarize_validation
 
 __all__ = [
     "DEFINITIONS",

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Prompt
 from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import AgentLoop, Judged, LoopContext, SessionResult, loop_name
 from rl_rollout.loops.single_turn import with_reward

@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
+from rl_core.data.records import Group, IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
-from rl_core.records import Group, IntArray, Json, Prompt, Trajectory
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions

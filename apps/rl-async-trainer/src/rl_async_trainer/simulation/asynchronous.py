@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from rl_async_trainer.scheduler import ScheduleOptions, Scheduler
+from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
 from rl_async_trainer.simulation.engine import FOREVER, EnginePool, Response
 from rl_async_trainer.simulation.lengths import GroupLengths
 from rl_async_trainer.simulation.outcome import (

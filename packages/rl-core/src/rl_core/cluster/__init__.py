@@ -13,8 +13,8 @@ from rl_core.cluster.blocking_role import BlockingRole
 from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
-from rl_core.cluster.role import RestartedRole, Role
-from rl_core.cluster.roles import RoleContext, RoleSpec
+from rl_core.cluster.role_spec import RoleContext, RoleSpec
+from rl_core.cluster.running_role import RestartedRole, Role
 from rl_core.cluster.stacks import process_stacks
 
 __all__ = [

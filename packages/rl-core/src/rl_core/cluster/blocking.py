@@ -8,8 +8,8 @@ from rl_core.cluster.blocking_role import BlockingRole, RoleThread
 from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool
-from rl_core.cluster.role import DeathCallback
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.role_spec import RoleSpec
+from rl_core.cluster.running_role import DeathCallback
 from rl_core.errors import RLError
 
 

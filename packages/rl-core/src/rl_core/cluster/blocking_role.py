@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rl_core.cluster.role import Role, State
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.role_spec import RoleSpec
+from rl_core.cluster.running_role import Role, State
 from rl_core.cluster.stacks import process_stacks
 from rl_core.errors import DeadlineError, NotReadyError, RLError
 

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from rl_core.cluster.messages import named
-from rl_core.cluster.packing import Packed, pack, unpack
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.processes.packing import Packed, pack, unpack
+from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import RoleError
 
 STACKS = "(stacks)"

@@ -8,10 +8,10 @@ from rl_core.cluster.incarnation import Launcher
 from rl_core.cluster.local import InlineLauncher, ProcessLauncher
 from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.pools import Slot, own_pool
-from rl_core.cluster.role import Role
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.ray.session import import_ray
+from rl_core.cluster.role_spec import RoleSpec
+from rl_core.cluster.running_role import Role
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError
-from rl_core.ray_session import import_ray
 
 
 class Cluster:
@@ -123,6 +123,6 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
     if options.kind == "process":
         return Cluster(ProcessLauncher(options))
     import_ray(options.ray)
-    from rl_core.cluster.ray_roles import RayLauncher  # it wraps an optional backend
+    from rl_core.cluster.ray.roles import RayLauncher  # it wraps an optional backend
 
     return Cluster(RayLauncher(options))

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from rl_core.cluster.calls import Call
 from rl_core.cluster.pools import PoolBook, Reserver, Slot
-from rl_core.cluster.roles import RoleContext, RoleSpec
+from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.errors import RLError
 
 

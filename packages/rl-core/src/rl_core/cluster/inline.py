@@ -11,11 +11,11 @@ from rl_core.cluster.calls import describe_under_way
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.ray.session import LOOPBACK
+from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.served import ServedRole
 from rl_core.cluster.stacks import process_stacks
 from rl_core.errors import DeadlineError, NotReadyError, RLError
-from rl_core.ray_session import LOOPBACK
 
 
 class InlineIncarnation:

@@ -7,7 +7,7 @@ from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.inline import InlineIncarnation
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.pools import LOCAL_POOLS, LOCAL_RESERVER
-from rl_core.cluster.process import ProcessIncarnation
+from rl_core.cluster.processes.incarnation import ProcessIncarnation
 
 
 class InlineLauncher:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from rl_core import errors
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.role_spec import RoleSpec
 
 Raised = TypeVar("Raised", bound=BaseException)
 

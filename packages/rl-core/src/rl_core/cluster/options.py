@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_core.cluster.ray.session import RayOptions
 from rl_core.errors import SettingsError
-from rl_core.ray_session import RayOptions
 
 Kind = Literal["inline", "process", "ray"]
 Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_core.cluster.options import ResourcePool
-from rl_core.cluster.roles import RoleSpec
+from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.shares import Shares, Taken, count_room, describe, empty_slot, machine_shares
 from rl_core.errors import DeadlineError, SettingsError
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rl_core.cluster.messages import RemoteError
-from rl_core.cluster.packing import Packed, pack, unpack
-from rl_core.cluster.roles import RoleContext, RoleSpec, make_object
+from rl_core.cluster.processes.packing import Packed, pack, unpack
+from rl_core.cluster.role_spec import RoleContext, RoleSpec, make_object
 from rl_core.errors import RoleError, SettingsError
 
 

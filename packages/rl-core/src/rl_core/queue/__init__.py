@@ -2,8 +2,8 @@
 
 from rl_core.queue.in_process import InProcessQueue
 from rl_core.queue.interface import Claim, Lease, LedgerEntry, QueueOptions, TaskSpec, TransferQueue, Unsettled
-from rl_core.queue.ray_queue import RayQueue
-from rl_core.queue.shared_memory import SharedMemoryQueue
+from rl_core.queue.ray.queue import RayQueue
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 
 __all__ = [
     "Claim",

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from rl_core import errors
-from rl_core.batch import Batch, Column
+from rl_core.data.batch import Batch, Column
+from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
@@ -29,7 +30,7 @@ from rl_core.queue.interface import (
     TaskSpec,
     Unsettled,
 )
-from rl_core.queue.journal import Recovery
+from rl_core.queue.journal.database import Recovery
 from rl_core.queue.messages import (
     GENERATE,
     Ack,
@@ -64,7 +65,6 @@ from rl_core.queue.rows import (
     join,
     sessions_of,
 )
-from rl_core.records import Prompt, Trajectory
 
 MAX_READERS = 8
 
@@ -81,7 +81,7 @@ class QueueClient(ABC):
 
     @abstractmethod
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
-        """Carry a request to the queue's keeper and its answer back, waiting that long and a little longer."""
+        """Carry a request to the queue's server and its answer back, waiting that long and a little longer."""
 
     def issue(self, prompts: Sequence[Prompt], *, num_sessions: int, partition: str = DEFAULT_PARTITION) -> None:
         """See `TransferQueue.issue`."""
@@ -326,7 +326,7 @@ class QueueClient(ABC):
 
     def _expect(self, reply: Reply, kind: type[Any]) -> Any:
         if not isinstance(reply, kind):
-            raise errors.RoleError(f"the queue's keeper answered {type(reply).__name__} instead of {kind.__name__}.")
+            raise errors.RoleError(f"the queue's server answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
 
 
@@ -380,4 +380,4 @@ def _readers() -> ThreadPoolExecutor:
 
 
 class _ReservationLostError(errors.RLError):
-    """The keeper of the queue was started anew while this process wrote."""
+    """The server of the queue was started anew while this process wrote."""

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.records import Prompt
 from rl_core.queue.client import QueueClient
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import SEGMENTS
+from rl_core.queue.journal.database import SEGMENTS
 from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
 from rl_core.queue.prompts import check_prompt, encode_prompt
 from rl_core.queue.service import QueueService
-from rl_core.queue.slots import SlotPool, SlotRows
+from rl_core.queue.shared_memory.slots import SlotPool, SlotRows
 from rl_core.queue.tasks import check_options, check_tasks
-from rl_core.records import Prompt
 
 CLIENT = "this process"
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from rl_core.batch import Batch, Column
-from rl_core.records import Prompt, Trajectory
+from rl_core.data.batch import Batch, Column
+from rl_core.data.records import Prompt, Trajectory
 
 DEFAULT_DEADLINE_S = 1800.0
 DEFAULT_LEASE_S = 3600.0

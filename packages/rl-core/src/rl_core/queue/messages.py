@@ -1,4 +1,4 @@
-"""What clients and the keeper of a queue say to each other; checked against these types as it is decoded."""
+"""What clients and the server of a queue say to each other; checked against these types as it is decoded."""
 
 import struct
 from typing import Any

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, Protocol
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 
 INLINE_BYTES = 1 << 16
 """Segments up to this size travel with the message that announces them, and need no place of their own."""

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError
-from rl_core.records import Prompt
 
 
 class _Encoded(msgspec.Struct, forbid_unknown_fields=True):

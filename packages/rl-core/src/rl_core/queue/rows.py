@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rl_core.batch import Batch, Column, concat_columns
+from rl_core.data.batch import Batch, Column, concat_columns
+from rl_core.data.ragged import Array, Ragged
+from rl_core.data.records import Trajectory
 from rl_core.errors import DataError
 from rl_core.queue.messages import Leased, PartInfo
-from rl_core.ragged import Array, Ragged
-from rl_core.records import Trajectory
 
 
 def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequence[Trajectory]) -> None:

@@ -12,7 +12,7 @@ from rl_core.queue.answers import answer_of, leased_of, stats_of
 from rl_core.queue.capacity import Capacity, SegmentStore
 from rl_core.queue.core import QueueCore, RunningLease
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal import Recovery, SqliteJournal
+from rl_core.queue.journal.database import Recovery, SqliteJournal
 from rl_core.queue.messages import (
     Ack,
     Ask,
@@ -260,7 +260,7 @@ class QueueService:
     def _ack(self, request: Ack) -> None:
         if request.is_retry and request.lease_id not in self.core.leases and self.core.was_acked(request.lease_id):
             return
-        self.core.current(request.lease_id, request.task)  # a keeper that was started anew knows no reservation
+        self.core.current(request.lease_id, request.task)  # a server that was started anew knows no reservation
         place = request.place
         if request.reservation:
             place = self._capacity.find(request.reservation).place or place

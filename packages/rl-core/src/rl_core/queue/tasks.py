@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_core.columns import BUILT_IN, column_spec
+from rl_core.data.columns import BUILT_IN, column_spec
 from rl_core.errors import SettingsError
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import GENERATE

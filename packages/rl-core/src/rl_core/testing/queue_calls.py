@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError, ShapeError
-from rl_core.ragged import Ragged
 from rl_core.testing.queue_checks import (
     REFERENCE,
     TRAIN,

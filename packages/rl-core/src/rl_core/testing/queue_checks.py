@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.columns import COLUMNS, ColumnSpec, declare_column
+from rl_core.data.batch import Batch
+from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
+from rl_core.data.records import NO_VERSION, Trajectory
 from rl_core.queue.interface import QueueOptions, TaskSpec, TransferQueue
-from rl_core.records import NO_VERSION, Trajectory
 from rl_core.testing.clock import FakeClock, wait_until
 from rl_core.testing.rows import make_prompts, make_trajectory
 

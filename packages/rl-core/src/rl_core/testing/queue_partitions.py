@@ -4,10 +4,10 @@
 from dataclasses import replace
 from typing import Any
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError
 from rl_core.queue.interface import TransferQueue
-from rl_core.records import Prompt
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     REFERENCE,

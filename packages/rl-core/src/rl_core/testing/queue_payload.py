@@ -3,11 +3,11 @@
 
 import numpy as np
 
-from rl_core.batch import Batch, Column
-from rl_core.columns import column_dtype
+from rl_core.data.batch import Batch, Column
+from rl_core.data.columns import column_dtype
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, OutdatedLeaseError, ShapeError
 from rl_core.queue.interface import TaskSpec
-from rl_core.ragged import Ragged
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     LARGE,

@@ -3,11 +3,11 @@
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.columns import COLUMNS, column_dtype
+from rl_core.data.batch import Batch
+from rl_core.data.columns import COLUMNS, column_dtype
+from rl_core.data.ragged import Ragged
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import AlreadySettledError, DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
-from rl_core.ragged import Ragged
-from rl_core.row_keys import RowKey
 from rl_core.testing.queue_checks import (
     OWN,
     REFERENCE,

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.columns import column_dtype
-from rl_core.ragged import Ragged
-from rl_core.records import NO_VERSION, Prompt, Trajectory
+from rl_core.data.batch import Batch
+from rl_core.data.columns import column_dtype
+from rl_core.data.ragged import Ragged
+from rl_core.data.records import NO_VERSION, Prompt, Trajectory
 
 
 def make_prompt(uid: str) -> Prompt:

@@ -14,8 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
+from rl_distill.megatron.attention_buckets import PACKED_FORMAT, HeadIndex, PackedLayout
 from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
-from rl_distill.megatron.layout import PACKED_FORMAT, HeadIndex, PackedLayout
 
 _MATMUL_LENGTH = 192
 """Up to this length, on a CPU in float32, two batched products beat the fused kernel; memory grows with its square."""

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
 from rl_distill.megatron.convert import Block
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import Place, Rendezvous, StoreListener, initialize_groups, join_ranks
 from rl_distill.megatron.rank_model import RankModel, States
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
-from rl_distill.torch_dist import Piece, TensorFolder, Written, write_pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

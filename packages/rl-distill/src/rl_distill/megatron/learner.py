@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged, token_positions
 from rl_core.errors import CheckpointError
-from rl_core.ragged import Ragged, token_positions
-from rl_distill.checkpoint import (
+from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     critic_shapes,
     read_header,
@@ -22,7 +22,8 @@ from rl_distill.checkpoint import (
     write_header,
     write_saved_policy,
 )
-from rl_distill.hf_folder import tensor_shapes
+from rl_distill.checkpoints.hf_folder import tensor_shapes
+from rl_distill.checkpoints.torch_dist import TensorFolder, write_contents
 from rl_distill.learner import (
     LearnerOptions,
     MetricSums,
@@ -49,7 +50,6 @@ from rl_distill.stepping import (
     open_policy,
     parameter_dtype,
 )
-from rl_distill.torch_dist import TensorFolder, write_contents
 
 
 class RankedModel:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.model_spec import block_spec
-from rl_distill.megatron.placed import PlacedPack
+from rl_distill.megatron.rank_pack import PlacedPack
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.comparison import MEASURED, WEIGHTED, Comparison
 from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from rl_distill.megatron.attention import PackedAttention
-from rl_distill.megatron.layout import PackedLayout
+from rl_distill.megatron.attention_buckets import PackedLayout
 from rl_distill.megatron.mixture import mixture_settings, mixture_spec
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU

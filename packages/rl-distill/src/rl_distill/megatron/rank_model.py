@@ -22,7 +22,7 @@ from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
 from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_of_this_rank
-from rl_distill.megatron.placed import PlacedPack, Sharing, padded_length, place_pack
+from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.megatron.setup import ModelPlan, build_chunks, chunk_blocks

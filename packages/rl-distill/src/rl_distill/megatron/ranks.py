@@ -6,11 +6,11 @@ from typing import Any
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec, process_stacks
 from rl_core.errors import NotReadyError, SettingsError
+from rl_distill.checkpoints.torch_dist import Written
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.parallel import Place
 from rl_distill.options import ParallelOptions
 from rl_distill.parallel_layout import check_ranks
-from rl_distill.torch_dist import Written
 
 ROLE = "learner"
 

@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rl_distill.checkpoint import PolicySource
-from rl_distill.hf_folder import PolicyTensors
+from rl_distill.checkpoints.checkpoint import PolicySource
+from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.megatron.convert import Block, Shard, blocks_of
 from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config

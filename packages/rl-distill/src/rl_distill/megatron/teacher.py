@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged, token_positions
 from rl_core.errors import SettingsError
-from rl_core.ragged import Ragged, token_positions
 from rl_distill.megatron.learner import RankedModel
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LearnerOptions

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import ShapeError
-from rl_core.ragged import Ragged
 from rl_distill.packing import ROUTED_EXPERTS
 from rl_distill.policy_config import PolicyConfig
 

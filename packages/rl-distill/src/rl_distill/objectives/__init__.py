@@ -50,16 +50,12 @@ from rl_distill.objectives.policy_objective import (
 )
 from rl_distill.objectives.registry import (
     ADVANTAGES,
-    AGGREGATION,
-    KL,
     POLICY_LOSSES,
-    REJECTION,
-    SESSION_RULE,
     BoundPolicyLoss,
     function_with_options,
     policy_loss_with_options,
 )
-from rl_distill.objectives.rejection import CRITERIA, rejection_mask
+from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_mask
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator, RewardedRows, session_advantages
 from rl_distill.objectives.selection import TokenSelection, selects_with
 from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
@@ -74,14 +70,10 @@ from rl_distill.objectives.whitening import masked_whiten
 
 __all__ = [
     "ADVANTAGES",
-    "AGGREGATION",
     "AGGREGATIONS",
-    "CRITERIA",
-    "KL",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
-    "REJECTION",
-    "SESSION_RULE",
+    "REJECTION_CRITERIA",
     "SESSION_RULES",
     "AdaptiveKL",
     "AdvantageEstimator",

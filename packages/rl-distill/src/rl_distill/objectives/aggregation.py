@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
+from rl_core.registry import Registry
 from rl_distill.objectives.option_rules import checked, whole_number
 from rl_distill.objectives.ragged import row_counts, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
@@ -55,12 +56,16 @@ def seq_mean_token_mean(token_counts: Tensor, horizon: int | None) -> Tensor:
     return seq_mean_token_sum(token_counts, horizon) / token_counts.clamp(min=1)
 
 
-AGGREGATIONS: dict[str, RowWeights] = {
-    "token-mean": token_mean,
-    "seq-mean-token-sum": seq_mean_token_sum,
-    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-    "seq-mean-token-mean": seq_mean_token_mean,
-}
+AGGREGATIONS: Registry[RowWeights] = Registry(
+    "aggregation",
+    {
+        "token-mean": token_mean,
+        "seq-mean-token-sum": seq_mean_token_sum,
+        "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+        "seq-mean-token-mean": seq_mean_token_mean,
+    },
+    group="rl_distill.aggregations",
+)
 
 
 @checked

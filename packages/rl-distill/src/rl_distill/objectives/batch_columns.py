@@ -6,24 +6,19 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from rl_core.batch import Batch, Column
-from rl_core.columns import ColumnSpec, column_spec, declare_column
+from rl_core.data.batch import Batch, Column
+from rl_core.data.columns import ColumnSpec, column_spec, declare_column
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError
-from rl_core.ragged import Ragged
-from rl_distill.objectives.aggregation import Horizon, token_weights
+from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
 from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights
+from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.option_rules import checked, number
-from rl_distill.objectives.registry import (
-    ADVANTAGES,
-    AGGREGATION,
-    KL,
-    REJECTION,
-    SESSION_RULE,
-    function_with_options,
-)
+from rl_distill.objectives.registry import ADVANTAGES, function_with_options
 from rl_distill.objectives.rejection import Bound, rejection_mask
 from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, RewardedRows
 from rl_distill.objectives.selection import TokenSelection
+from rl_distill.objectives.sessions import SESSION_RULES
 from rl_distill.objectives.weight_metrics import WeightBounds, weight_metrics
 from rl_distill.objectives.whitened_advantages import COMPONENT
 
@@ -58,7 +53,7 @@ def with_advantages(
         offsets=torch.from_numpy(mask.offsets),
         columns={name: batch.tensor(name) for name, is_token in by_token.items() if is_token},
         row_columns={name: batch.tensor(name) for name, is_token in by_token.items() if not is_token},
-        session_rule=SESSION_RULE.get(session_rule),
+        session_rule=SESSION_RULES.get(session_rule),
     )
     columns = function_with_options(ADVANTAGES, advantage, options or {})(rows)
     return batch.with_columns({name: _ragged_like(mask, values) for name, values in columns.items()})
@@ -158,7 +153,7 @@ def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon:
     weights = token_weights(
         batch.tensor("loss_mask"),
         torch.from_numpy(mask.offsets),
-        row_weights=AGGREGATION.get(aggregation),
+        row_weights=AGGREGATIONS.get(aggregation),
         horizon=horizon,
     )
     return batch.with_columns({"loss_weights": _ragged_like(mask, weights)})
@@ -225,7 +220,6 @@ def with_rejection(batch: Batch, *, bounds: Mapping[str, Bound]) -> tuple[Batch,
         batch.tensor("loss_mask"),
         torch.from_numpy(mask.offsets),
         bounds=bounds,
-        criteria={name: REJECTION.get(name) for name in bounds},
     )
     rejected = batch.with_columns({"loss_mask": Ragged(keep.numpy(), mask.offsets)})
     return rejected, {name: float(value) for name, value in metrics.items()}
@@ -237,7 +231,7 @@ def _log_ratio(batch: Batch) -> torch.Tensor:
 
 def _reference_kl(batch: Batch, *, estimator: str, policy_logprobs: SampledLogprobs) -> torch.Tensor:
     """[T] estimates, 0 where masked."""
-    kl = KL.get(estimator)(batch.tensor(policy_logprobs), batch.tensor("reference_logprobs"))
+    kl = KL_ESTIMATORS.get(estimator)(batch.tensor(policy_logprobs), batch.tensor("reference_logprobs"))
     return torch.where(batch.tensor("loss_mask"), kl, torch.zeros_like(kl))
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_core.registry import Registry
 from rl_distill.objectives.log_ratios import bounded, excess
 from rl_distill.objectives.shapes import check_tokens
 
@@ -65,15 +66,19 @@ class StraightThrough:
         return self.estimator(policy_logprobs, reference_logprobs).detach() + gradient - gradient.detach()
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {
-    "k1": k1,
-    "abs": absolute,
-    "k2": k2,
-    "k3": k3,
-    "k1+": StraightThrough(k1),
-    "abs+": StraightThrough(absolute),
-    "k3+": StraightThrough(k3),
-}
+KL_ESTIMATORS: Registry[KLEstimator] = Registry(
+    "KL estimator",
+    {
+        "k1": k1,
+        "abs": absolute,
+        "k2": k2,
+        "k3": k3,
+        "k1+": StraightThrough(k1),
+        "abs+": StraightThrough(absolute),
+        "k3+": StraightThrough(k3),
+    },
+    group="rl_distill.kl_estimators",
+)
 
 
 def _check(policy_logprobs: Tensor, reference_logprobs: Tensor) -> None:

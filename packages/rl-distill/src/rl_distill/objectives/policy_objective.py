@@ -13,12 +13,12 @@ from torch import Tensor
 from rl_core.errors import SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.correction import WeightCap, truncated_weights
-from rl_distill.objectives.kl import KLEstimator
+from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
-from rl_distill.objectives.registry import KL, BoundPolicyLoss, policy_loss_with_options
+from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_options
 from rl_distill.objectives.try_out import try_policy_loss
 
 Term = tuple[float, Tensor]
@@ -178,7 +178,7 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
         SettingsError: An unknown name or option (with the nearest), or an impossible value.
     """
     bound = bound_policy_loss(options)
-    objective = PolicyObjective(options=options, policy_loss=bound.loss, kl=KL.get(options.kl_estimator))
+    objective = PolicyObjective(options=options, policy_loss=bound.loss, kl=KL_ESTIMATORS.get(options.kl_estimator))
     try_policy_loss(bound)
     return objective
 

@@ -1,4 +1,7 @@
-"""The objectives by name, all in this file; other packages add theirs by entry point."""
+"""Advantages and policy losses by name; other packages add theirs by entry point.
+
+Aggregations, KL estimators, session rules and rejection criteria have their registries where they are defined.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,17 +11,13 @@ from typing import Any, TypeVar, cast
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry, unknown_name
 from rl_distill.objectives.advantages import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
-from rl_distill.objectives.aggregation import AGGREGATIONS, RowWeights
 from rl_distill.objectives.baseline_advantages import gae, remax
 from rl_distill.objectives.covariance_policy_loss import clip_cov, kl_cov
-from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.option_rules import declared_options
 from rl_distill.objectives.policy_loss import PolicyLoss, ppo_clip
-from rl_distill.objectives.rejection import CRITERIA, Criterion
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator
 from rl_distill.objectives.selection import TokenSelection, selection_of
 from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
-from rl_distill.objectives.sessions import SESSION_RULES, SessionRule
 from rl_distill.objectives.soft_policy_loss import sapo
 from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
 from rl_distill.objectives.weighted_policy_loss import gpg as gpg_loss
@@ -59,10 +58,6 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     },
     group="rl_distill.policy_losses",
 )
-SESSION_RULE: Registry[SessionRule] = Registry("session rule", SESSION_RULES, group="rl_distill.session_rules")
-KL: Registry[KLEstimator] = Registry("KL estimator", KL_ESTIMATORS, group="rl_distill.kl_estimators")
-AGGREGATION: Registry[RowWeights] = Registry("aggregation", AGGREGATIONS, group="rl_distill.aggregations")
-REJECTION: Registry[Criterion] = Registry("rejection criterion", CRITERIA, group="rl_distill.rejection_criteria")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
-from rl_core.registry import unknown_name
+from rl_core.registry import Registry
 from rl_distill.objectives.correction import blank_masked
 from rl_distill.objectives.log_ratios import bounded, excess
 from rl_distill.objectives.option_rules import is_number
@@ -62,15 +62,19 @@ class Criterion:
 _TOKEN = {"k1": _k1, "k2": _k2, "k3": excess}
 _ROW: dict[str, RowStatistic] = {"seq_sum": _sums, "seq_mean": row_means, "seq_max": row_maxima}
 
-CRITERIA: dict[str, Criterion] = {
-    **{f"token_{k}": Criterion(of_token=f, of_row=None, is_signed=k == "k1") for k, f in _TOKEN.items()},
-    **{
-        f"{level}_{k}": Criterion(of_token=of_token, of_row=of_row, is_signed=k == "k1")
-        for level, of_row in _ROW.items()
-        for k, of_token in _TOKEN.items()
-        if (level, k) != ("seq_max", "k1")
+REJECTION_CRITERIA: Registry[Criterion] = Registry(
+    "rejection criterion",
+    {
+        **{f"token_{k}": Criterion(of_token=f, of_row=None, is_signed=k == "k1") for k, f in _TOKEN.items()},
+        **{
+            f"{level}_{k}": Criterion(of_token=of_token, of_row=of_row, is_signed=k == "k1")
+            for level, of_row in _ROW.items()
+            for k, of_token in _TOKEN.items()
+            if (level, k) != ("seq_max", "k1")
+        },
     },
-}
+    group="rl_distill.rejection_criteria",
+)
 """token_k1, token_k2, token_k3; seq_sum_*, seq_mean_*, seq_max_* of the same, but for seq_max_k1, which would look at
 one sign alone."""
 
@@ -103,7 +107,7 @@ def judge(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: C
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
-        criterion: One of `CRITERIA`.
+        criterion: One of `REJECTION_CRITERIA`.
         bound: Its limit.
 
     Raises:
@@ -158,7 +162,6 @@ def rejection_mask(
     offsets: Tensor,
     *,
     bounds: Mapping[str, Bound],
-    criteria: Mapping[str, Criterion] = CRITERIA,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The tokens that still train after every criterion had its say, and what the criteria found.
 
@@ -167,7 +170,6 @@ def rejection_mask(
         loss_mask: [T] bool of the global batch.
         offsets: [N + 1] int64 rows.
         bounds: Bound of each criterion by name; all must pass.
-        criteria: Criteria by name.
 
     Returns:
         [T] bool mask, True only where loss_mask is. Scalars by name, `rollout_corr/rollout_rs_{criterion}_*` and
@@ -179,9 +181,7 @@ def rejection_mask(
     """
     keep, metrics = loss_mask, dict[str, Tensor]()
     for name, bound in bounds.items():
-        if name not in criteria:
-            raise SettingsError(unknown_name("rejection criterion", name, criteria))
-        found = judge(log_ratio, loss_mask, offsets, criterion=criteria[name], bound=bound)
+        found = judge(log_ratio, loss_mask, offsets, criterion=REJECTION_CRITERIA.get(name), bound=bound)
         keep = keep & found.passes
         prefix = f"rollout_corr/rollout_rs_{name}"
         metrics |= {f"{prefix}_{key}": value for key, value in _statistics(found, loss_mask, offsets).items()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_core.registry import Registry
 from rl_distill.objectives.shapes import check_rows
 
 
@@ -82,7 +83,11 @@ def each(rows: SessionRows) -> SessionCredit:
     return SessionCredit(unit=unit, rewards=rows.rewards, share=torch.ones_like(rows.rewards))
 
 
-SESSION_RULES: dict[str, SessionRule] = {"last": last, "last_only": last_only, "mean": mean, "each": each}
+SESSION_RULES: Registry[SessionRule] = Registry(
+    "session rule",
+    {"last": last, "last_only": last_only, "mean": mean, "each": each},
+    group="rl_distill.session_rules",
+)
 
 
 def _num_sessions(rows: SessionRows) -> int:

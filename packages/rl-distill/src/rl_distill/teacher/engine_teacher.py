@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rl_core.data.records import FloatArray, IntArray
 from rl_core.errors import TeacherError
-from rl_core.records import FloatArray, IntArray
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_core.batch import Batch
 from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, RLError
-from rl_core.ragged import Ragged
-from rl_core.row_keys import RowKey
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.teacher import MegatronTeacherModel
 from rl_distill.options import LearnerOptions, ParallelOptions

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import structlog
 
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import DeadlineError, EngineDiedError, NotReadyError, RLError, TeacherError
-from rl_core.row_keys import RowKey
 from rl_distill.teacher.protocol import TeacherReplica
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 

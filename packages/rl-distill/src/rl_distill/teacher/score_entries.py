@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.bounded_json import load_json
-from rl_core.durable_files import sync_folder
+from rl_core.data.records import FloatArray, IntArray
 from rl_core.errors import BrokenEntryError, CacheError, CheckpointError, MissingExtraError
-from rl_core.records import FloatArray, IntArray
-from rl_core.zarr_arrays import (
+from rl_core.files.bounded_json import load_json
+from rl_core.files.durable import sync_folder
+from rl_core.files.zarr_arrays import (
     METADATA,
     ArraySpec,
     check_metadata,
@@ -37,7 +37,7 @@ from rl_core.zarr_arrays import (
     encode_array,
     plan_array,
 )
-from rl_distill.plain_files import open_plain
+from rl_distill.checkpoints.plain_files import open_plain
 
 FORMAT = "rl-distill teacher scores"
 FORMAT_VERSION = 1

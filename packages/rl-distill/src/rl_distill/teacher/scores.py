@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.batch import Column
+from rl_core.data.batch import Column
+from rl_core.data.ragged import Index, Ragged
+from rl_core.data.records import BoolArray, FloatArray, IntArray
+from rl_core.data.row_keys import RowKey
 from rl_core.errors import TeacherError
-from rl_core.ragged import Index, Ragged
-from rl_core.records import BoolArray, FloatArray, IntArray
-from rl_core.row_keys import RowKey
 
 NO_TOKEN = -1
 """Token id where a teacher gave none."""

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_core.batch import Batch, Column
+from rl_core.data.batch import Batch, Column
+from rl_core.data.records import FloatArray
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
@@ -19,12 +20,11 @@ from rl_core.errors import (
     TeacherError,
 )
 from rl_core.queue.interface import Lease, TaskSpec, TransferQueue
-from rl_core.records import FloatArray
 from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.protocol import ScoreCache, Teacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, teacher_columns
-from rl_distill.teacher.served import Aligner, ServedTeacher
+from rl_distill.teacher.scoring import Aligner, ServedTeacher
 from rl_distill.teacher.step_report import ServiceReport, Tally
 
 Result = TypeVar("Result")

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from rl_core.data.records import NO_VERSION, Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import NO_VERSION, Prompt, Trajectory
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text; nothing is put around them."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from rl_core.data.records import Json
 from rl_core.errors import SettingsError
-from rl_core.records import Json
 from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"

@@ -51,7 +51,7 @@ def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) ->
     policy = -1.0 - normal(0.5).abs()
     columns = {
         "loss_mask": loss_mask,
-        "loss_weights": token_weights(loss_mask, offsets, row_weights=AGGREGATIONS["token-mean"]).double(),
+        "loss_weights": token_weights(loss_mask, offsets, row_weights=AGGREGATIONS.get("token-mean")).double(),
         "advantages": normal(1.0),
         "old_logprobs": policy + normal(0.3),
         "reference_logprobs": policy + normal(0.3),

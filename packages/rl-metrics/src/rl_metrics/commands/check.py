@@ -10,7 +10,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_metrics.commands.parts import Verbs, say, say_json
 from rl_metrics.health.finding import RANKS, SIDE_TITLES, Finding, Status, Verdict
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 SICK = 1
 UNKNOWN = 2

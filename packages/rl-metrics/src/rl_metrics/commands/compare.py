@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.records import Json
+from rl_core.data.records import Json
 from rl_metrics.commands.parts import Verbs, refuse, say, say_json, table_console
-from rl_metrics.compare import Comparison, Difference, compare
+from rl_metrics.comparison.compare import Comparison, Difference, compare
 from rl_metrics.report.page import run_names
-from rl_metrics.run_record import RunRecord, open_run
+from rl_metrics.run_files.run_record import RunRecord, open_run
 from rl_metrics.trackers.text import plain_text
 
 MAX_NAME = 120

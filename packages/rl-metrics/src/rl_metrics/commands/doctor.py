@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, say, say_json
 from rl_metrics.doctor import Ailment, Cause, Diagnosis, diagnose
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 FOUND = 1
 UNKNOWN = 2

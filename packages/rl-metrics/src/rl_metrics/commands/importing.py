@@ -16,7 +16,7 @@ def add_to(verbs: Verbs) -> None:
     parser = verbs.add_parser("import", help="files of another trainer as the folder of a run")
     trainers = Verbs(parser, called="TRAINER")
     verl = trainers.add_parser("verl", help="JSON lines of verl's file logger, its console output, its generations")
-    verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="of the run's attempts, in their order")
+    verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="of the run's launches, in their order")
     verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="its trainer.rollout_data_dir")
     verl.add_argument("--validation", type=Path, metavar="FOLDER", help="its trainer.validation_data_dir")
     verl.set_defaults(run=_verl)

@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_metrics.commands.parts import Verbs, refuse, say_json, table_console
-from rl_metrics.definitions import Metric
-from rl_metrics.table import FAMILIES
+from rl_metrics.definitions.definition import Metric
+from rl_metrics.definitions.table import FAMILIES
 
 PAGE_HEAD = """# Metrics
 
-Every metric of the project, as defined in `packages/rl-metrics/src/rl_metrics/table.py`. Written by
+Every metric of the project, as defined in `packages/rl-metrics/src/rl_metrics/definitions/table.py`. Written by
 `rl-metrics list --markdown > docs/metrics.md`; a test fails when it is out of date.
 
 A name with `{placeholders}` is a family. *Reduced* says how the values of one step, its micro-batches and ranks become

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs
-from rl_metrics.plot import ACROSS, Plot, ReferenceLine, plot_runs
+from rl_metrics.comparison.plot import ACROSS, Plot, ReferenceLine, plot_runs
 
 
 def add_to(verbs: Verbs) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, say
 from rl_metrics.report.writing import MAX_TRAJECTORIES, write_report
-from rl_metrics.run_record import open_run
+from rl_metrics.run_files.run_record import open_run
 
 FILE = "report.html"
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from rl_core.records import Json
+from rl_core.data.records import Json
 from rl_metrics.commands.parts import Verbs, say_json
 from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE
@@ -71,8 +71,8 @@ def _json_row(rule: Rule) -> dict[str, Json]:
 
 
 def _metrics_of(rule: Rule) -> list[str]:
-    """Names of the metrics that a rule's probes read, without those that only excuse it."""
-    return list(dict.fromkeys(name for probe in rule.probes for names in probe.reads for name in names))
+    """Names of the metrics that a rule's conditions read, without those that only excuse it."""
+    return list(dict.fromkeys(name for condition in rule.conditions for names in condition.reads for name in names))
 
 
 def _steps(rule: Rule) -> str:

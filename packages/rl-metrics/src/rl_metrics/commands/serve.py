@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_metrics.commands.parts import Verbs, refuse, say
 from rl_metrics.commands.report import add_runs
 from rl_metrics.report.server import LOOK_EVERY_S, ReportServer
-from rl_metrics.run_record import has_begun
+from rl_metrics.run_files.run_record import has_begun
 
 
 def add_to(verbs: Verbs) -> None:

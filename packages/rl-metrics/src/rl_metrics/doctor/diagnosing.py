@@ -9,7 +9,7 @@ from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
 from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
 from rl_metrics.doctor.sickness import judge_health
 from rl_metrics.doctor.token_pairs import read_pairs
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.run_record import RunRecord
 
 
 def diagnose(run: RunRecord) -> Diagnosis:

@@ -5,9 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from rl_core.records import Json
+from rl_core.data.records import Json
 from rl_metrics.health.finding import Evidence
-from rl_metrics.json_lines import as_plain
+from rl_metrics.run_files.json_lines import as_plain
 
 Kind = Literal["hang", "stopped", "mismatch", "memory", "health"]
 """The run hangs, ended without an end, has engine and learner apart, grows in memory, or is not well otherwise."""

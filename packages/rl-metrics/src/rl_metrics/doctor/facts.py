@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rl_metrics.history import History
-from rl_metrics.json_lines import number_or_none
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.history import History
+from rl_metrics.run_files.json_lines import number_or_none
+from rl_metrics.run_files.run_record import RunRecord
 
 PROOF_EVENT = "weight_proof_failed"
 PROOF_ERROR = "WeightProofError"

@@ -11,12 +11,12 @@ from typing import Any
 
 from rl_core.cluster.role_report import RoleReport
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
-from rl_metrics.events import BEGUN, ENDED
 from rl_metrics.hang.report import FILE, HangReport
 from rl_metrics.hang.stack_places import innermost_frames
 from rl_metrics.health.finding import Evidence
-from rl_metrics.json_lines import number_or_none
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.events import BEGUN, ENDED
+from rl_metrics.run_files.json_lines import number_or_none
+from rl_metrics.run_files.run_record import RunRecord
 
 MOST_ROLES, MOST_COUNTS, MOST_TEXT = 12, 12, 400
 SILENT_S = 600.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.doctor.token_pairs import Floats, Ints
 from rl_metrics.health.finding import Evidence
-from rl_metrics.history import History
-from rl_metrics.trends import mann_kendall_z, theil_sen
+from rl_metrics.run_files.history import History
 
 OWNER = re.compile(r"memory/(.+)_gb")
 WHOLE = ("perf/process_memory_gb", "perf/cpu_memory_used_gb")

@@ -10,7 +10,7 @@ from rl_metrics.doctor.mismatch_causes import merged, with_evidence
 from rl_metrics.doctor.token_pairs import Floats
 from rl_metrics.doctor.token_statistics import rank_sum_z
 from rl_metrics.health.finding import Evidence
-from rl_metrics.history import History
+from rl_metrics.run_files.history import History
 
 KL, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
 PROBS = "training/rollout_probs_diff_mean"

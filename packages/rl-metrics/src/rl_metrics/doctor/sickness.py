@@ -7,7 +7,7 @@ from dataclasses import replace
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Kind, Reading
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.run_record import RunRecord
 
 COVERED: dict[Kind, tuple[str, ...]] = {
     "mismatch": ("weights_proof", "engine_mismatch", "off_policy"),

@@ -13,8 +13,8 @@ import msgspec
 
 from rl_core.cluster.role_report import RoleReport, Wait
 from rl_core.cluster.stacks import cut
-from rl_core.durable_files import write_durably
 from rl_core.errors import DataError
+from rl_core.files.durable import write_durably
 
 FILE = "hang.json"
 MAX_GROUPS = 50

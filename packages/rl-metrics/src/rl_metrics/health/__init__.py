@@ -4,16 +4,16 @@ from rl_metrics.health.finding import Check, Evidence, Finding, Side, Status, Ve
 from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold, reads, require_rules, with_thresholds, without
+from rl_metrics.health.rules import Cause, Condition, Rule, Threshold, reads, require_rules, with_thresholds, without
 
 __all__ = [
     "GUIDE",
     "Cause",
     "Check",
+    "Condition",
     "Evidence",
     "Finding",
     "GrowingHistory",
-    "Probe",
     "Rule",
     "Side",
     "Status",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from rl_metrics.trends import mann_kendall_z, theil_sen
+from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
 
 Floats = NDArray[np.float64]
 Limits = Mapping[str, float]

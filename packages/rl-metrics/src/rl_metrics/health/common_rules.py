@@ -1,6 +1,6 @@
-"""What rules of several sides share: metrics by their names, probes of how the reward does, causes."""
+"""What rules of several sides share: metrics by their names, conditions of how the reward does, causes."""
 
-from rl_metrics.health.rules import Cause, Probe
+from rl_metrics.health.rules import Cause, Condition
 
 SCORE = ("critic/score/mean", "critic/rewards/mean")
 BEST_SCORE = ("critic/score/max", "critic/rewards/max")
@@ -8,7 +8,7 @@ WITHOUT_SPREAD = ("rollout/groups_without_spread_ratio",)
 REFERENCE_KL = ("actor/reference_kl", "actor/kl_loss")
 STALENESS = ("training/staleness/mean", "fully_async/staleness/mean")
 
-SOLVED = Probe(
+SOLVED = Condition(
     kind="near_top",
     reads=(SCORE, BEST_SCORE),
     limits={"min": 0.95},
@@ -18,13 +18,13 @@ SOLVED = Probe(
 )
 """Nearly every reward is the best there is: nothing is left to learn."""
 
-IMPROVES = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=30, says="the reward rises")
+IMPROVES = Condition(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=30, says="the reward rises")
 """The reward rises now."""
 
-IMPROVED = Probe(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=1_000_000, says="the reward has risen")
+IMPROVED = Condition(kind="rises", reads=(SCORE,), limits={"max": 0.0}, window=1_000_000, says="the reward has risen")
 """The reward has risen over the whole run."""
 
-STANDS_STILL = Probe(
+STANDS_STILL = Condition(
     kind="no_rise",
     reads=(SCORE, BEST_SCORE),
     limits={"min": 0.2},
@@ -35,7 +35,7 @@ STANDS_STILL = Probe(
 )
 """The reward has hardly risen."""
 
-NO_SPREAD = Probe(
+NO_SPREAD = Condition(
     kind="level",
     reads=(WITHOUT_SPREAD,),
     limits={"max": 0.95},
@@ -43,7 +43,7 @@ NO_SPREAD = Probe(
     says="in {value:share} of the groups all rewards are equal",
 )
 
-OFF_POLICY = Probe(
+OFF_POLICY = Condition(
     kind="level",
     reads=(STALENESS,),
     limits={"max": 0.5},

@@ -1,6 +1,6 @@
 """Rules of convergence: does the policy move, and not too far at a time."""
 
-from rl_metrics.entries import GUIDE, THUMB
+from rl_metrics.definitions.entries import GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BROKEN,
     DETERMINISTIC,
@@ -17,16 +17,16 @@ from rl_metrics.health.common_rules import (
     TOO_MANY_UPDATES,
     TOO_OLD,
 )
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
 
-KL_GROWS = Probe(
+KL_GROWS = Condition(
     kind="rises",
     reads=(REFERENCE_KL,),
     limits={"max": 0.0, "by": 0.001},
     window=1_000_000,
     says="{metric} grows, if slowly",
 )
-WARMS_UP = Probe(
+WARMS_UP = Condition(
     kind="rises", reads=(("actor/lr",),), limits={"max": 0.0}, window=30, says="the learning rate still rises"
 )
 
@@ -36,8 +36,8 @@ CONVERGENCE = (
         side="convergence",
         title="policy loss near 0",
         what="The policy loss stays far from 0.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("actor/pg_loss", "actor/loss"),),
                 says="{metric} is at {value} (from {min} to {max} is healthy)",
@@ -60,8 +60,8 @@ CONVERGENCE = (
         title="KL of a step's updates",
         what="The policy moves too far within a step.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("actor/ppo_kl",),),
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
@@ -86,8 +86,8 @@ CONVERGENCE = (
         title="the policy leaves the reference",
         what="The policy does not move away from the reference, and the reward does not rise.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(REFERENCE_KL,),
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, less means that it does not move)",
@@ -103,7 +103,7 @@ CONVERGENCE = (
             Cause(
                 text="the KL penalty is too strong",
                 advice="divide algorithm.kl_coefficient by ten",
-                sign=Probe(
+                sign=Condition(
                     kind="level",
                     reads=(KL_COEFFICIENT,),
                     limits={"max": 0.02},
@@ -119,8 +119,8 @@ CONVERGENCE = (
         side="convergence",
         title="KL to the reference",
         what="The policy runs away from the reference without a gain in reward.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(REFERENCE_KL,),
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
@@ -144,15 +144,15 @@ CONVERGENCE = (
         title="entropy does not collapse (0.2 to 0.5 nats is usual)",
         what="The policy has become deterministic before it learnt the task.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="shrunk",
                 reads=(("actor/entropy",),),
                 limits={"min": "share", "below": "min"},
                 says="{metric} is at {value:share} of its start, which was {before} nats "
                 "(below {min:share} and {below} nats is a collapse)",
             ),
-            Probe(
+            Condition(
                 kind="shrunk",
                 reads=(("actor/entropy",),),
                 limits={"min": "idle_share", "below": "min"},
@@ -189,8 +189,8 @@ CONVERGENCE = (
         side="convergence",
         title="entropy falls slowly",
         what="The entropy dropped suddenly.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="sudden_fall",
                 reads=(("actor/entropy",),),
                 limits={"min": "share", "least": "least"},
@@ -214,8 +214,8 @@ CONVERGENCE = (
         title="entropy does not rise",
         what="The policy becomes more random.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="leap",
                 reads=(("actor/entropy",),),
                 says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
@@ -241,14 +241,14 @@ CONVERGENCE = (
         side="convergence",
         title="ratios within the clip range",
         what="Too many ratios are clipped.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("actor/pg_clipfrac",),),
                 limits={"max": "max"},
                 says="{metric}: {value:share} of the tokens (at most {max:share} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("actor/pg_clipfrac_lower",),),
                 limits={"max": "lower_max"},

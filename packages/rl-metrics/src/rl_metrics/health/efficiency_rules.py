@@ -1,14 +1,14 @@
 """Rules of efficiency: where the time and the memory go."""
 
-from rl_metrics.entries import GUIDE, THUMB
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+from rl_metrics.definitions.entries import GUIDE, THUMB
+from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
 
 SLOW_REWARD = Cause(text="the reward takes most of the time", advice="see the finding reward_slow", rule="reward_slow")
 LEAK = Cause(
     text="memory runs short, and the machine swaps or collects", advice="see the finding memory", rule="memory"
 )
 STEP = (("timing_s/step", "perf/time_per_step"),)
-REWARD_QUEUE = Probe(
+REWARD_QUEUE = Condition(
     kind="level",
     reads=(("timing_s/reward_wait",), *STEP),
     says="{metric}: sessions wait for their turn for {value:share} of the step's time (at most {max:share} is healthy)",
@@ -21,8 +21,8 @@ EFFICIENCY = (
         title="memory is steady",
         what="Memory grows from step to step.",
         severity="critical",
-        probes=tuple(
-            Probe(
+        conditions=tuple(
+            Condition(
                 kind="grows",
                 reads=((name,),),
                 limits={"max": "max", "by": "by", "skip": 10},  # pools and caches fill up
@@ -52,14 +52,14 @@ EFFICIENCY = (
         side="efficiency",
         title="share of the reward in a step's time",
         what="The reward function takes a large part of the step.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("timing_s/reward",), *STEP),
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
             ),
             REWARD_QUEUE,
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("agent_loop/slowest/compute_score",), *STEP),
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
@@ -88,8 +88,8 @@ EFFICIENCY = (
         side="efficiency",
         title="share of tools in a step's time",
         what="Tools take a large part of the step.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("agent_loop/slowest/tool_calls",), *STEP),
                 says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
@@ -104,8 +104,8 @@ EFFICIENCY = (
         side="efficiency",
         title="step time without threefold jumps",
         what="Some steps take several times as long as those before.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="jumps",
                 reads=(("perf/time_per_step", "timing_s/step"),),
                 says="{value} of the last {window} steps took more than {times} times the usual {before} s",
@@ -129,8 +129,8 @@ EFFICIENCY = (
         side="efficiency",
         title="time a token does not drift",
         what="Tokens take much longer than they did.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="fall",
                 reads=(("perf/throughput",),),
                 says="{metric} is {value:share} below its best, which was {before} tokens/s",
@@ -153,8 +153,8 @@ EFFICIENCY = (
         side="efficiency",
         title="the learner works (utilisation over 50 %)",
         what="The learner waits most of the time.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="mean_level",
                 reads=(("fully_async/trainer/idle_ratio",),),
                 says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
@@ -173,8 +173,8 @@ EFFICIENCY = (
         side="efficiency",
         title="the engines work",
         what="The engines wait most of the time.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="mean_level",
                 reads=(("fully_async/rollouter/idle_ratio",),),
                 says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
@@ -200,8 +200,8 @@ EFFICIENCY = (
         side="efficiency",
         title="model FLOPs utilisation",
         what="The learner uses little of what its devices can do.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("perf/mfu/*",),),
                 says="{metric} is at {value:share} (at least {min:share} is healthy)",

@@ -5,9 +5,9 @@ from typing import Literal, Self
 
 import msgspec
 
+from rl_core.data.records import Json
 from rl_core.errors import DataError
-from rl_core.records import Json
-from rl_metrics.json_lines import as_plain
+from rl_metrics.run_files.json_lines import as_plain
 
 Side = Literal["task", "convergence", "stability", "efficiency"]
 """What a rule looks at: does it learn the task, does the policy move well, is it stable, is the time well spent."""

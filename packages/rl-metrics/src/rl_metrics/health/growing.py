@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from rl_metrics.history import History
+from rl_metrics.run_files.history import History
 
 
 class GrowingHistory:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from rl_metrics.events import BEGUN
+from rl_metrics.health.evaluate_rules import Look, Looker
 from rl_metrics.health.finding import RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.looks import Look, Looker
 from rl_metrics.health.rules import Cause, Rule, with_thresholds
-from rl_metrics.history import History
+from rl_metrics.run_files.events import BEGUN
+from rl_metrics.run_files.history import History
 
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
@@ -69,10 +69,12 @@ class _Opinion:
 
 
 def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int) -> _Opinion:
-    looks = [look for probe in rule.probes for look in looker.looks(probe, rule)]
+    looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
     enough = [look for look in looks if len(look.steps) >= rule.min_steps and not look.is_old]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
-    wrong = [look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.probe.needs)]
+    wrong = [
+        look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)
+    ]
     excuse = looker.excuse(rule) if wrong else None
     is_wrong = bool(wrong) and excuse is None
     if not is_wrong and not reported:
@@ -97,7 +99,7 @@ def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], n
 
 def _without_repeats(looks: Sequence[Look]) -> list[Look]:
     """The first of those that say the same of a metric, over several windows."""
-    return list({(look.metric, look.probe.says): look for look in reversed(looks)}.values())[::-1]
+    return list({(look.metric, look.condition.says): look for look in reversed(looks)}.values())[::-1]
 
 
 def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
@@ -208,7 +210,7 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: 
     if looks:
         most = max(len(look.steps) for look in looks)
         return f"{most} of the {rule.min_steps} steps that it takes"
-    columns = list(dict.fromkeys(names for probe in rule.probes for names in probe.reads))
+    columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.reads))
     missing = [names for names in columns if not looker.has(names)]
     if not missing:
         return f"no step has finite values of {', '.join(' or '.join(names) for names in columns)}"

@@ -1,8 +1,8 @@
 """Rules of stability about who generates and who learns: are engine and learner one policy."""
 
-from rl_metrics.entries import THUMB
+from rl_metrics.definitions.entries import THUMB
 from rl_metrics.health.common_rules import OFF_POLICY, PROVED_STALE, STUCK, TOO_FAST
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
 
 PROOF = "tolerance of the weight proof in bfloat16"
 
@@ -13,14 +13,14 @@ AGREEMENT = (
         title="the engines have the learner's weights",
         what="The proof of a weight update failed: the engines generate with other weights.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="highest",
                 reads=(("weights/canary_max_diff",),),
                 limits={"max": "canary_max"},
                 says="{metric} reached {value} nats (at most {max} is right)",
             ),
-            Probe(
+            Condition(
                 kind="highest",
                 reads=(("weights/probe_max_diff",),),
                 limits={"max": "probe_max"},
@@ -50,20 +50,20 @@ AGREEMENT = (
         title="engine and learner agree (train-inference mismatch)",
         what="The engine and the learner give the same tokens other probabilities.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("rollout_corr/k3_kl",),),
                 limits={"max": "kl_max"},
                 says="{metric} is at {value} nats (at most {max} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("training/rollout_probs_diff_mean",),),
                 limits={"max": "diff_max"},
                 says="{metric} is at {value} (at most {max} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("training/rollout_actor_probs_pearson_corr",),),
                 limits={"min": "correlation_min"},
@@ -83,7 +83,7 @@ AGREEMENT = (
             Cause(
                 text="stale weights: the difference grows from step to step",
                 advice="look at the weight proof, and restart the engines",
-                sign=Probe(
+                sign=Condition(
                     kind="leap",
                     reads=(("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"),),
                     limits={"times": 2.0},
@@ -111,20 +111,20 @@ AGREEMENT = (
         side="stability",
         title="old rollouts are near enough",
         what="What trains differs too much from what the policy would write now.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("rollout_corr/k3_kl",),),
                 limits={"max": "kl_max"},
                 says="{metric} is at {value} nats (at most {max} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("rollout_corr/rollout_is_eff_sample_size",),),
                 limits={"min": "samples_min"},
                 says="{metric}: {value:share} of the samples count (at least {min:share} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("rollout_corr/rollout_is_mean",),),
                 limits={"min": "weight_min", "max": "weight_max"},

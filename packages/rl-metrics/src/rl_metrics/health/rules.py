@@ -28,7 +28,7 @@ class Threshold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Condition:
     """One look at some metrics.
 
     Attributes:
@@ -39,7 +39,7 @@ class Probe:
             every threshold of the rule by its own name.
         window: Steps; 0 takes the rule's.
         says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
-        needs: Of a rule's own probe: it finds nothing unless each of these finds something too.
+        needs: Of a rule's own condition: it finds nothing unless each of these finds something too.
         otherwise: Of a rule's `needs`: how it is put that it finds nothing.
         can_do_with_one: It looks at its first column alone where the run has none of the second.
     """
@@ -49,12 +49,12 @@ class Probe:
     limits: Mapping[str, float | str] = field(default_factory=dict)
     window: int = 0
     says: str = "{metric} is at {value}"
-    needs: tuple["Probe", ...] = ()
+    needs: tuple["Condition", ...] = ()
     otherwise: str = ""
     can_do_with_one: bool = False
 
     def limits_of(self, rule: "Rule") -> dict[str, float]:
-        """The limits of this probe, as numbers, where a rule looks with it."""
+        """The limits of this condition, as numbers, where a rule looks with it."""
         limits = self.limits or {threshold.name: threshold.name for threshold in rule.thresholds}
         return {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in limits.items()}
 
@@ -67,13 +67,13 @@ class Cause:
         text: In one phrase.
         advice: What to try then.
         rule: A finding of this rule, no later than the one to explain, speaks for it: it comes first, and is named.
-        sign: A probe that speaks for it where it finds something, and against it where it finds nothing.
+        sign: A condition that speaks for it where it finds something, and against it where it finds nothing.
     """
 
     text: str
     advice: str
     rule: str | None = None
-    sign: Probe | None = None
+    sign: Condition | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class Rule:
         side: What it is about.
         title: What is checked, in some words.
         what: What is wrong, in one sentence.
-        probes: Any of them finds it.
+        conditions: Any of them finds it.
         thresholds: What users can set.
-        window: Steps that a probe looks at.
+        window: Steps that a condition looks at.
         min_steps: Steps with the metric before anything is said.
         severity: Of a finding.
         causes: Likeliest first.
@@ -100,14 +100,14 @@ class Rule:
     side: Side
     title: str
     what: str
-    probes: tuple[Probe, ...]
+    conditions: tuple[Condition, ...]
     thresholds: tuple[Threshold, ...]
     causes: tuple[Cause, ...]
     window: int = 10
     min_steps: int = 10
     severity: Severity = "warning"
-    needs: tuple[Probe, ...] = ()
-    unless: tuple[Probe, ...] = ()
+    needs: tuple[Condition, ...] = ()
+    unless: tuple[Condition, ...] = ()
     events: tuple[tuple[str, str], ...] = ()
 
     def limit(self, name: str) -> float:
@@ -164,13 +164,13 @@ def without(rules: Iterable[Rule], off: Collection[str]) -> tuple[Rule, ...]:
 
 def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
     """True for the names of metrics that any of the rules reads."""
-    probes = (
-        probe
+    conditions = (
+        condition
         for rule in rules
-        for one in (*rule.probes, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
-        for probe in (one, *one.needs)
+        for one in (*rule.conditions, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+        for condition in (one, *one.needs)
     )
-    names = {name for probe in probes for choices in probe.reads for name in choices}
+    names = {name for condition in conditions for choices in condition.reads for name in choices}
     patterns = [pattern_of(name) for name in sorted(names) if is_pattern(name)]
     return lambda metric: metric in names or any(pattern.fullmatch(metric) for pattern in patterns)
 

@@ -11,8 +11,8 @@ from rl_metrics.health.finding import Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
 from rl_metrics.health.rules import Rule, require_rules, with_thresholds, without
-from rl_metrics.json_lines import number_or_nan
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.json_lines import number_or_nan
+from rl_metrics.run_files.run_record import RunRecord
 
 log = structlog.get_logger(__name__)
 

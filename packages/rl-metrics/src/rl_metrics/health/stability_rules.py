@@ -1,6 +1,6 @@
 """Rules of stability: is what trains sound, and are engine and learner one policy."""
 
-from rl_metrics.entries import BY_DESIGN, GUIDE, THUMB
+from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BROKEN,
     CUT_SHORT,
@@ -20,7 +20,7 @@ from rl_metrics.health.common_rules import (
     TOO_OLD,
     WITHOUT_SPREAD,
 )
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
 
 STABILITY = (
     Rule(
@@ -28,8 +28,8 @@ STABILITY = (
         side="stability",
         title="gradient norm below 1",
         what="The gradients stay large.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("actor/grad_norm",),),
                 says="{metric} is at {value} (at most {max} is healthy)",
@@ -49,7 +49,7 @@ STABILITY = (
             Cause(
                 text="the KL penalty pulls harder than the reward",
                 advice="divide algorithm.kl_coefficient by ten",
-                sign=Probe(
+                sign=Condition(
                     kind="level",
                     reads=(KL_COEFFICIENT,),
                     limits={"max": 1.0},
@@ -67,8 +67,8 @@ STABILITY = (
         side="stability",
         title="gradient norm without jumps",
         what="The gradient norm jumped.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="jumps",
                 reads=(("actor/grad_norm",),),
                 says="{metric} was more than {times} times the usual {before} at {value} of the last {window} steps",
@@ -95,13 +95,13 @@ STABILITY = (
         side="stability",
         title="all values are finite",
         what="Values that are not finite were left out, or updates were skipped for them.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="highest",
                 reads=(("actor/skipped_updates",),),
                 says="{metric} reached {value} in a step",
             ),
-            Probe(
+            Condition(
                 kind="highest",
                 reads=(("nonfinite/*",),),
                 says="{metric} reached {value} in a step",
@@ -121,8 +121,8 @@ STABILITY = (
         title="what each step has stays there",
         what="Metrics that each step is meant to have are missing, or not finite (NaN, infinite).",
         severity="critical",
-        probes=tuple(
-            Probe(
+        conditions=tuple(
+            Condition(
                 kind="lost",
                 reads=(names,),
                 says="{metric} is missing, or not finite, at the last {value} steps",
@@ -153,8 +153,8 @@ STABILITY = (
         title="advantages are not all zero",
         what="Every advantage is 0: nothing is learnt.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="zero",
                 reads=(("critic/advantages/max",), ("critic/advantages/min",)),
                 says="{metric} has been within {max} of 0 for {window} steps",
@@ -181,8 +181,8 @@ STABILITY = (
         side="stability",
         title="rewards differ within groups",
         what="In nearly every group all rewards are equal; such groups teach nothing.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(WITHOUT_SPREAD,),
                 says="{metric}: {value:share} of the groups (at most {max:share} is healthy)",
@@ -212,8 +212,8 @@ STABILITY = (
         side="stability",
         title="responses end by themselves",
         what="Many responses are cut at the length limit.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("response_length/clip_ratio",),),
                 says="{metric}: {value:share} of the responses (at most {max:share} is healthy)",
@@ -230,7 +230,7 @@ STABILITY = (
             Cause(
                 text="the limit is too low for the task",
                 advice="raise rollout.max_response_tokens",
-                sign=Probe(
+                sign=Condition(
                     kind="level",
                     reads=(("response_length/clip_ratio",),),
                     limits={"max": 0.1},
@@ -250,14 +250,14 @@ STABILITY = (
         side="stability",
         title="response length",
         what="Responses have become much shorter or longer, without a gain in reward.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="shrunk",
                 reads=(("response_length/mean",),),
                 limits={"min": "shrunk"},
                 says="{metric} is at {value:share} of its start, which was {before} tokens",
             ),
-            Probe(
+            Condition(
                 kind="leap",
                 reads=(("response_length/mean",),),
                 limits={"times": "grown"},
@@ -285,26 +285,26 @@ STABILITY = (
         side="stability",
         title="sessions give trajectories",
         what="Many sessions failed, or gave nothing that can train.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("rollout/failed_sessions",), ("rollout/num_trajectories",)),
                 limits={"max": "failed_max"},
                 says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("response/aborted_ratio",),),
                 limits={"max": "aborted_max"},
                 says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="level",
                 reads=(("rollout/unscored_trajectories",), ("rollout/num_trajectories",)),
                 limits={"max": "failed_max"},
                 says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="highest",
                 reads=(("rollout/audit_failures",),),
                 limits={"max": "audit_max"},

@@ -1,6 +1,6 @@
 """Rules of the task: does the policy learn what it is rewarded for."""
 
-from rl_metrics.entries import BY_DESIGN, GUIDE, THUMB
+from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BEST_SCORE,
     BROKEN,
@@ -16,7 +16,7 @@ from rl_metrics.health.common_rules import (
     SOLVED,
     TOO_FAST,
 )
-from rl_metrics.health.rules import Cause, Probe, Rule, Threshold
+from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
 
 TOO_HARD = Cause(
     text="the prompts are too hard for this policy",
@@ -40,8 +40,8 @@ TASK = (
         title="some responses are rewarded",
         what="Every reward has been 0 since the first step.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="never_positive",
                 reads=(SCORE,),
                 says="{metric} has never been other than 0 (largest {value})",
@@ -66,8 +66,8 @@ TASK = (
         title="the reward keeps what it gained",
         what="The reward has fallen far below its best.",
         severity="critical",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="fall",
                 reads=(SCORE,),
                 limits={"max": "max", "by": 0.01, "errors": 3.2},
@@ -102,13 +102,13 @@ TASK = (
         side="task",
         title="the reward has risen since the start",
         what="The reward has not risen since the start.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="no_rise",
                 reads=(SCORE, BEST_SCORE),
                 says="{metric} began at {before} and went at best {value:share} of the way to the highest reward",
             ),
-            Probe(
+            Condition(
                 kind="no_rise",
                 reads=(SCORE,),
                 says="{metric} began at {before}, and its best is {value:share} above that",
@@ -156,15 +156,15 @@ TASK = (
         side="task",
         title="share of positive rewards",
         what="Hardly any response is rewarded.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="level",
                 reads=(("rollout/positive_reward_ratio",),),
                 says="{value:share} of the responses have a reward above 0 (at least {min:share} is healthy)",
             ),
         ),
         thresholds=(Threshold(name="min", default=0.05, meaning="share of rewards above 0", source=THUMB),),
-        unless=(Probe(kind="level", reads=(("critic/score/min", "critic/rewards/min"),), limits={"min": 0.0}),),
+        unless=(Condition(kind="level", reads=(("critic/score/min", "critic/rewards/min"),), limits={"min": 0.0}),),
         causes=(
             REWARD_ZERO,
             CUT_SHORT,
@@ -177,13 +177,13 @@ TASK = (
         side="task",
         title="validation against training",
         what="The policy does worse on validation than on what it trains on.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="gap",
                 reads=(SCORE, VALIDATED_REWARD),
                 says="{metric} is {value:share} below training's {before} (at most {max:share} is healthy)",
             ),
-            Probe(
+            Condition(
                 kind="gap",
                 reads=(("reward/acc/mean",), VALIDATED_ACCURACY),
                 says="{metric} is {value:share} below training's {before} (at most {max:share} is healthy)",
@@ -209,8 +209,8 @@ TASK = (
         side="task",
         title="validation keeps what it gained",
         what="Validation has fallen below its best.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="fall",
                 reads=(("val-core/*/mean@#",),),
                 limits={"max": "max", "by": 0.01},
@@ -237,8 +237,8 @@ TASK = (
         side="task",
         title="rewards by component",
         what="A component of the reward falls while the whole does not.",
-        probes=(
-            Probe(
+        conditions=(
+            Condition(
                 kind="fall",
                 reads=(("reward/*/mean",),),
                 limits={"max": "max", "by": 0.05, "errors": 3.2},
@@ -249,7 +249,7 @@ TASK = (
             Threshold(name="max", default=0.3, meaning="share of a component's best that may be lost", source=THUMB),
         ),
         min_steps=20,
-        unless=(Probe(kind="fall", reads=(SCORE,), limits={"max": 0.1, "by": 0.01}),),
+        unless=(Condition(kind="fall", reads=(SCORE,), limits={"max": 0.1, "by": 0.01}),),
         causes=(
             Cause(
                 text="the policy trades this component for another that pays more",

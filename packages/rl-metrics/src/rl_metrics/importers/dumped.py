@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_metrics.generations import GenerationSample
-from rl_metrics.json_lines import number_or_nan
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import number_or_nan
+from rl_metrics.run_files.rollout_log import RolloutRow
 
 MAX_ROWS = 20_000
 """Of one file, so many are taken."""

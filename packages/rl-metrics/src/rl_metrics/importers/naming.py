@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 
-from rl_metrics.table import DEFINITIONS
+from rl_metrics.definitions.table import DEFINITIONS
 
 OTHER = "other/"
 """What has no meaning here keeps its name behind this."""

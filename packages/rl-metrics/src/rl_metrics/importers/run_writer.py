@@ -12,12 +12,12 @@ from typing import Any, Self
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.events import EventLog, read_events
-from rl_metrics.generations import GenerationSample
 from rl_metrics.importers.naming import OTHER
-from rl_metrics.json_lines import number_or_nan
-from rl_metrics.rollout_log import RolloutLog, RolloutRow
-from rl_metrics.run_record import FILES
+from rl_metrics.run_files.events import EventLog, read_events
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import number_or_nan
+from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
+from rl_metrics.run_files.run_record import FILES
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 log = structlog.get_logger(__name__)
@@ -100,7 +100,7 @@ class RunWriter:
         """What is added from now on is of this file; a warning says when the one before it seems to be the later one.
 
         Args:
-            file: With the metrics of one attempt of the run.
+            file: With the metrics of one launch of the run.
             names: Gives the names here of a metric in this file; those of the run when left out.
         """
         self._file = file
@@ -113,7 +113,7 @@ class RunWriter:
         """Add what was logged of a step, in the order in which it was logged.
 
         What was logged of one step in parts is put together. A metric that the step has already was logged by a
-        resumed attempt: as in `read_metrics`, it takes the place of the step and of all later ones. A warning says so
+        resumed launch: as in `read_metrics`, it takes the place of the step and of all later ones. A warning says so
         where that is within one file, as a line of a response that looks like a step does it too.
 
         Args:
@@ -210,12 +210,12 @@ class RunWriter:
                 file=str(self._file),
                 step=step,
                 after_step=self._step_of_file,
-                advice="taken as a resumed attempt, which replaces the steps from there on; if it is text of a "
+                advice="taken as a resumed launch, which replaces the steps from there on; if it is text of a "
                 "response, cut it from the file",
             )
 
     def _warn_of_order(self) -> None:
-        """Say it where the newest attempt begins before the one before it, whose steps it replaces."""
+        """Say it where the newest launch begins before the one before it, whose steps it replaces."""
         if len(self._starts) < 2:
             return
         (before, first_before), (file, first) = self._starts[-2:]
@@ -226,7 +226,7 @@ class RunWriter:
                 first_step=first,
                 before=str(before),
                 its_first_step=first_before,
-                advice="what a later file has takes the place of an earlier one's steps: give the oldest attempt first",
+                advice="what a later file has takes the place of an earlier one's steps: give the oldest launch first",
             )
 
     def _flush(self) -> None:

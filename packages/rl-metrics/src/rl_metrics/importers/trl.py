@@ -20,7 +20,7 @@ from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_sample
 from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.trl_names import names_of
-from rl_metrics.json_lines import parse_line, read_json_lines
+from rl_metrics.run_files.json_lines import parse_line, read_json_lines
 from rl_metrics.trackers.jsonl import as_step
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
 
     Args:
         files: `trainer_state.json`, or a folder in which its newest checkpoint has one; several in the order of the
-            run's attempts.
+            run's launches.
         into: Folder of the run; new, or of an earlier import.
         completions: Folder of the logged completions, as Parquet (needs pyarrow) or JSON lines.
 

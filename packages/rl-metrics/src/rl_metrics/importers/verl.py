@@ -20,7 +20,7 @@ from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_sample
 from rl_metrics.importers.naming import Names, translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.verl_console import seems_step, step_of_line
-from rl_metrics.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
+from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
 from rl_metrics.trackers.jsonl import as_step, warn_of_lines_without_step
 
 log = structlog.get_logger(__name__)
@@ -71,7 +71,7 @@ def import_verl(
     """Write the folder of a run of verl.
 
     Args:
-        files: JSON lines of its file logger, or what its console said, in the order of the run's attempts: a resumed
+        files: JSON lines of its file logger, or what its console said, in the order of the run's launches: a resumed
             one takes the place of the steps that it repeats.
         into: Folder of the run; new, or of an earlier import.
         rollouts: Its `trainer.rollout_data_dir`.

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.history import History
+from rl_metrics.definitions.table import CHAPTERS, DEFINITIONS, chapter_of
 from rl_metrics.report.packing import Kind
-from rl_metrics.table import CHAPTERS, DEFINITIONS, chapter_of
+from rl_metrics.run_files.history import History
 
 MAX_POINTS = 4000
 """Of a curve. A longer one shows the lowest and the highest value of each of half as many stretches of steps."""

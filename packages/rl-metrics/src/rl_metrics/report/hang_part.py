@@ -6,7 +6,7 @@ import msgspec
 
 from rl_metrics.doctor.hang import went_on
 from rl_metrics.hang.stack_places import innermost_frames
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.run_record import RunRecord
 
 
 def describe_hang(run: RunRecord) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rl_metrics.json_lines import as_plain
+from rl_metrics.run_files.json_lines import as_plain
 
 Kind = Literal["f32", "f64", "i32", "u8"]
 """Of a column: "f32" keeps whole numbers, and about 4 significant digits of others; where some are too large for it,

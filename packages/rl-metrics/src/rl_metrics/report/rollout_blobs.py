@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rl_metrics.report.blobs import BlobSink
 from rl_metrics.report.packing import Kind, pack
-from rl_metrics.rollout_log import FLOAT_COLUMNS, RolloutRow
+from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutRow
 
 CHUNK_ROWS = 512
 CHUNK_TOKENS = 1 << 15

@@ -12,9 +12,9 @@ import numpy as np
 from rl_core.errors import DataError
 from rl_metrics.health import Verdict
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.json_lines import number_or_none
 from rl_metrics.report.curves import Columns, meaning_of, thin
-from rl_metrics.run_record import ProbeRow, RunRecord
+from rl_metrics.run_files.json_lines import number_or_none
+from rl_metrics.run_files.run_record import ProbeRow, RunRecord
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Of each step's distribution."""

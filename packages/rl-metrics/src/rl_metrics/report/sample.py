@@ -7,7 +7,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.rollout_log import RolloutRow
+from rl_metrics.run_files.rollout_log import RolloutRow
 
 WORST_SHARE = 0.25
 """Of those kept, at most, that are there for their low rewards."""

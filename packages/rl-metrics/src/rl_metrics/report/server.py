@@ -18,7 +18,7 @@ from rl_core.errors import RLError
 from rl_metrics.report.blobs import FolderBlobs
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.writing import MAX_TRAJECTORIES, check_request, pack_runs
-from rl_metrics.run_record import FILES, open_run
+from rl_metrics.run_files.run_record import FILES, open_run
 
 log = structlog.get_logger(__name__)
 

@@ -8,9 +8,9 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster.guard import is_running
-from rl_core.durable_files import sync_file, sync_folder
+from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
+from rl_core.files.durable import sync_file, sync_folder
 from rl_metrics.output_file import check_output
 from rl_metrics.report.blobs import BlobSink, PageBlobs
 from rl_metrics.report.curves import never_finite, pack_curves
@@ -29,8 +29,8 @@ from rl_metrics.report.run_parts import (
     slowest_sessions,
 )
 from rl_metrics.report.sample import choose
-from rl_metrics.rollout_log import RolloutRow
-from rl_metrics.run_record import RunRecord
+from rl_metrics.run_files.rollout_log import RolloutRow
+from rl_metrics.run_files.run_record import RunRecord
 
 MAX_TRAJECTORIES = 50_000
 """Of a run, in a report; more are sampled."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from rl_core.errors import NotReadyError, SettingsError
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.protocol import Tracker
 
 log = structlog.get_logger(__name__)

@@ -10,12 +10,12 @@ from typing import IO, Any, cast
 import structlog
 from rich.console import Console
 
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
 from rl_metrics.trackers.output_thread import OutputThread, unhurried_stdout
 from rl_metrics.trackers.text import plain_text
-from rl_metrics.validation import headline
+from rl_metrics.validation.summary import headline
 
 log = structlog.get_logger(__name__)
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import structlog
 
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.protocol import Tracker
 
 log = structlog.get_logger(__name__)

@@ -12,9 +12,9 @@ import msgspec
 import structlog
 
 from rl_core.errors import DataError, NotReadyError
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
-from rl_metrics.json_lines import JsonLinesWriter, number_or_nan, parse_line, read_json_lines
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import JsonLinesWriter, number_or_nan, parse_line, read_json_lines
 
 log = structlog.get_logger(__name__)
 

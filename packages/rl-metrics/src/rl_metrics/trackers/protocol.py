@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 
 Ending = Literal["finished", "stopped", "failed"]
 """How a run ended, for trackers that show it."""

@@ -2,8 +2,8 @@
 
 import json
 
-from rl_core.records import Json
-from rl_metrics.generations import GenerationSample
+from rl_core.data.records import Json
+from rl_metrics.run_files.generations import GenerationSample
 
 COLUMNS = (
     "step",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.errors import MissingExtraError, NotReadyError
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.text import plain_text
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import structlog
 
-from rl_core.durable_files import write_durably
+from rl_core.data.records import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_core.records import Json
-from rl_metrics.generations import GenerationSample
-from rl_metrics.histogram import Histogram
+from rl_core.files.durable import write_durably
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.tables import COLUMNS, table_row
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ INIT_TIMEOUT_S = 90.0
 class WandbTracker:
     """Logs rows and tables to one run of wandb, at the trainer's steps.
 
-    The run's id lies in the run's folder, so that a resumed run goes on with it. Offline, each attempt is a folder of
+    The run's id lies in the run's folder, so that a resumed run goes on with it. Offline, each launch is a folder of
     its own under `wandb/`, all with this id; nothing reaches the network, and `wandb sync` sends them later. The newest
-    32 KiB or so of an attempt are in memory alone, and a process that is killed at once loses them.
+    32 KiB or so of a launch are in memory alone, and a process that is killed at once loses them.
     """
 
     def __init__(

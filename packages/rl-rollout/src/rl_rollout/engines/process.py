@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
 from rl_core.cluster.restarts import next_incarnation
+from rl_core.data.records import FloatArray, IntArray
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
@@ -21,8 +22,7 @@ from rl_core.errors import (
     RoleError,
     WeightsGoneError,
 )
-from rl_core.records import FloatArray, IntArray
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
 from rl_rollout.engines.registry import engine_class
@@ -34,7 +34,7 @@ OF_WEIGHTS = ("sees", "update_weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineHost:
+class EnginePlacement:
     """Where an engine's process lives.
 
     Attributes:
@@ -82,7 +82,7 @@ class EngineCalls:
         if update.file is None:
             raise EngineError(
                 "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
-                "update with rl_core.transports.SharedFileTransport."
+                "update with rl_core.weights.transports.SharedFileTransport."
             )
         if not update.file.is_file():
             raise WeightsGoneError(
@@ -130,7 +130,7 @@ class EngineCalls:
 class ProcessEngine(EngineCalls):
     """A `RolloutEngine` whose model lives in a process of its own, which ends with this one.
 
-    Weights come as a file (`rl_core.transports.SharedFileTransport`). A caller that is cancelled leaves its
+    Weights come as a file (`rl_core.weights.transports.SharedFileTransport`). A caller that is cancelled leaves its
     request running in that process until it is done or aborted. After a death its calls raise EngineDiedError; where
     the host allows restarts, later ones wait for the next process.
 
@@ -139,7 +139,7 @@ class ProcessEngine(EngineCalls):
     """
 
     def __init__(
-        self, name: str, model_dir: Path, options: object = None, *, host: EngineHost | None = None, index: int = 0
+        self, name: str, model_dir: Path, options: object = None, *, host: EnginePlacement | None = None, index: int = 0
     ) -> None:
         """Choose an engine; `start` starts its process.
 
@@ -152,7 +152,7 @@ class ProcessEngine(EngineCalls):
         """
         super().__init__(self._ask)
         self.gate = Gate()
-        self._host = host or EngineHost()
+        self._host = host or EnginePlacement()
         self._spec = RoleSpec(
             name=f"{name} engine",
             rank=index,
@@ -245,13 +245,13 @@ class ProcessEngine(EngineCalls):
     async def _loaded(self, role: Role) -> EngineTraits:
         """Have it load its model; again, where its process dies meanwhile and is started again."""
         while True:
-            life = role.incarnation
+            incarnation = role.incarnation
             try:
                 traits: EngineTraits = await self._call_role("start")
                 return traits
             except EngineDiedError as error:
                 try:
-                    await next_incarnation(role, life, error)
+                    await next_incarnation(role, incarnation, error)
                 except RoleDiedError as ending:
                     raise _engine_died(ending) from ending
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from rl_core.data.records import IntArray
 from rl_core.errors import EngineError
-from rl_core.records import IntArray
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
 
 LOWEST_TEMPERATURE = 0.01

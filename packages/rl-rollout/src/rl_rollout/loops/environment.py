@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Json, Prompt
 from rl_core.registry import Registry
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.episode import Episode

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_core.records import NO_VERSION, BoolArray, FloatArray, IntArray
+from rl_core.data.records import NO_VERSION, BoolArray, FloatArray, IntArray
 from rl_rollout.audit import SampledSpan
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import EngineError, MissingExtraError
-from rl_core.records import Json, Prompt
 from rl_rollout.audit import SampledSpan
 from rl_rollout.engines.protocol import GenerateRequest
 from rl_rollout.loops.protocol import LoopContext

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_core.data.records import IntArray, Json, Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import IntArray, Json, Prompt
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns

@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rl_core.data.records import IntArray, Json, Prompt
 from rl_core.errors import DataError, SettingsError
-from rl_core.records import IntArray, Json, Prompt
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 Role = Literal["tool", "user"]

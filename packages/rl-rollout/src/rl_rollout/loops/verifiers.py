@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.records import Json, Prompt, Timings, Trajectory
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.records import Json, Prompt, Timings, Trajectory
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
 from rl_rollout.loops.sampled_sequences import columns_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from rl_core.data.records import Json
 from rl_core.errors import DataError, MissingExtraError
-from rl_core.records import Json
 
 
 def is_hf_dataset(folder: Path) -> bool:

@@ -11,9 +11,9 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from rl_core.data.ragged import Ragged
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
-from rl_core.ragged import Ragged
-from rl_core.records import Prompt
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.tokenizer import PromptTokenizer

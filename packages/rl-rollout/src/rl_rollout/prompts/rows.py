@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from rl_core.data.records import Json
 from rl_core.errors import DataError
-from rl_core.records import Json
 from rl_rollout.prompts.hf_dataset import HfDatasetRows, is_hf_dataset
 from rl_rollout.prompts.parquet import ParquetRows
 

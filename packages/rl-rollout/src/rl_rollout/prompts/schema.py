@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from rl_core.data.records import Json
 from rl_core.errors import DataError
-from rl_core.records import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.records import IntArray, Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.records import IntArray, Json
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Literal
 
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import SettingsError
-from rl_core.records import Json, Prompt
 from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, CodeTests, read_tests, same_output, same_value
 from rl_rollout.rewards.outputs import cut

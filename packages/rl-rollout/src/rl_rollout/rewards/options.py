@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from rl_core.data.records import Json
 from rl_core.errors import SettingsError
-from rl_core.records import Json
 
 ON_FAILURE = ("drop", "retry", "zero")
 FAILURE_KINDS = ("raised", "timed_out", "bad_value")

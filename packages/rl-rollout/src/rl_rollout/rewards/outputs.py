@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.records import Json
 from rl_core.errors import DataError
-from rl_core.records import Json
 from rl_rollout.rewards.protocol import RewardResult
 
 FLOAT32_MAX = 3.4e38

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.records import Prompt
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult

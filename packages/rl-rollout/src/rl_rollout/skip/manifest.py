@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl_core.bounded_json import count_values, load_json, shown
+from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, CacheError, DataError
-from rl_core.records import Json
-from rl_core.zarr_arrays import ArraySpec, FileSpec
+from rl_core.files.bounded_json import count_values, load_json, shown
+from rl_core.files.zarr_arrays import ArraySpec, FileSpec
 
 FORMAT = "rl-rollout skip cache entry"
 FORMAT_VERSION = 1

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.records import IntArray, Trajectory
 from rl_core.errors import MissingExtraError, RLError
-from rl_core.records import IntArray, Trajectory
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.commands import as_plain, describe_entry, verify_entry

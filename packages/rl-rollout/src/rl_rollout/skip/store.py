@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.bounded_json import shown, shown_path
+from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
-from rl_core.records import Json
-from rl_core.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
+from rl_core.files.bounded_json import shown, shown_path
+from rl_core.files.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter
 from rl_rollout.skip.folder import BROKEN, open_folder

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.records import IntArray
 from rl_core.errors import EngineError
-from rl_core.records import IntArray
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 
 PROMPT = np.array([5, 9, 14, 3, 22], dtype=np.int32)

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+from rl_core.data.records import Json
 from rl_core.errors import SettingsError
-from rl_core.records import Json
 from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.results import result_text
 from rl_rollout.tools.signatures import Signature

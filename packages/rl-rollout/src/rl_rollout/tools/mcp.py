@@ -15,15 +15,15 @@ from typing import Any
 
 import structlog
 
-from rl_core.cluster import guard
+from rl_core.cluster.processes import guard
+from rl_core.data.records import Json
 from rl_core.errors import MissingExtraError, SettingsError, ToolError
-from rl_core.records import Json
 from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import printable, shown_error
 from rl_rollout.tools import server_process
-from rl_rollout.tools.garbage import TELL, drop_tracebacks
 from rl_rollout.tools.loop_thread import LoopThread
 from rl_rollout.tools.mcp_options import McpServerOptions
+from rl_rollout.tools.non_protocol_output import TELL, drop_tracebacks
 from rl_rollout.tools.protocol import Tool
 
 try:

@@ -1,8 +1,8 @@
 """Becomes a server that ends with this program's parent, and nothing of which outlives it.
 
 `python -I -S server_process.py GUARD MARK PARENT COMMAND...`, in a session of its own. It needs the standard library
-alone. `GUARD` is the file of `rl_core.cluster.guard`, which then watches this process and its parent. When one is gone,
-however it ended, what the server started is killed: what has the mark in its environment, or is of this session.
+alone. `GUARD` is the file of `rl_core.cluster.processes.guard`, which then watches this process and its parent. When
+one is gone, however it ended, every process with the mark in its environment, or of this session, is killed.
 """
 
 import ctypes

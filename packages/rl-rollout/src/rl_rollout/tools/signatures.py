@@ -6,8 +6,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_core.data.records import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.records import Json
 
 MAX_SHOWN_FAULTS = 5
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_core.data.records import Json
 from rl_core.errors import SettingsError
-from rl_core.records import Json
 from rl_core.registry import Registry
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import Tool, tool_schema

@@ -1,0 +1,1 @@
+"""The controller carries out what the scheduler decides, by calling the roles."""

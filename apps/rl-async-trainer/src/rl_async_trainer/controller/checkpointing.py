@@ -1,0 +1,58 @@
+"""The controller's checkpoints: the learner writes them, and the queue forgets what is in a whole one."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.parts import ControllerParts
+from rl_async_trainer.controller.step_metrics import StepMetrics
+from rl_async_trainer.schedule.run_state import AsyncState
+from rl_trainer.rollouts.setup import TRAIN
+
+
+class Checkpointing:
+    """Begins checkpoints, and acks the groups of those that are whole."""
+
+    def __init__(self, controls: ControllerParts, learner: LearnerLink, metrics: StepMetrics) -> None:
+        """None is under way."""
+        self._parts = controls
+        self._scheduler = controls.scheduler
+        self._learner = learner
+        self._metrics = metrics
+        self._num_saving = 0
+
+    async def begin(self, state: AsyncState) -> None:
+        """Have the learner write a checkpoint of now; it names the groups that may be acked when it is whole."""
+        state = replace(state, unacked=self._scheduler.unsaved, wall_s=self._parts.wall_s())
+        self._num_saving += 1
+        content = asdict(state) | {"unacked": list(state.unacked)}
+        await self._learner.save(state.step, content, self._learner.course())
+
+    async def wait(self) -> None:
+        """Wait until what was begun is whole, and ack what it has."""
+        await self._learner.wait_saved()
+        await self.confirm()
+
+    async def confirm(self) -> None:
+        """Ack the groups of checkpoints that became whole."""
+        if not self._num_saving:
+            return
+        for saved in await self._learner.saved():
+            self._parts.say(
+                "checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=round(saved.took_s, 3)
+            )
+            self._num_saving = max(self._num_saving - 1, 0)
+            self._metrics.saved(saved.took_s)
+            await self.ack(self._scheduler.saved(saved.step))
+
+    async def ack(self, uids: Sequence[str]) -> None:
+        """Tell the queue that these are in a whole checkpoint."""
+        if uids:
+            await asyncio.to_thread(self._parts.queue.finish, TRAIN, list(uids))
+            self._parts.supply.done(uids)
+            self._parts.progress("checkpoint")
+
+    def given_up(self) -> None:
+        """The learner died, and what it wrote with it."""
+        self._num_saving = 0

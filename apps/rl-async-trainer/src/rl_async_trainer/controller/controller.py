@@ -1,0 +1,387 @@
+"""The controller: loops that do what the scheduler says.
+
+Read `_learn` first: it trains a step when there is one. Beside it `Rollouts` starts prompts and hears what became of
+them, and the weight publisher gives new weights to the engines. They meet at one condition, `_changed`. Weights
+never come here, and of rows only answers to validation problems, whose samples go to the trackers, and the few of each
+step that are written down.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.controller.checkpointing import Checkpointing
+from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.parts import ControllerParts
+from rl_async_trainer.controller.rollouts import Rollouts
+from rl_async_trainer.controller.step_metrics import StepMetrics
+from rl_async_trainer.controller.teachers_link import TeachersLink
+from rl_async_trainer.controller.weight_publisher import WeightPublisher
+from rl_async_trainer.liveness.heartbeats import Heart, Heartbeats, Link
+from rl_async_trainer.liveness.live_answers import LiveAnswers
+from rl_async_trainer.messages import LearnerInfo, PackedWeights, StepOrder, TrainedStep
+from rl_async_trainer.schedule.run_state import AsyncState, read_run_state
+from rl_core.cluster.restarts import RoleRestartedError
+from rl_core.data.records import Json
+from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
+from rl_core.weights.publish import PublishReport
+from rl_trainer.reporting.step_metrics import has_distributions
+from rl_trainer.run.stopping import StopRequestedError
+
+
+class Controller:
+    """Runs a training from a state to its last step.
+
+    Attributes:
+        state: Of the last step that was done.
+        live: Answers who asks the live run.
+    """
+
+    def __init__(self, controls: ControllerParts, state: AsyncState) -> None:
+        """Begin where a state was taken; nothing is asked of anybody yet."""
+        self.state = state
+        self._parts = controls
+        self._settings = controls.settings
+        self._scheduler = controls.scheduler
+        self._changed = asyncio.Condition()
+        self._was_restored = False
+        self._in_step = asyncio.Lock()
+        self._metrics = StepMetrics()
+        self._learner = LearnerLink(
+            controls.roles.learner,
+            find_checkpoint=controls.find_checkpoint,
+            on_lost=self._learner_is_lost,
+            on_restored=self._learner_is_restored,
+        )
+        self._teachers = TeachersLink(controls.roles.teachers, on_lost=self._teachers_are_lost)
+        self._rollouts = Rollouts(
+            controls,
+            self._changed,
+            self._metrics,
+            on_started=self._teachers.issued,
+            on_weights_lost=lambda: self._weights.lost(),
+        )
+        self._rollouter = self._rollouts.link
+        self.live = LiveAnswers(controls, self._rollouter)
+        self._checkpoints = Checkpointing(controls, self._learner, self._metrics)
+        self._weights = WeightPublisher(
+            self._learner,
+            self._rollouter,
+            self._changed,
+            deadline_s=self._settings.rollout.deadline_s,
+            on_served=self._is_served,
+        )
+
+    async def start(self, checkpoint: Path | None) -> tuple[str, LearnerInfo]:
+        """Start what is heavy in the roles, all at once; within one process one after the other.
+
+        Gives the engine's name, and what the learner is.
+
+        There, models that are loaded at the same time would be broken: transformers changes global state to load one.
+        """
+        alone = asyncio.Semaphore(1 if self._settings.roles.kind == "inline" else 3)
+
+        async def started(work: Awaitable[Any]) -> Any:
+            async with alone:
+                return await work
+
+        works = [self._rollouter.start(), self._learner.start(checkpoint), self._teachers.start()]
+        rollouter, learner, _ = await asyncio.gather(*map(started, works))
+        return rollouter, learner
+
+    async def run(self) -> AsyncState:
+        """Train until the last step.
+
+        Raises:
+            StopRequestedError: A signal came; the state is that of the last step, and is saved.
+            Exception: What ended a role for good, with its trace.
+        """
+        work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
+        work += [self._teachers.serve(), self._hear_stop()]
+        if self._settings.roles.kind != "inline":
+            work.append(self._heartbeats().run())
+        tasks = [asyncio.create_task(one) for one in work]
+        learning = tasks[0]
+        try:
+            await asyncio.wait([*tasks, self._parts.validator.failed], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (self._parts.validator.failed, *tasks[1:]):
+                if ended.done():
+                    ended.result()  # these end by raising
+            await learning
+            return self.state
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._parts.validator.cancel()
+
+    def _heartbeats(self) -> Heartbeats:
+        links: dict[str, Link] = {"rollouter": self._rollouter, "learner": self._learner, "teachers": self._teachers}
+        hearts = {name: Heart(role=role, link=links[name]) for name, role in self._parts.roles.all.items()}
+        return Heartbeats(
+            hearts,
+            deadline_s=self._settings.roles.heartbeat_deadline_s,
+            say=self._parts.say,
+            progress=self._parts.progress,
+        )
+
+    async def save_stopped(self) -> None:
+        """Write a checkpoint of the last step, unless there is one."""
+        with suppress(RoleRestartedError):  # it is at one
+            if self._scheduler.unsaved:
+                await self._checkpoints.begin(self.state)
+            await self._checkpoints.wait()
+
+    # -- the learner's side
+
+    async def _learn(self) -> None:
+        await self._begin()
+        while True:
+            try:
+                await self._validate_again()
+                if self._scheduler.is_done:
+                    await self._finish()
+                    return
+                with self._metrics.waiting():
+                    uids = await self._next_groups()
+                await self._step(uids)
+            except RoleRestartedError:
+                continue  # the scheduler was set back to the learner's checkpoint
+
+    async def _begin(self) -> None:
+        """Give the present weights to the engines, and evaluate the untrained policy where that is asked for."""
+        while True:
+            try:
+                await self._weights.pack_and_wait(self._scheduler.learner_version)
+                await self._validate_at_start()
+                break
+            except RoleRestartedError:
+                continue
+        await self._rollouts.let_feed()
+
+    async def _validate_at_start(self) -> None:
+        step = self.state.step
+        if step == 0 and self._settings.trainer.validate_first and self.state.validated < 0:
+            self._parts.log_metrics(0, await self._validate(with_test=True))
+        elif self._lacks_validation:
+            self._parts.log_metrics(step, await self._validate(with_test=False), is_late=True)
+
+    async def _validate_again(self) -> None:
+        """Begin a validation again that the learner gave up when it died, where its step is not trained again."""
+        was_restored, self._was_restored = self._was_restored, False
+        if was_restored and self._lacks_validation and self._settings.schedule.validate_on == "learner":
+            await self._validate_beside()
+
+    @property
+    def _lacks_validation(self) -> bool:
+        """The last step's validation was due, and is not over."""
+        state = self.state
+        is_due = self._parts.validator.has_problems and self._is_due(self._settings.trainer.validate_every)
+        return 0 < state.step > state.validated and is_due
+
+    async def _next_groups(self) -> tuple[str, ...]:
+        """Wait for the groups of the next step."""
+        async with self._changed:
+            while True:
+                self._parts.stop.check()
+                for uid in self._scheduler.stale():
+                    await asyncio.to_thread(self._parts.queue.drop, uid, reason="stale", reissue=True)
+                    self._scheduler.reissued(uid)
+                    self._metrics.dropped("stale")
+                    self._changed.notify_all()
+                uids = self._scheduler.next_step()
+                if uids is not None and not self._weights.is_live:
+                    return uids
+                if self._scheduler.is_without_groups:
+                    raise RolloutError(
+                        f"all groups of step {self.state.step + 1} failed; the last: {self._rollouts.last_failure}"
+                    )
+                await self._changed.wait()
+
+    async def _step(self, uids: tuple[str, ...]) -> None:
+        """Train a step, publish what is due, log it, and save it where a checkpoint is due."""
+        scheduler, number = self._scheduler, self._scheduler.num_steps + 1
+        async with self._in_step:
+            report = await self._train(number, uids)
+            wall_s = self._note(report)
+            publishing = asyncio.create_task(self._publish_step())
+            try:
+                metrics, histograms = await self._measure(report, wall_s)
+            except BaseException:
+                publishing.cancel()
+                raise
+        try:
+            metrics |= await publishing
+        finally:
+            self._parts.log_histograms(number, histograms)
+            self._parts.log_metrics(number, metrics)  # also where it is stopped amid a validation
+            self._parts.write_rollouts(report.rollouts)
+        if self._lacks_validation:
+            await self._validate_beside()
+        if scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every):
+            await self._checkpoints.begin(self.state)
+        await self._checkpoints.confirm()
+
+    async def _train(self, number: int, uids: tuple[str, ...]) -> TrainedStep:
+        """Have the learner train a step."""
+        is_current = self._learner.course()
+        self._parts.record.write("step", step=number, uids=list(uids))
+        order = StepOrder(
+            step=number,
+            uids=uids,
+            version=self._scheduler.learner_version,
+            kl=self.state.kl,
+            deadline_s=self._settings.rollout.deadline_s,
+        )
+        report = await self._learner.train(order, is_current)
+        self._parts.progress(f"step {number}")
+        async with self._changed:
+            if not is_current():
+                raise RoleRestartedError(f"the learner died after step {number}.")
+            self._scheduler.trained(uids)
+            self._changed.notify_all()
+        return report
+
+    def _note(self, report: TrainedStep) -> float:
+        """Note a step that was done; gives the seconds since the one before."""
+        scheduler, state = self._scheduler, self.state
+        wall_s = self._metrics.step_ended()
+        self.state = replace(
+            state,
+            step=scheduler.num_steps,
+            policy_version=scheduler.options.version_after(scheduler.num_steps),
+            num_trained=scheduler.num_trained,
+            num_spent=scheduler.num_spent,
+            num_samples=state.num_samples + report.num_trajectories,
+            steps_wall_s=state.steps_wall_s + wall_s,
+            kl=dict(report.kl),
+        )
+        return wall_s
+
+    async def _measure(self, report: TrainedStep, wall_s: float) -> tuple[dict[str, float], dict[str, Json]]:
+        """Metrics of a step that was done, and distributions."""
+        scheduler = self._scheduler
+        window, teachers = await asyncio.gather(self._rollouter.window(), self._teachers.window())
+        for event in (*window["events"], *teachers["events"]):
+            self._parts.say(event.pop("event"), **{"step": scheduler.num_steps, **event})
+        stats = await asyncio.to_thread(self._parts.queue.stats)
+        restarts = {"rollouter": self._rollouter.num_restarts, "learner": self._learner.num_restarts}
+        if self._parts.roles.teachers is not None:
+            restarts["teachers"] = self._teachers.num_restarts
+        metrics = self._metrics.of_step(
+            report,
+            {**window["metrics"], **teachers["metrics"]},
+            wall_s=wall_s,
+            scheduler=scheduler,
+            stats=stats,
+            restarts=restarts,
+        )
+        metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}
+        is_due = has_distributions(self._settings, scheduler.num_steps)
+        return metrics, {**window["histograms"], **report.histograms} if is_due else {}
+
+    async def _publish_step(self) -> dict[str, float]:
+        """Publish after the last step of a version; wait for it, and validate, where the next step needs that."""
+        scheduler, every = self._scheduler, self._settings.schedule.sync_every
+        is_last = scheduler.is_done
+        version = scheduler.options.version_after(scheduler.num_steps)
+        if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
+            if is_last or self._settings.schedule_options.is_on_policy:
+                self._rollouts.hold()
+                await self._weights.pack_and_wait(version)
+                is_due = is_last or self._is_due(self._settings.trainer.validate_every)
+                metrics = await self._validate(with_test=is_last) if is_due else {}
+                await self._rollouts.let_feed()
+                return metrics
+            await self._weights.pack(version)
+        return {}
+
+    async def _finish(self) -> None:
+        """Wait for what runs beside the training, and for the last checkpoint."""
+        await self._parts.validator.wait()
+        await self._checkpoints.begin(self.state)
+        await self._checkpoints.wait()
+
+    async def _validate(self, *, with_test: bool) -> dict[str, float]:
+        """Evaluate the policy of now, while nothing trains."""
+        step = self.state.step
+        await self._hold_weights(step)
+        found = await self._parts.validator.run(step, self._rollouter, self._learner, with_test=with_test)
+        self.state = self._parts.validator.noted(self.state, step, found)
+        return found
+
+    async def _validate_beside(self) -> None:
+        """Begin to evaluate the policy of now, while training goes on."""
+        await self._parts.validator.wait()  # one at a time: each may hold a copy of the weights
+        await self._hold_weights(self.state.step)
+        self._parts.validator.begin(self.state.step, self._rollouter, self._learner, self._has_validated)
+
+    async def _hold_weights(self, step: int) -> None:
+        if self._settings.schedule.validate_on == "learner":
+            version = self._scheduler.options.version_after(step)
+            await self._learner.hold(step, version, self._learner.course())
+
+    def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
+        """A validation beside the training is over."""
+        self.state = self._parts.validator.noted(self.state, step, metrics)
+        self._parts.log_metrics(step, metrics, is_late=True)
+        self._parts.progress(f"validation of step {step}")
+
+    # -- weights
+
+    async def _is_served(self, packed: PackedWeights, report: PublishReport) -> None:
+        """The engines have new weights."""
+        version = packed.update.version
+        await asyncio.to_thread(self._parts.queue.set_policy_version, version)
+        self._parts.record.write("published", version=version, step=packed.step, fingerprint=report.fingerprint)
+        self._metrics.published(packed, report)
+        self._parts.progress(f"policy version {version}")
+        async with self._changed:
+            self._scheduler.published(version)
+            self._changed.notify_all()
+
+    # -- deaths
+
+    async def _teachers_are_lost(self, error: RoleDiedError) -> None:
+        self._parts.say("role_died", role="teachers", error=str(error))
+
+    async def _learner_is_lost(self, error: RoleDiedError) -> None:
+        self._parts.say("role_died", role="learner", error=str(error))
+
+    async def _learner_is_restored(self, checkpoint: Path | None) -> None:
+        """Set everything back to the learner's checkpoint; what was trained since is trained again, the same way."""
+        state = AsyncState() if checkpoint is None else read_run_state(checkpoint)
+        await self._checkpoints.ack(self._scheduler.saved(state.step))
+        results = dict(state.results) | dict(self.state.results)
+        async with self._changed:
+            self._scheduler.rewind()
+            self._learner.went_back()
+            self._checkpoints.given_up()
+            self.state = replace(state, results=results, validated=max(state.validated, self.state.validated))
+            self._changed.notify_all()
+        if self._scheduler.num_steps != state.step:
+            raise CheckpointError(
+                f"the learner died, and its newest whole checkpoint is of step {state.step}; that of step "
+                f"{self._scheduler.num_steps} was whole before, and the queue has acked what it had. Bring it back."
+            )
+        self._was_restored = True
+        self._parts.record.write("resumed", step=state.step)
+        self._parts.say("learner_restored", step=state.step, checkpoint=None if checkpoint is None else str(checkpoint))
+
+    # -- the user
+
+    async def _hear_stop(self) -> None:
+        """End the run when the user asks for it, but not amid a step, which a checkpoint shall have whole.
+
+        Raises:
+            StopRequestedError: The user did.
+        """
+        await self._parts.stop.wait()
+        async with self._in_step:
+            raise StopRequestedError
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0

@@ -1,0 +1,139 @@
+"""The controller's end of the learner: after a death it goes on from its last checkpoint."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.messages import LearnerInfo, PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
+from rl_core.cluster import Role
+from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
+from rl_core.data.records import Json
+from rl_core.errors import RoleDiedError
+from rl_distill.checkpoints.store import Saved
+from rl_trainer.reporting.token_probes import PolicyScores
+from rl_trainer.rollouts.answers import Answer
+
+IsCurrent = Callable[[], bool]
+"""False once the learner has gone back to a checkpoint since something was decided."""
+
+
+class LearnerLink:
+    """Calls the learner.
+
+    When it died, the call raises RoleRestartedError as soon as it is there again, at its last checkpoint, which
+    `on_restored` was told. What was decided before, by `course`, is not asked of it any more: a step would train other
+    weights than it was made for, and a checkpoint would get the state of another step.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        find_checkpoint: Callable[[], Path | None],
+        on_lost: Callable[[RoleDiedError], Awaitable[None]],
+        on_restored: Callable[[Path | None], Awaitable[None]],
+    ) -> None:
+        """Speak to a role.
+
+        Args:
+            role: The learner's.
+            find_checkpoint: The newest whole checkpoint.
+            on_lost: Told of each death.
+            on_restored: Told from which checkpoint the learner goes on; None is the initial policy.
+        """
+        self._find_checkpoint = find_checkpoint
+        self._on_restored = on_restored
+        self._bare = role
+        self._role = SupervisedRole(role, on_lost=on_lost, start=self._restart)
+        self._course = 0
+        self._held: dict[int, IsCurrent] = {}
+        self._info: LearnerInfo | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was brought back."""
+        return self._role.num_restarts
+
+    @property
+    def is_started(self) -> bool:
+        """True while its ranks are there."""
+        return self._info is not None and self._role.is_current
+
+    def course(self) -> IsCurrent:
+        """Tells later whether the learner has still done the steps that it has done now."""
+        course = self._course
+        return lambda: self._course == course
+
+    def went_back(self) -> None:
+        """It was set back to its checkpoint, and so was everybody who knows how far it is."""
+        self._course += 1
+
+    async def start(self, checkpoint: Path | None) -> LearnerInfo:
+        """Start its ranks from a checkpoint; again, where it dies meanwhile."""
+        while self._info is None:
+            try:
+                self._info = await self._call("start", checkpoint)
+            except RoleRestartedError:
+                continue  # and it is started
+        return self._info
+
+    async def train(self, order: StepOrder, is_current: IsCurrent) -> TrainedStep:
+        """See `LearnerHost.train`."""
+        report: TrainedStep = await self._call("train", order, is_current=is_current)
+        return report
+
+    async def pack(self, version: int | None, is_current: IsCurrent) -> PackedWeights:
+        """See `LearnerHost.pack`."""
+        packed: PackedWeights = await self._call("pack", version, is_current=is_current)
+        return packed
+
+    async def save(self, step: int, state: Mapping[str, Json], is_current: IsCurrent) -> None:
+        """See `LearnerHost.save`."""
+        await self._call("save", step, dict(state), is_current=is_current)
+
+    async def look(self) -> None:
+        """Notice its death, and bring it back, where nobody has noticed yet."""
+        try:
+            await self._call("report")
+        except RoleRestartedError:
+            return
+
+    async def wait_saved(self) -> None:
+        """See `LearnerHost.wait_saved`."""
+        await self._call("wait_saved")
+
+    async def saved(self) -> list[Saved]:
+        """See `LearnerHost.saved`."""
+        found: list[Saved] = await self._call("saved")
+        return found
+
+    async def hold(self, step: int, version: int, is_current: IsCurrent) -> None:
+        """See `LearnerHost.hold`; what is held is lost with the learner."""
+        await self._call("hold", step, version, is_current=is_current)
+        self._held[step] = is_current
+
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
+        """See `LearnerHost.validate`; refused where the weights that were held are lost."""
+        found: list[Answer] = await self._call("validate", batch, is_current=self._held[batch.step])
+        self._held = {step: held for step, held in self._held.items() if step >= batch.step}
+        return found
+
+    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
+        """See `LearnerHost.probe`; None where the learner died since it answered that step's validation."""
+        try:
+            found: PolicyScores = await self._call("probe", order, is_current=self._held[order.step])
+        except RoleRestartedError:
+            return None
+        return found
+
+    async def _call(self, method: str, *args: Any, is_current: IsCurrent | None = None) -> Any:
+        incarnation = await self._role.ready()
+        if is_current is not None and not is_current():
+            raise RoleRestartedError("the learner went back to its last checkpoint.")
+        return await self._role.call(method, *args, incarnation=incarnation)
+
+    async def _restart(self) -> None:
+        checkpoint = await asyncio.to_thread(self._find_checkpoint)
+        self._info = await self._bare.call("start", checkpoint)
+        await self._on_restored(checkpoint)

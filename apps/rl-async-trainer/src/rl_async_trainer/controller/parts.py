@@ -1,0 +1,61 @@
+"""What the parts of the controller share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_async_trainer.assemble import Roles
+from rl_async_trainer.controller.validator import Validator
+from rl_async_trainer.liveness.hang_evidence import HangEvidence
+from rl_async_trainer.schedule.record import ScheduleRecord
+from rl_async_trainer.schedule.scheduler import Scheduler
+from rl_async_trainer.schedule.supply import PromptSupply
+from rl_async_trainer.settings import AsyncSettings
+from rl_core import TransferQueue
+from rl_core.data.records import Json
+from rl_metrics.reductions.memory import MemoryWatch
+from rl_trainer.reporting.rollout_rows import RolloutDraft
+from rl_trainer.run.stopping import StopSignal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerParts:
+    """What the controller works with.
+
+    Attributes:
+        settings: Of the run.
+        roles: Who works.
+        queue: Between them.
+        scheduler: Decides.
+        supply: Gives prompts.
+        record: Of what happens.
+        validator: Asks and gathers validation problems.
+        evidence: Asks all roles what they do.
+        stop: Ctrl-C and SIGTERM.
+        progress: Told of each progress.
+        say: Writes an event.
+        log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
+        log_histograms: Takes the distributions of a step, as `Histogram.to_json` gives them.
+        write_rollouts: Writes trajectories of a step down.
+        memory: Measures that of the controller's process.
+        find_checkpoint: The newest whole checkpoint.
+        wall_s: Seconds spent so far, over all launches.
+    """
+
+    settings: AsyncSettings
+    roles: Roles
+    queue: TransferQueue
+    scheduler: Scheduler
+    supply: PromptSupply
+    record: ScheduleRecord
+    validator: Validator
+    evidence: HangEvidence
+    stop: StopSignal
+    progress: Callable[[str], None]
+    say: Callable[..., None]
+    log_metrics: Callable[..., None]
+    log_histograms: Callable[[int, Mapping[str, Json]], None]
+    write_rollouts: Callable[[Sequence[RolloutDraft]], None]
+    memory: MemoryWatch
+    find_checkpoint: Callable[[], Path | None]
+    wall_s: Callable[[], float]

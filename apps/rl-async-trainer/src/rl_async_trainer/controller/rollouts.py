@@ -1,0 +1,164 @@
+"""The rollouter's side of the controller: starts prompts when the scheduler allows it, and hears what comes of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from rl_async_trainer.controller.group_events import queued_event
+from rl_async_trainer.controller.parts import ControllerParts
+from rl_async_trainer.controller.rollouter_link import RollouterLink
+from rl_async_trainer.controller.step_metrics import StepMetrics
+from rl_async_trainer.messages import Dispatch, GroupEvent
+from rl_async_trainer.schedule.record import FILE
+from rl_async_trainer.schedule.replay import ReplayScheduler
+from rl_core.errors import RoleDiedError
+
+
+class Rollouts:
+    """Tells the scheduler of each group from its issue until it is ready or gone.
+
+    Attributes:
+        link: Calls the rollouter.
+        last_failure: Why the last group that is gone went; before that, where to look for it.
+    """
+
+    def __init__(
+        self,
+        controls: ControllerParts,
+        changed: asyncio.Condition,
+        metrics: StepMetrics,
+        *,
+        on_started: Callable[[], Awaitable[None]],
+        on_weights_lost: Callable[[], None],
+    ) -> None:
+        """Nothing is started before `let_feed`.
+
+        Args:
+            controls: What the controller works with.
+            changed: Where it is announced that the scheduler knows more; guards it.
+            metrics: Counts what was dropped.
+            on_started: Told each time that prompts were started.
+            on_weights_lost: Told, with `changed` held, that engines have no weights, or lack those that they missed.
+        """
+        self._parts = controls
+        self._scheduler = controls.scheduler
+        self._changed = changed
+        self._metrics = metrics
+        self._on_started = on_started
+        self._on_weights_lost = on_weights_lost
+        self._is_feeding = False
+        self._num_lost = 0
+        self.last_failure = f"in an earlier launch; {FILE} has the reasons"
+        self.link = RollouterLink(controls.roles.rollouter, controls.settings, on_lost=self._is_lost)
+
+    async def let_feed(self) -> None:
+        """Let prompts be started."""
+        async with self._changed:
+            self._is_feeding = True
+            self._changed.notify_all()
+
+    def hold(self) -> None:
+        """Start no more prompts until `let_feed`."""
+        self._is_feeding = False
+
+    async def feed(self) -> None:
+        """Start prompts whenever the scheduler allows it; ends only by an error."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._is_feeding and self._scheduler.num_to_start() > 0)
+                dispatches = await self._next_dispatches()
+                uids = [one.prompt.uid for one in dispatches]
+                self._scheduler.started(uids)
+                self._parts.record.write("started", uids=uids, version=self._scheduler.served_version)
+                is_current = self._until_lost()
+            await self.link.submit(dispatches, is_current)
+            await self._on_started()
+
+    async def gather(self) -> None:
+        """Hear what became of groups; ends only by an error."""
+        while True:
+            events = await self.link.events()
+            if not events:
+                await self._look_for_weights()
+                continue
+            self._parts.progress(f"group {events[-1].uid}")
+            async with self._changed:
+                for event in events:
+                    self._take(event)
+                self._changed.notify_all()
+
+    # -- inside
+
+    async def _next_dispatches(self) -> list[Dispatch]:
+        """Waiting prompts, and behind them new ones, which are issued."""
+        waiting, num_new = self._scheduler.to_start()
+        prompts = self._parts.supply.next(num_new)
+        size = self._parts.settings.rollout.group_size
+        if prompts:
+            await asyncio.to_thread(self._parts.queue.issue, prompts, num_sessions=size)
+            self._parts.record.write("issued", uids=[prompt.uid for prompt in prompts])
+            self._scheduler.issued(prompt.uid for prompt in prompts)
+        missing = await self._missing_sessions(waiting) | {prompt.uid: tuple(range(size)) for prompt in prompts}
+        return [
+            Dispatch(prompt=self._parts.supply.get(uid), order=self._scheduler.order_of(uid), sessions=sessions)
+            for uid, sessions in missing.items()
+        ]
+
+    async def _missing_sessions(self, waiting: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """What groups lack that were under way before; what lacks nothing is taken."""
+        if not waiting:
+            return {}
+        unsettled = {one.prompt.uid: one.sessions for one in await asyncio.to_thread(self._parts.queue.unsettled)}
+        await self._take_settled([uid for uid in waiting if uid not in unsettled])
+        return {uid: unsettled[uid] for uid in waiting if uid in unsettled}
+
+    async def _take_settled(self, uids: Collection[str]) -> None:
+        """What of these was put, or failed, before the rollouter died, as the queue says; `changed` is held."""
+        if not uids:
+            return
+        for entry in await asyncio.to_thread(self._parts.queue.ledger):
+            event = queued_event(entry) if entry.prompt_uid in uids else None
+            if event is not None:
+                self._take(event)
+        self._changed.notify_all()
+
+    def _take(self, event: GroupEvent) -> None:
+        if not self._scheduler.is_open(event.uid):
+            return  # the rollouter said it and died, and the queue was faster
+        if event.failure is None:
+            versions = {"oldest": event.oldest, "newest": event.newest, "started": event.started}
+            self._parts.record.write("settled", uid=event.uid, **versions)
+            self._scheduler.settled(event.uid, oldest_version=event.oldest)
+            return
+        self._parts.record.write("failed", uid=event.uid, reason=event.failure)
+        self._parts.say("group_failed", uid=event.uid, reason=event.failure)
+        self._scheduler.failed(event.uid, is_refused=event.is_refused)
+        self._parts.supply.done([event.uid])
+        self._metrics.dropped("refused" if event.is_refused else "failed")
+        self.last_failure = event.failure
+        if isinstance(self._scheduler, ReplayScheduler):
+            self._scheduler.require_group(event.uid, failure=event.failure)
+
+    async def _look_for_weights(self) -> None:
+        """An engine that was started again may have missed weights that died with the learner."""
+        if await self.link.lacks_weights():
+            async with self._changed:
+                self._on_weights_lost()
+
+    def _until_lost(self) -> Callable[[], bool]:
+        """Tells later whether what was started now was given back since, as the rollouter died."""
+        num_lost = self._num_lost
+        return lambda: self._num_lost == num_lost
+
+    async def _is_lost(self, error: RoleDiedError) -> None:
+        """What it had under way is there, where it was put before the end, or is generated again."""
+        self._parts.say("role_died", role="rollouter", error=str(error))
+        async with self._changed:
+            self._num_lost += 1
+            self._on_weights_lost()
+            await self._take_settled(set(self._scheduler.inflight))
+            lost = self._scheduler.inflight
+            if lost:
+                self._parts.record.write("aborted", uids=list(lost), reason=str(error))
+                self._scheduler.returned(lost)
+                self._metrics.dropped("lost", len(lost))
+            self._changed.notify_all()

@@ -1,0 +1,240 @@
+"""Runs validations: asks problems in batches, and summarizes the answers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from rl_async_trainer.messages import ProbeOrder, ValidationBatch
+from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.settings import AsyncSettings
+from rl_core import Prompt
+from rl_core.cluster.restarts import RoleRestartedError
+from rl_core.cluster.role_report import Wait
+from rl_core.data.records import NO_VERSION, IntArray
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.validation.summary import headline
+from rl_rollout.prompts import PromptSet
+from rl_trainer.reporting.token_probes import PolicyScores, TokenProbes
+from rl_trainer.rollouts.answers import Answer
+from rl_trainer.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
+from rl_trainer.rollouts.inputs import Inputs
+
+OnGenerations = Callable[[int, str, list[GenerationSample]], None]
+OnValidated = Callable[[int, dict[str, float]], None]
+
+
+class Answerer(Protocol):
+    """Who answers validation problems: the engines or the learner's side."""
+
+    async def validate(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer each problem, as often as the settings say."""
+        ...
+
+    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
+        """Say what the policy thinks of tokens; None where who answered has died since."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A batch that is being answered."""
+
+    what: str
+    is_beside: bool
+    since: float
+
+
+class Validator:
+    """Runs one validation after the other, beside the training or while it waits."""
+
+    def __init__(
+        self,
+        settings: AsyncSettings,
+        inputs: Inputs,
+        *,
+        on_generations: OnGenerations,
+        progress: Callable[[str], None],
+        probes: TokenProbes,
+    ) -> None:
+        """Hold what is asked.
+
+        Args:
+            settings: Of the run.
+            inputs: Of the run.
+            on_generations: Told the samples that were drawn of each validation, with their step.
+            progress: Told of each batch that was answered.
+            probes: Asks what the policy thinks of tokens.
+        """
+        self._settings = settings
+        self._inputs = inputs
+        self._on_generations = on_generations
+        self._progress = progress
+        self._probes = probes
+        self._asked: _Asked | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lock = asyncio.Lock()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_problems(self) -> bool:
+        """False where there is nothing to validate on while training goes on."""
+        return self._inputs.validation is not None
+
+    async def run(
+        self, step: int, engines: Answerer, learner: Answerer, *, with_test: bool, is_beside: bool = False
+    ) -> dict[str, float]:
+        """Evaluate the policy of now; gives its metrics.
+
+        Args:
+            step: Steps done.
+            engines: Answer where the settings say so.
+            learner: The same.
+            with_test: Also the test problems.
+            is_beside: Training goes on meanwhile.
+
+        Raises:
+            RoleRestartedError: The learner's side answered, and died.
+        """
+        whom = engines if self._settings.schedule.validate_on == "engines" else learner
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
+        async with self._lock:
+            for batches in self._batches(step, with_test=with_test):
+                answers = await self._ask(batches, whom, is_beside=is_beside)
+                found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
+                split = batches[0].split
+                if drawn:
+                    self._on_generations(step, split, drawn)
+                if split == "validation":
+                    metrics |= found
+                    with self._asking(f"what the policy of step {step} thinks of tokens", is_beside=is_beside):
+                        await self._probes.ask(partial(_scores, whom, step), answers, step=step)
+                elif (accuracy := headline(found)) is not None:
+                    metrics["test/accuracy"] = accuracy
+        if metrics:
+            metrics["timing_s/testing"] = time.perf_counter() - started
+        return metrics
+
+    def begin(self, step: int, engines: Answerer, learner: Answerer, on_validated: OnValidated) -> None:
+        """Evaluate beside the training; `on_validated` gets the metrics.
+
+        A learner's side that dies amid it gives up: the controller begins again, or trains the step again.
+        """
+
+        async def work() -> None:
+            try:
+                on_validated(step, await self.run(step, engines, learner, with_test=False, is_beside=True))
+            except RoleRestartedError:
+                return
+            except Exception as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(work()))
+
+    async def wait(self) -> None:
+        """Wait for the validations that run.
+
+        Raises:
+            Exception: What ended one.
+        """
+        await asyncio.gather(*self._tasks)
+        if self.failed.done():
+            self.failed.result()
+
+    def awaited(self) -> tuple[Wait | None, bool]:
+        """What it waits for right now, if anything, and whether training waits with it."""
+        asked = self._asked
+        if asked is None:
+            return None, False
+        on = "rollouter" if self._settings.schedule.validate_on == "engines" else "learner"
+        return Wait(what=asked.what, on=on, since_s=time.monotonic() - asked.since), not asked.is_beside
+
+    async def cancel(self) -> None:
+        """Give up those that run."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.failed.cancel()
+
+    @staticmethod
+    def noted(state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
+        """A run's state with the results of a validation."""
+        accuracies = {"validation": headline(metrics), "test": metrics.get("test/accuracy")}
+        results = with_accuracies(state.results, accuracies)
+        return replace(state, results=results, validated=max(step, state.validated))
+
+    def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:
+        """Of each split that has problems."""
+        splits: dict[str, PromptSet | None] = {"validation": self._inputs.validation}
+        if with_test:
+            splits["test"] = self._inputs.test
+        for split, problems in splits.items():
+            if problems is not None:
+                chosen = chosen_problems(self._settings, problems)
+                yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
+
+    async def _ask(self, batches: list[ValidationBatch], whom: Answerer, *, is_beside: bool) -> list[Answer]:
+        """Answerer to all problems, in the order of asking."""
+        answers: list[Answer] = []
+        for batch in batches:
+            what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
+            with self._asking(what, is_beside=is_beside):
+                answers += await whom.validate(batch)
+            self._progress(what)
+        return answers
+
+    @contextmanager
+    def _asking(self, what: str, *, is_beside: bool) -> Iterator[None]:
+        """Note what is waited for, while it is."""
+        self._asked = _Asked(what=what, is_beside=is_beside, since=time.monotonic())
+        try:
+            yield
+        finally:
+            self._asked = None
+
+    def _summarize(
+        self, batches: list[ValidationBatch], answers: list[Answer]
+    ) -> tuple[dict[str, float], list[GenerationSample]]:
+        """Metrics of the answers, and samples of them for the trackers."""
+        settings = self._settings
+        metrics = summarize_answers(answers) | version_metrics(answers)
+        if not settings.metrics.log_val_generations:
+            return metrics, []
+        number_of = {prompt.uid: batch.number for batch in batches for prompt in batch.prompts}
+        return metrics, draw_samples(settings, answers, self._inputs.tokenizer, batches=number_of)
+
+
+async def _scores(whom: Answerer, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+    """What a policy thinks; nothing where who knows it has died, and will be asked at the next validation."""
+    found = await whom.probe(ProbeOrder(step=step, sequences=sequences, top_k=top_k))
+    return PolicyScores(version=NO_VERSION, scores=()) if found is None else found
+
+
+def split_batches(split: str, step: int, prompts: Sequence[Prompt], *, size: int | None) -> list[ValidationBatch]:
+    """Problems in batches of so many, the last with the rest."""
+    size = size or max(len(prompts), 1)
+    return [
+        ValidationBatch(split=split, step=step, number=start // size, prompts=tuple(prompts[start : start + size]))
+        for start in range(0, len(prompts), size)
+    ]
+
+
+def version_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    """Which policy versions answered."""
+    versions = [answer.trajectory.policy_versions for answer in answers]
+    sampled = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
+    sampled = sampled[sampled != NO_VERSION]
+    if not len(sampled):
+        return {}
+    return {
+        "validation/policy_version/min": float(sampled.min()),
+        "validation/policy_version/max": float(sampled.max()),
+    }

@@ -1,0 +1,149 @@
+"""The way of weights from the learner to the engines: one version after the other, and again where they were lost."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rl_async_trainer.controller.learner_link import IsCurrent, LearnerLink
+from rl_async_trainer.controller.rollouter_link import RollouterLink
+from rl_async_trainer.messages import PackedWeights
+from rl_core.cluster.restarts import RoleRestartedError
+from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError
+from rl_core.weights.publish import PublishReport
+
+OnServed = Callable[[PackedWeights, PublishReport], Awaitable[None]]
+
+
+class WeightPublisher:
+    """Nobody else packs or publishes: what is packed stays readable until the engines have it.
+
+    A rollouter that was started again has no weights, and those that it had may be gone: the learner packs the next
+    ones where it keeps these, and takes them along when it dies. So it is always given what the learner has now.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerLink,
+        rollouter: RollouterLink,
+        changed: asyncio.Condition,
+        *,
+        deadline_s: float,
+        on_served: OnServed,
+    ) -> None:
+        """Nothing is packed yet.
+
+        Args:
+            learner: Packs.
+            rollouter: Takes.
+            changed: Where it is announced that something was packed or is served.
+            deadline_s: Longest wait for the engines to end what they have, where they do that first; they have as long
+                again to take weights.
+            on_served: Told of each publication, before anybody else sees that it is over.
+        """
+        self._learner = learner
+        self._rollouter = rollouter
+        self._changed = changed
+        self._deadline_s = 2 * deadline_s
+        self._on_served = on_served
+        self._packed: tuple[PackedWeights, IsCurrent] | None = None
+        self._is_packing = False
+        self._is_wanted = False
+
+    @property
+    def is_live(self) -> bool:
+        """True while the engines read the learner's own tensors, which must not change meanwhile."""
+        return self._packed is not None and self._packed[0].is_live
+
+    def lost(self) -> None:
+        """The engines have no weights any more, or cannot get those that they miss; `changed` is held."""
+        self._is_wanted = True
+        self._changed.notify_all()
+
+    async def pack(self, version: int) -> None:
+        """Pack the learner's weights, when the engines have taken those before, and have them published.
+
+        Raises:
+            RoleRestartedError: The learner went back to its last checkpoint meanwhile.
+        """
+        is_current = self._learner.course()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_settled and not self._is_packing)
+            self._is_packing = True
+        await self._pack(version, is_current)
+
+    async def pack_and_wait(self, version: int) -> None:
+        """As `pack`, and wait until the engines serve them.
+
+        Raises:
+            RoleRestartedError: As `pack`.
+        """
+        is_current = self._learner.course()
+        await self.pack(version)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_settled)
+        if not is_current():
+            raise RoleRestartedError("the learner died before the engines had its weights.")
+
+    async def run(self) -> None:
+        """Give weights to the engines, one version after the other.
+
+        Raises:
+            DeadlineError: They did not take them in time.
+            Exception: What an engine or the learner raised.
+        """
+        while True:
+            packed, is_current = await self._next()
+            report = await self._give(packed, is_current)
+            if report is not None:
+                await self._on_served(packed, report)
+            async with self._changed:
+                self._packed = None
+                self._is_wanted |= report is None
+                self._changed.notify_all()
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._packed is None and not self._is_wanted
+
+    async def _next(self) -> tuple[PackedWeights, IsCurrent]:
+        """What is to be published next; what was lost is packed anew."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: self._packed is not None or (self._is_wanted and not self._is_packing)
+                )
+                if self._packed is not None:
+                    self._is_wanted = False  # it is wanted again where the rollouter dies from now on
+                    return self._packed
+                self._is_packing = True
+            try:
+                await self._pack(None, self._learner.course())
+            except RoleRestartedError:
+                continue
+
+    async def _pack(self, version: int | None, is_current: IsCurrent) -> None:
+        packed: PackedWeights | None = None
+        try:
+            packed = await self._learner.pack(version, is_current)
+        finally:
+            async with self._changed:
+                self._packed = None if packed is None else (packed, is_current)
+                self._is_packing = False
+                self._changed.notify_all()
+
+    async def _give(self, packed: PackedWeights, is_current: IsCurrent) -> PublishReport | None:
+        """Publish; None where the rollouter died meanwhile, or the weights are gone with the learner."""
+        try:
+            async with asyncio.timeout(self._deadline_s) as limit:
+                return await self._rollouter.publish(packed)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # an engine's own, which says what it waited for
+            raise DeadlineError(
+                f"waited {self._deadline_s:g} s (twice rollout.deadline_s) for the engines to take version "
+                f"{packed.update.version}, and gave up."
+            ) from error
+        except (EngineError, TransferError, WeightProofError):
+            await self._learner.look()
+            if is_current():
+                raise
+            return None

@@ -1,0 +1,1 @@
+"""Heartbeats, hang reports, and the socket for `status` and `scale`."""

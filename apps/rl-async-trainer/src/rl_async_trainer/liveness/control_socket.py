@@ -1,0 +1,95 @@
+"""How a live run is asked what it does, and told to take more engines or fewer: a socket that only its user can open.
+
+The socket lies in a private folder, because the path of a run's folder may be too long for one; control.json in the
+run's folder says where. Requests and answers are one line of JSON each.
+"""
+
+import asyncio
+import json
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DeadlineError, NotReadyError, RLError
+from rl_core.files.durable import write_durably
+
+FILE = "control.json"
+MAX_LINE_BYTES = 1 << 20
+
+Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
+
+
+class ControlSocket:
+    """Answers requests while a run lives; a context manager."""
+
+    def __init__(self, folder: Path, handle: Handler) -> None:
+        """Name the run's folder, and who answers."""
+        self._folder = folder
+        self._handle = handle
+        self._place = tempfile.TemporaryDirectory(prefix="rl-control-")
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> "ControlSocket":
+        path = Path(self._place.name) / "socket"
+        self._server = await asyncio.start_unix_server(self._answer, str(path), limit=MAX_LINE_BYTES)
+        path.chmod(0o600)
+        write_durably(self._folder / FILE, json.dumps({"socket": str(path)}).encode())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        (self._folder / FILE).unlink(missing_ok=True)
+        self._place.cleanup()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            answer = await self._answer_to(await reader.readline())
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+        writer.close()
+
+    async def _answer_to(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict):
+                return {"error": "a request is a JSON object with a field `do`."}
+            return {"answer": await self._handle(request)}
+        except ValueError as error:
+            return {"error": f"a request is one line of JSON: {error}."}
+        except RLError as error:
+            return {"error": str(error)}
+
+
+def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> Any:
+    """Ask a live run.
+
+    Args:
+        folder: Of the run.
+        request: With `do`, and what belongs to it.
+        deadline_s: Longest wait for the answer.
+
+    Raises:
+        NotReadyError: No run lives there, or it refuses; the message says why.
+        DeadlineError: It did not answer in time.
+    """
+    file = folder / FILE
+    try:
+        place = json.loads(file.read_text())["socket"]
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(deadline_s)
+            connection.connect(place)
+            connection.sendall(json.dumps(dict(request)).encode() + b"\n")
+            answer = json.loads(connection.makefile("rb").readline(MAX_LINE_BYTES))
+    except TimeoutError:
+        raise DeadlineError(
+            f"the run in {folder} did not answer within {deadline_s:g} s; see hang.json there."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotReadyError(f"no run lives in {folder} that could be asked ({error!r}).") from None
+    if "error" in answer:
+        raise NotReadyError(str(answer["error"]))
+    return answer["answer"]

@@ -1,0 +1,176 @@
+"""Gathers what every role does, for hang.json and for `status`; asks all at once, and waits for none too long."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rl_async_trainer.assemble import Roles
+from rl_async_trainer.controller.validator import Validator
+from rl_async_trainer.liveness.watchdog import Watchdog
+from rl_async_trainer.schedule.scheduler import Scheduler
+from rl_core import TransferQueue
+from rl_core.cluster import Role, process_stacks
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait
+from rl_core.errors import RLError
+from rl_metrics.hang.report import GroupRow, HangReport
+from rl_metrics.hang.verdict import verdict
+
+ANSWER_S = 10.0
+PARTS_S = 8.0
+"""For the processes beneath a role, whose answers it passes on."""
+
+
+class HangEvidence:
+    """Knows whom to ask."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        queue: TransferQueue,
+        scheduler: Scheduler,
+        *,
+        folder: Path,
+        controller_waits: Callable[[], tuple[Wait, ...]],
+    ) -> None:
+        """Hold the parts of a run.
+
+        Args:
+            roles: Who works.
+            queue: Between them.
+            scheduler: Of the run.
+            folder: Of the run.
+            controller_waits: What the controller itself waits for.
+        """
+        self._roles = roles
+        self._queue = queue
+        self._scheduler = scheduler
+        self._folder = folder
+        self._controller_waits = controller_waits
+
+    async def views(self) -> dict[str, RoleView | None]:
+        """What each role says of itself; None where one does not answer."""
+        asked = await asyncio.gather(*(_view(role) for role in self._roles.all.values()))
+        return dict(zip(self._roles.all, asked, strict=True))
+
+    async def collect(self) -> HangReport:
+        """Everything that is known, with the verdict."""
+        roles = self._roles.all
+        views, stacks, parts, stats, groups = await asyncio.gather(
+            self.views(),
+            asyncio.gather(*(role.stacks(deadline_s=ANSWER_S) for role in roles.values())),
+            asyncio.gather(*(_parts(role) for role in (self._roles.rollouter, self._roles.learner))),
+            self._ask_queue(),
+            self._groups(),
+        )
+        groups += _scored(views.get("teachers"))
+        reports = [self._of_controller(await asyncio.to_thread(process_stacks, asyncio.get_running_loop()))]
+        for (name, role), stack in zip(roles.items(), stacks, strict=True):
+            view = views[name] or RoleView(doing="does not answer")
+            silent_s = ANSWER_S if views[name] is None else 0.0
+            reports.append(
+                RoleReport(
+                    name=name,
+                    state=role.state,
+                    since_s=silent_s,
+                    waits=view.waits,
+                    stack=stack,
+                    leases=view.holds,
+                    counts=view.counts,
+                    is_answering=views[name] is not None,
+                )
+            )
+        reports += [part for of_role in parts for part in of_role]
+        words, causes = verdict(reports, stats, groups)
+        return HangReport(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            run=str(self._folder),
+            no_progress_s=0.0,  # the watchdog fills it in
+            roles=tuple(reports),
+            queue=stats,
+            groups=tuple(groups),
+            verdict=words,
+            causes=causes,
+        )
+
+    def _of_controller(self, stack: str) -> RoleReport:
+        scheduler = self._scheduler
+        counts = {
+            "steps": float(scheduler.num_steps),
+            "inflight": float(scheduler.num_inflight),
+            "ready": float(scheduler.num_ready),
+            "waiting": float(scheduler.num_waiting),
+            "served_version": float(scheduler.served_version),
+        }
+        return RoleReport(name="controller", waits=self._controller_waits(), counts=counts, stack=stack)
+
+    async def _ask_queue(self) -> dict[str, float]:
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._queue.stats), ANSWER_S)
+        except (RLError, TimeoutError):
+            return {}
+
+    async def _groups(self) -> list[GroupRow]:
+        inflight = set(self._scheduler.inflight)
+        try:
+            unsettled = await asyncio.wait_for(asyncio.to_thread(self._queue.unsettled), ANSWER_S)
+        except (RLError, TimeoutError):
+            return []
+        return [
+            GroupRow(
+                uid=one.prompt.uid,
+                state="issued",
+                missing=one.sessions,
+                age_s=one.age_s,
+                attempt=one.attempt,
+                holder="rollouter" if one.prompt.uid in inflight else None,
+            )
+            for one in unsettled
+        ]
+
+
+def _scored(teachers: RoleView | None) -> list[GroupRow]:
+    """Groups that were generated, and that teachers have."""
+    holds = () if teachers is None else teachers.holds
+    return [GroupRow(uid=uid, state="settled", holder="teachers") for uid in holds]
+
+
+def controller_waits(scheduler: Scheduler, watchdog: Watchdog, validator: Validator) -> tuple[Wait, ...]:
+    """What the controller waits for, as the scheduler and the validation have it."""
+    validation, is_alone = validator.awaited()
+    if validation is None:
+        return _training_waits(scheduler, watchdog.no_progress_s)
+    if is_alone or scheduler.is_done:
+        return (validation,)
+    return *_training_waits(scheduler, watchdog.no_progress_s), validation
+
+
+def _training_waits(scheduler: Scheduler, since_s: float) -> tuple[Wait, ...]:
+    if scheduler.is_done:
+        return (Wait(what="the last checkpoint", on="learner", since_s=since_s),)
+    blockage = scheduler.blockage()
+    if blockage is None:
+        return (Wait(what=f"step {scheduler.num_steps + 1}", on="learner", since_s=since_s),)
+    awaited = f" (first {blockage.awaited[0]})" if blockage.awaited else ""
+    missing = max(blockage.num_wanted - blockage.num_ready, len(blockage.awaited))
+    what = f"{missing} of {blockage.num_wanted} groups of step {scheduler.num_steps + 1}{awaited}"
+    if not scheduler.num_inflight and scheduler.learner_version > scheduler.served_version:
+        return (Wait(what=f"the engines to take version {scheduler.learner_version}", on="rollouter", since_s=since_s),)
+    return (Wait(what=what, on="groups" if scheduler.num_inflight else "rollouter", since_s=since_s),)
+
+
+async def _parts(role: Role) -> list[RoleReport]:
+    """Engines and ranks, of a role that answers."""
+    try:
+        parts: list[RoleReport] = await role.call("parts", PARTS_S, deadline_s=ANSWER_S)
+    except RLError:
+        return []
+    return parts
+
+
+async def _view(role: Role) -> RoleView | None:
+    try:
+        view: RoleView = await role.call("report", deadline_s=ANSWER_S)
+    except RLError:
+        return None
+    return view

@@ -1,0 +1,1 @@
+"""Roles that run in processes of their own: rollouter, learner, teachers."""

@@ -1,0 +1,102 @@
+"""Validation on the learner's side: an engine beside the learner, with the weights of the step that is validated."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from rl_async_trainer.messages import ProbeOrder, ValidationBatch
+from rl_async_trainer.settings import AsyncSettings
+from rl_core.cluster.role_report import Wait
+from rl_core.data.records import NO_VERSION
+from rl_core.errors import NotReadyError
+from rl_core.weights.publish import check_receipt
+from rl_core.weights.transports import TensorTransport
+from rl_core.weights.update import WeightUpdate
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines.registry import engine_class
+from rl_rollout.rollout import Rollout
+from rl_trainer.learning.parts import proof_tolerances
+from rl_trainer.reporting.token_probes import PolicyScores, policy_scores
+from rl_trainer.rollouts.answers import Answer, answers_of
+from rl_trainer.rollouts.engines import engine_options
+from rl_trainer.rollouts.evaluation import answer_problems
+from rl_trainer.rollouts.inputs import read_tokenizer
+from rl_trainer.rollouts.setup import open_rollout
+
+Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
+"""Gives the policy's tensors by name, and which names are tied to others."""
+
+
+class LearnerValidation:
+    """Answers validation problems in the learner's process; its engine starts with the first."""
+
+    def __init__(self, settings: AsyncSettings) -> None:
+        """Remember the settings."""
+        self._settings = settings
+        self._stack = ExitStack()
+        self._engine: RolloutEngine | None = None
+        self._rollout: Rollout | None = None
+        self._held: dict[int, WeightUpdate] = {}
+        self._step: int | None = None
+        self._version = NO_VERSION
+        self._asked: tuple[str, float] | None = None
+
+    async def hold(self, step: int, *, version: int, export: Export) -> None:
+        """Keep the weights of now, with which the validation of a step is answered, whatever is trained meanwhile."""
+        tensors, tied = await export()
+        self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
+
+    async def answer(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer problems with the weights that are held for the batch's step.
+
+        Raises:
+            NotReadyError: None are.
+        """
+        engine, rollout = await self._started()
+        update = self._held.pop(batch.step, None)
+        if update is not None:
+            check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
+            self._step, self._version = batch.step, update.version
+        elif batch.step != self._step:
+            raise NotReadyError(f"no weights are held for the validation of step {batch.step}; call hold first.")
+
+        self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
+        try:
+            return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="learner")
+        finally:
+            self._asked = None
+
+    async def probe(self, order: ProbeOrder) -> PolicyScores:
+        """What the policy thinks of tokens that answered the validation of that step.
+
+        Raises:
+            NotReadyError: The engine has the weights of another step, or was not started.
+        """
+        if self._engine is None or order.step != self._step:
+            raise NotReadyError(f"the weights of step {order.step} were not validated here last.")
+        return await policy_scores(self._engine, order.sequences, order.top_k, version=self._version)
+
+    def waits(self, now: float) -> tuple[Wait, ...]:
+        """What it waits for."""
+        if self._asked is None or self._rollout is None:
+            return ()
+        what, since = self._asked
+        scorer = self._rollout.scorer
+        on = f"the reward {scorer.name}" if scorer.num_scoring else "the engine beside the learner"
+        return (Wait(what=what, on=on, since_s=now - since),)
+
+    async def close(self) -> None:
+        """End the engine. Can be called twice."""
+        self._stack.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def _started(self) -> tuple[RolloutEngine, Rollout]:
+        if self._engine is None or self._rollout is None:
+            settings = self._settings
+            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, engine_options(settings))
+            await self._engine.start()
+            self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
+        return self._engine, self._rollout

@@ -1,0 +1,125 @@
+"""record.jsonl: what happened in which order, from which a run is resumed, and can be replayed.
+
+Lines have `what` and its fields, with a running number `at`, which goes on from launch to launch:
+
+- `issued`: prompts entered, `uids` in order
+- `started`: given to the rollouter, `uids`, under the served `version`
+- `settled`: a group is there, `uid`, with the `oldest` and `newest` version of its tokens, and the one that was served
+  when it was `started`
+- `failed`: a group that no step will have, `uid` and `reason`
+- `aborted`: groups whose generation ended with the rollouter, `uids` and `reason`; they are started again
+- `step`: the groups of a step, `step` from 1, `uids`
+- `published`: a weight update that the engines serve, `version`, after `step` steps, with its `fingerprint`
+- `resumed`: a launch began, or the learner came back, after `step` steps; those recorded after it are trained again,
+  and where one of them then has other groups, it and all after it count no more
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.data.records import Json
+from rl_core.errors import DataError
+from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
+
+FILE = "record.jsonl"
+
+
+class ScheduleRecord:
+    """Appends what happens to a run's record; a kill loses at most the line being written."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open or create the record in a run's folder, behind the lines that are there."""
+        self._file = JsonLinesWriter(folder / FILE)
+        with self._file.path.open("rb") as lines:
+            self._num_lines = sum(1 for _ in lines)  # a torn line too
+
+    def write(self, what: str, **fields: Json) -> None:
+        """Append a line."""
+        self._file.append({"at": self._num_lines, "what": what, **fields})
+        self._num_lines += 1
+
+    def close(self) -> None:
+        """Close the file. Can be called twice."""
+        self._file.close()
+
+
+@dataclass(slots=True)
+class History:
+    """What a record says, with the steps that later ones replaced left out.
+
+    Attributes:
+        issued: Prompts in order.
+        steps: Groups of each step by its number.
+        started: For each prompt the version that was served when it was last begun.
+        settled: Groups in the order of arrival, each once: its last arrival.
+        failed: Reason of each group that no step has.
+        published: For each version the number of steps before it.
+    """
+
+    issued: dict[str, None] = field(default_factory=dict)
+    steps: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
+    settled: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    published: dict[int, int] = field(default_factory=dict)
+
+    def steps_after(self, step: int) -> list[tuple[str, ...]]:
+        """Groups of the steps that were recorded after so many, as far as they follow one another."""
+        found: list[tuple[str, ...]] = []
+        while (number := step + len(found) + 1) in self.steps:
+            found.append(self.steps[number])
+        return found
+
+
+def read_history(folder: Path) -> History:
+    """What the record of a run's folder says; empty where there is none.
+
+    Raises:
+        DataError: A line is not of this format.
+    """
+    history = History()
+    file = folder / FILE
+    if not file.exists():
+        return history
+    for line in read_json_lines(file):
+        try:
+            _apply(history, line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{file} has a line that is no record of a run: {line!r} ({error!r}).") from None
+    return history
+
+
+def _apply(history: History, line: dict[str, Any]) -> None:
+    what = line["what"]
+    if what == "issued":
+        history.issued.update(dict.fromkeys(_texts(line["uids"])))
+    elif what == "started":
+        history.started.update(dict.fromkeys(_texts(line["uids"]), int(line["version"])))
+    elif what == "settled":
+        history.settled.pop(str(line["uid"]), None)
+        history.settled[str(line["uid"])] = (_version(line["oldest"]), _version(line["newest"]))
+        if line.get("started") is not None:
+            history.started[str(line["uid"])] = int(line["started"])
+    elif what == "failed":
+        history.failed[str(line["uid"])] = str(line["reason"])
+    elif what == "step":
+        _apply_step(history, int(line["step"]), tuple(_texts(line["uids"])))
+    elif what == "published":
+        history.published[int(line["version"])] = int(line["step"])
+
+
+def _apply_step(history: History, step: int, uids: tuple[str, ...]) -> None:
+    """Enter a step; where it has replaced another one, those that followed that are void."""
+    if history.steps.get(step, uids) != uids:
+        history.steps = {number: groups for number, groups in history.steps.items() if number < step}
+    history.steps[step] = uids
+
+
+def _texts(values: Iterable[Any]) -> list[str]:
+    return [str(value) for value in values]
+
+
+def _version(value: Any) -> int | None:
+    return None if value is None else int(value)

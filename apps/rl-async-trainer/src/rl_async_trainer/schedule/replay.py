@@ -1,0 +1,115 @@
+"""A recorded run again: the same groups in the same steps, started under the same versions.
+
+With the skip cache of the recorded run the groups are those of then, token for token, and on CPUs so are the losses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_async_trainer.schedule.record import FILE, History, read_history
+from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
+from rl_async_trainer.schedule.supply import PromptSupply
+from rl_core import TransferQueue
+from rl_core.errors import RolloutError, SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """What a recorded run did.
+
+    Attributes:
+        issued: Its prompts in order, as far as any was trained.
+        steps: Groups of each step.
+        started: Version under which each trained group was begun.
+    """
+
+    issued: tuple[str, ...]
+    steps: tuple[tuple[str, ...], ...]
+    started: Mapping[str, int]
+
+
+def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
+    """The plan of a recorded run.
+
+    Raises:
+        SettingsError: The folder has no record, or one of fewer steps.
+        DataError: The record is broken.
+    """
+    history = read_history(folder)
+    steps = history.steps_after(0)
+    if len(steps) < options.num_steps:
+        raise SettingsError(
+            f"--replay: {folder / FILE} has {len(steps)} steps, and trainer.steps = {options.num_steps}. Name the "
+            "folder of a run that was recorded so far, or lower trainer.steps."
+        )
+    return _plan(history, steps[: options.num_steps])
+
+
+def _plan(history: History, steps: list[tuple[str, ...]]) -> ReplayPlan:
+    trained = {uid for step in steps for uid in step}
+    last = max(place for place, uid in enumerate(history.issued) if uid in trained)
+    return ReplayPlan(
+        issued=tuple(history.issued)[: last + 1],
+        steps=tuple(steps),
+        started={uid: version for uid, version in history.started.items() if uid in trained},
+    )
+
+
+@dataclass(slots=True)
+class ReplayScheduler(Scheduler):
+    """Starts what the plan says when it says; its steps are forced.
+
+    Attributes:
+        plan: Of the recorded run.
+    """
+
+    plan: ReplayPlan = field(default_factory=lambda: ReplayPlan(issued=(), steps=(), started={}))
+
+    def num_to_start(self) -> int:
+        """Waiting prompts whose version is served."""
+        return len(self.to_start()[0])
+
+    def to_start(self) -> tuple[list[str], int]:
+        """Those prompts; none is issued, because all are from the beginning."""
+        never = self.options.num_steps + 1
+        return [uid for uid in self._waiting if self.plan.started.get(uid, never) <= self.served_version], 0
+
+    def require_group(self, uid: str, *, failure: str) -> None:
+        """Refuse to go on without a group that the recorded run trained: its step cannot be repeated.
+
+        Args:
+            uid: A group that is gone.
+            failure: Why it went.
+
+        Raises:
+            RolloutError: It was trained in one of the steps to repeat.
+        """
+        for number, step in enumerate(self.plan.steps, start=1):
+            if uid in step:
+                raise RolloutError(
+                    f"the recorded run trained group {uid} in step {number}, and the replay cannot have it: "
+                    f"{failure.rstrip('.')}. Its entry in the skip cache is missing, or its reward or filter fails "
+                    "now. Replay with the recorded run's skip cache, reward and filter, under another run.name."
+                )
+
+
+def issue_replayed(
+    plan: ReplayPlan, scheduler: Scheduler, queue: TransferQueue, supply: PromptSupply, *, group_size: int
+) -> None:
+    """Issue all prompts of a plan, but those that an earlier launch of the replay has issued.
+
+    Raises:
+        SettingsError: The recorded run had other prompts.
+    """
+    known = sum(entry.partition == "train" for entry in queue.ledger())
+    prompts = supply.next(len(plan.issued) - known)
+    for prompt, uid in zip(prompts, plan.issued[known:], strict=True):
+        if prompt.uid != uid:
+            raise SettingsError(
+                f"--replay: the recorded run was issued prompt {uid!r} where these settings give {prompt.uid!r}. "
+                "Replay with the prompt files, tokenizer, limits and seed of the recorded run."
+            )
+    if prompts:
+        queue.issue(prompts, num_sessions=group_size)
+        scheduler.issued(prompt.uid for prompt in prompts)

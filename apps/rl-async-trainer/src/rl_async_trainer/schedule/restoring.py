@@ -1,0 +1,100 @@
+"""The schedule as the last launch left it: from the checkpoint, the queue's ledger, and the record."""
+
+from collections.abc import Sequence
+
+from rl_async_trainer.controller.group_events import is_refused
+from rl_async_trainer.schedule.record import History
+from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
+from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
+from rl_async_trainer.schedule.supply import PromptSupply
+from rl_core import TransferQueue
+from rl_core.errors import CheckpointError
+from rl_core.queue import LedgerEntry
+from rl_trainer.rollouts.setup import TRAIN
+
+
+def restore_schedule(
+    options: ScheduleOptions,
+    state: AsyncState,
+    queue: TransferQueue,
+    supply: PromptSupply,
+    history: History,
+    *,
+    plan: ReplayPlan | None = None,
+) -> Scheduler:
+    """Bring queue, prompts and scheduler to where a run goes on from; of a new run, to its beginning.
+
+    What the checkpoint has trained is acked, where the last launch died before it could; what was trained after the
+    checkpoint is trained again, in the same steps; what was generated is there; what was under way is started again.
+
+    Args:
+        options: Of the schedule.
+        state: Of the checkpoint, or of a new run.
+        queue: Of the run, with its journal.
+        supply: At its first prompt.
+        history: What the record says.
+        plan: Of a recorded run that this one repeats.
+
+    Raises:
+        CheckpointError: The queue has acked groups that the checkpoint does not have.
+        DataError: The queue belongs to other prompts.
+        RolloutError: A group of `plan` failed in an earlier launch.
+    """
+    _ack_saved(queue, state)
+    ledger = queue.ledger()
+    num_done = sum(entry.state == "done" for entry in ledger)
+    if num_done > state.num_trained:
+        raise CheckpointError(
+            f"the run's queue has acked {num_done} groups, of which the newest whole checkpoint, of step {state.step}, "
+            f"has trained {state.num_trained}: a later checkpoint was lost, and what the others taught with it. "
+            "Bring that checkpoint back, or start a new run."
+        )
+    supply.restore(ledger)
+    scheduler = Scheduler(options) if plan is None else ReplayScheduler(options, plan=plan)
+    scheduler.num_trained, scheduler.num_spent, scheduler.num_steps = state.num_trained, state.num_spent, state.step
+    scheduler.served_version = state.step // options.sync_every
+    arrivals = {uid: place for place, uid in enumerate(history.settled)}
+    settled: list[LedgerEntry] = []
+    for entry in ledger:
+        if entry.state in ("done", "dropped"):
+            if entry.state == "dropped" and isinstance(scheduler, ReplayScheduler):
+                scheduler.require_group(entry.prompt_uid, failure=entry.reason or "dropped")
+            scheduler.passed_over(1)
+            continue
+        scheduler.issued([entry.prompt_uid])
+        if entry.state == "settled":
+            settled.append(entry)
+    for entry in sorted(settled, key=lambda one: arrivals.get(one.prompt_uid, len(arrivals))):
+        versions = entry.policy_versions
+        scheduler.settled(entry.prompt_uid, oldest_version=None if versions is None else versions[0])
+    _redo_spent(scheduler, options, state, ledger)
+    scheduler.force(_known(history.steps_after(state.step), ledger) if plan is None else plan.steps[state.step :])
+    return scheduler
+
+
+def _ack_saved(queue: TransferQueue, state: AsyncState) -> None:
+    open_uids = {entry.prompt_uid for entry in queue.ledger() if entry.state == "settled"}
+    missing = [uid for uid in state.unacked if uid in open_uids]
+    if missing:
+        queue.finish(TRAIN, missing)
+
+
+def _redo_spent(
+    scheduler: Scheduler, options: ScheduleOptions, state: AsyncState, ledger: Sequence[LedgerEntry]
+) -> None:
+    """On policy, groups that failed after the checkpoint count for their step as they did before."""
+    if options.is_on_policy:
+        failed = sum(entry.state == "dropped" and not is_refused(entry) for entry in ledger)
+        scheduler.num_spent = max(state.num_spent, failed)
+
+
+def _known(steps: Sequence[tuple[str, ...]], ledger: Sequence[LedgerEntry]) -> list[tuple[str, ...]]:
+    """Recorded steps, up to the first with a group that can no longer be had."""
+    open_uids = {entry.prompt_uid for entry in ledger if entry.state in ("issued", "settled")}
+    found = []
+    for step in steps:
+        if not open_uids.issuperset(step):
+            break
+        found.append(step)
+    return found

@@ -1,0 +1,178 @@
+"""`rl-async-trainer simulate`: step times on a virtual clock."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
+from rl_async_trainer.simulation.measured import measure_workload
+from rl_async_trainer.simulation.outcome import Cluster, Outcome
+from rl_async_trainer.simulation.published import compare_published
+from rl_async_trainer.simulation.reading import built_in_workload, read_workload, write_workload
+from rl_async_trainer.simulation.report import (
+    outcome_record,
+    outcome_table,
+    published_record,
+    published_table,
+    sync_steps,
+)
+from rl_async_trainer.simulation.search import Advice, advise, best_split, middle_split
+from rl_async_trainer.simulation.synchronous import simulate_sync
+from rl_async_trainer.simulation.workload import Workload
+from rl_core.errors import SettingsError
+from rl_trainer.commands.command_line import say
+
+DEFAULT_GPUS = "32,64,128"
+WARM_UP = "a version is batch.groups groups: what a synchronous step trains"
+
+
+def simulate(words: list[str]) -> int:
+    """`simulate [WORKLOAD.toml] [--gpus N,...] [--split R:T | --search] ...`.
+
+    Raises:
+        SettingsError: The words or the workload cannot be.
+    """
+    options = _parser().parse_args(words)
+    if options.steps < 1:
+        raise SettingsError(f"--steps must be at least 1; found {options.steps}.")
+    if options.seed < 0:
+        raise SettingsError(f"--seed must be at least 0; found {options.seed}.")
+    if options.published:
+        return _compare(options)
+    workload = _workload(options)
+    if options.write is not None:
+        _write(Path(options.write), write_workload(workload))
+    outcomes, advice = _simulate_all(workload, options)
+    batch = workload.batch
+    say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
+    say(outcome_table(outcomes))
+    for one in advice:
+        say(one.sentence)
+    if options.json is not None:
+        _write(Path(options.json), json.dumps(_record(workload, outcomes, advice, options.seed), indent=2) + "\n")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """The published table, whose workload, GPUs and schedules are given."""
+    for name, value in {"the workload": options.workload, "--gpus": options.gpus, "--from": options.run}.items():
+        if value is not None:
+            raise SettingsError(f"--published simulates the rows of the published table; leave out {name}.")
+    compared = compare_published(num_versions=options.steps, seed=options.seed)
+    say(published_table(compared))
+    if options.json is not None:
+        records = {"seed": options.seed, "results": [published_record(one) for one in compared]}
+        _write(Path(options.json), json.dumps(records, indent=2) + "\n")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """A mistake on the command line is the user's setting; main says it and ends."""
+        raise SettingsError(f"simulate: {message}. See rl-async-trainer simulate --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rl-async-trainer simulate", description="Step times on a virtual clock.", allow_abbrev=False)
+    parser.add_argument("workload", nargs="?", metavar="WORKLOAD.toml", help="lengths and costs; one ships")
+    parser.add_argument("--gpus", metavar="N,...", help=f"GPUs in all (default: {DEFAULT_GPUS})")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--split", metavar="ROLLOUT:TRAIN", help="GPUs that generate and that train (default: halves)")
+    how.add_argument("--search", action="store_true", help="find the best split, and say which staleness is enough")
+    how.add_argument("--published", action="store_true", help="compare with the published table, and end")
+    parser.add_argument("--staleness", default="0,1,2", metavar="S,...", help="max_staleness (default: 0,1,2)")
+    parser.add_argument(
+        "--sync-every", type=int, default=1, metavar="K", help="learner steps of a version (default: 1)"
+    )
+    parser.add_argument("--partial", choices=("true", "false"), default="true", help="partial_rollout (default: true)")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help=f"versions measured (default: 8); {WARM_UP}")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here too")
+    parser.add_argument("--from", dest="run", metavar="RUN", help="measure the workload from this run's folder")
+    parser.add_argument("--run-gpus", default="1", metavar="N", help="GPUs, or R:T, of that run (default: 1)")
+    parser.add_argument("--write", metavar="FILE", help="write the workload here, to change it")
+    return parser
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    if options.run is not None and options.workload is not None:
+        raise SettingsError("simulate takes a workload or --from RUN, not both.")
+    if options.run is not None:
+        gpus = options.run_gpus
+        rollout, train = _split(gpus if ":" in gpus else f"{gpus}:{gpus}", "--run-gpus")
+        return measure_workload(Path(options.run), rollout_gpus=rollout, train_gpus=train)
+    return built_in_workload() if options.workload is None else read_workload(Path(options.workload))
+
+
+def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list[Outcome], list[Advice]]:
+    workload.batch.groups_per_step(options.sync_every)  # refused before anything is simulated
+    policies = [
+        Policy(max_staleness=staleness, sync_every=options.sync_every, partial_rollout=options.partial == "true")
+        for staleness in _whole_numbers(options.staleness, "--staleness", least=0)
+    ]
+    outcomes: list[Outcome] = []
+    advice = []
+    for gpus, cluster in _clusters(workload, options):
+        sync = simulate_sync(workload, gpus=gpus, num_steps=options.steps, seed=options.seed)
+        found = [_asynchronous(workload, gpus, cluster, policy, options) for policy in policies]
+        outcomes += [sync, *found]
+        if options.search:
+            advice.append(advise(sync, found))
+    return outcomes, advice
+
+
+def _asynchronous(
+    workload: Workload, gpus: int, cluster: Cluster | None, policy: Policy, options: argparse.Namespace
+) -> Outcome:
+    if cluster is None:
+        return best_split(workload, gpus, policy, num_versions=options.steps, seed=options.seed)
+    return simulate_async(workload, cluster, policy, num_versions=options.steps, seed=options.seed)
+
+
+def _clusters(workload: Workload, options: argparse.Namespace) -> list[tuple[int, Cluster | None]]:
+    """GPUs in all, and how they are split; None where that is to be found."""
+    if options.split is not None:
+        rollout, train = _split(options.split, "--split")
+        if options.gpus is not None and options.gpus != str(rollout + train):
+            raise SettingsError(f"--split {options.split} has {rollout + train} GPUs, but --gpus is {options.gpus}.")
+        return [(rollout + train, Cluster(rollout_gpus=rollout, train_gpus=train))]
+    size = workload.engine.gpus
+    found: list[tuple[int, Cluster | None]] = []
+    for gpus in _whole_numbers(options.gpus or DEFAULT_GPUS, "--gpus", least=2):
+        if gpus % size:
+            raise SettingsError(f"--gpus must be multiples of engine.gpus = {size}; found {gpus}.")
+        found.append((gpus, None if options.search else middle_split(workload, gpus)))
+    return found
+
+
+def _split(text: str, option: str) -> list[int]:
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise SettingsError(f"{option} must be two numbers of GPUs such as 64:64; found {text!r}.")
+    return [int(part) for part in parts]
+
+
+def _whole_numbers(text: str, option: str, *, least: int) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise SettingsError(f"{option} must be whole numbers from {least} on, such as 1,2; found {text!r}.")
+    return [int(part) for part in parts]
+
+
+def _record(workload: Workload, outcomes: Sequence[Outcome], advice: Sequence[Advice], seed: int) -> dict[str, Any]:
+    sync = sync_steps(outcomes)
+    return {
+        "workload": workload.name,
+        "seed": seed,
+        "results": [outcome_record(one, sync_step_s=sync[one.cluster.gpus]) for one in outcomes],
+        "advice": [one.sentence for one in advice],
+    }
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{file} cannot be written: {error}.") from error

@@ -1,0 +1,258 @@
+"""One launch of an asynchronous run: open what was left, start the roles, train, and leave the folder fit to go on."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_async_trainer.assemble import RoleFactories, Roles, open_queue, start_roles
+from rl_async_trainer.controller.controller import Controller
+from rl_async_trainer.controller.parts import ControllerParts
+from rl_async_trainer.controller.validator import Validator
+from rl_async_trainer.liveness.control_socket import ControlSocket
+from rl_async_trainer.liveness.hang_evidence import HangEvidence, controller_waits
+from rl_async_trainer.liveness.watchdog import Watchdog
+from rl_async_trainer.schedule.record import ScheduleRecord, read_history
+from rl_async_trainer.schedule.replay import issue_replayed, read_plan
+from rl_async_trainer.schedule.restoring import restore_schedule
+from rl_async_trainer.schedule.run_state import AsyncState, read_run_state
+from rl_async_trainer.schedule.supply import PromptSupply
+from rl_async_trainer.settings import AsyncSettings
+from rl_core import TransferQueue
+from rl_core.data.records import Json
+from rl_core.errors import HangError
+from rl_distill.checkpoints.store import CheckpointStore
+from rl_metrics.hang.report import FILE as HANG_FILE
+from rl_metrics.hang.report import HangReport
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.events import EventLog
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_rollout.prompts import PromptSource
+from rl_trainer.learning.distillation import learns_from_rewards
+from rl_trainer.learning.parts import canary_sequences
+from rl_trainer.reporting.health import watch_health
+from rl_trainer.reporting.rollout_rows import RolloutWriter
+from rl_trainer.reporting.step_metrics import make_memory_watch
+from rl_trainer.reporting.token_probes import TokenProbes
+from rl_trainer.reporting.trackers import make_trackers
+from rl_trainer.rollouts.inputs import Inputs
+from rl_trainer.run.folder import RunFolder
+from rl_trainer.run.lifecycle import Outcome, RunLifecycle
+from rl_trainer.run.stopping import StopRequestedError, StopSignal
+
+
+class TrainingRun:
+    """One launch of a run, in a folder that this process holds."""
+
+    def __init__(
+        self,
+        settings: AsyncSettings,
+        inputs: Inputs,
+        folder: RunFolder,
+        console: ConsoleTracker,
+        *,
+        factories: RoleFactories | None = None,
+        replayed: Path | None = None,
+    ) -> None:
+        """Name what is needed; nothing heavy starts before `run`.
+
+        Args:
+            settings: Of the run.
+            inputs: Of the run.
+            folder: Of the run, held by this process.
+            console: Shows progress.
+            factories: What roles are made from.
+            replayed: Folder of a recorded run that this one repeats.
+        """
+        self._replayed = replayed
+        self._factories = factories or RoleFactories()
+        self._settings = settings
+        self._inputs = inputs
+        self._folder = folder
+        self._console = console
+        self._events = EventLog(folder.path / "events.jsonl")
+        self._trackers = make_trackers(settings, folder.path, console, ending=lambda: self._lifecycle.ending)
+        self._store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints)
+        self._state = AsyncState()
+        self._watchdog: Watchdog
+        self._hung: asyncio.Future[None]
+        self._deaf: Collection[str] = ()
+        self._roles: Roles | None = None
+        self._controller: Controller | None = None
+        self._lifecycle = RunLifecycle(settings, folder, console=console, events=self._events, store=self._store)
+
+    async def run(self) -> Outcome:
+        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+        self._hung = asyncio.get_running_loop().create_future()
+        async with AsyncExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.enter_context(self._events.copying_warnings())
+            stack.callback(self._trackers.close)
+            stop = stack.enter_context(StopSignal())
+            watch_health(
+                self._settings, self._folder, self._trackers, console=self._console, events=self._events, stop=stop
+            )
+            self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            try:
+                await self._train(stack, stop)
+            except StopRequestedError:
+                return self._lifecycle.stopped(self._now, stop)
+            except BaseException as error:
+                self._lifecycle.failed(self._now, error)
+                raise
+            return self._lifecycle.finished(self._now)
+
+    @property
+    def _now(self) -> AsyncState:
+        return self._state if self._controller is None else self._controller.state
+
+    async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
+        settings, console = self._settings, self._console
+        checkpoint = self._lifecycle.find_checkpoint()
+        if checkpoint is not None:
+            self._state = read_run_state(checkpoint)
+            self._lifecycle.resumes(checkpoint, self._state)
+        queue = open_queue(settings, self._folder.path)
+        stack.callback(queue.close)
+        controls = await self._controls(stack, stop, queue)
+        if controls.scheduler.is_done and self._state.validated >= self._state.step:
+            console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
+            return
+        controller = Controller(controls, self._state)
+        with console.phase("starting engines and learner"):
+            engine, learner = await stop.run(
+                controller.start(checkpoint),
+                what="engines and learner to start",
+                deadline_s=settings.roles.start_deadline_s,
+            )
+        self._controller = controller
+        ranks = f" on {learner.num_ranks} ranks" if learner.num_ranks > 1 else ""
+        console.say(f"engine: {engine}")
+        console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
+        title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
+        console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
+        await stack.enter_async_context(ControlSocket(self._folder.path, controller.live.answer))
+        await stack.enter_async_context(self._watchdog)
+        try:
+            await self._run_unless_hung(controller)
+        except StopRequestedError:
+            with console.phase(f"stopping: writing a checkpoint of step {controller.state.step}"):
+                await controller.save_stopped()
+            raise
+
+    async def _run_unless_hung(self, controller: Controller) -> None:
+        running = asyncio.create_task(controller.run())
+        both: set[asyncio.Future[Any]] = {running, self._hung}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            await asyncio.wait({running})
+            await self._end_deaf()
+            self._hung.result()
+        self._hung.cancel()
+        running.result()
+
+    async def _controls(self, stack: AsyncExitStack, stop: StopSignal, queue: TransferQueue) -> ControllerParts:
+        """Everything that the controller works with, as the launch before left it."""
+        settings, folder = self._settings, self._folder.path
+        history = read_history(folder)
+        plan = None if self._replayed is None else read_plan(self._replayed, settings.schedule_options)
+        record = ScheduleRecord(folder)
+        stack.callback(record.close)
+        supply = PromptSupply(PromptSource(self._inputs.train, seed=settings.run.seed))
+        scheduler = restore_schedule(settings.schedule_options, self._state, queue, supply, history, plan=plan)
+        if plan is not None:
+            issue_replayed(plan, scheduler, queue, supply, group_size=settings.rollout.group_size)
+        record.write("resumed", step=self._state.step)
+        roles = self._roles = await self._start_roles(stack, queue)
+        validator = Validator(
+            settings,
+            self._inputs,
+            on_generations=self._log_generations,
+            progress=lambda what: self._watchdog.progress(what),
+            probes=TokenProbes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
+        )
+        rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
+        stack.callback(rollouts.close)
+        evidence = HangEvidence(
+            roles,
+            queue,
+            scheduler,
+            folder=folder,
+            controller_waits=lambda: controller_waits(scheduler, self._watchdog, validator),
+        )
+        self._watchdog = Watchdog(
+            settings.roles.hang_deadline_s,
+            collect=evidence.collect,
+            path=folder / HANG_FILE,
+            on_hang=partial(self._has_hung, asyncio.get_running_loop()),
+        )
+        return ControllerParts(
+            settings=settings,
+            roles=roles,
+            queue=queue,
+            scheduler=scheduler,
+            supply=supply,
+            record=record,
+            validator=validator,
+            evidence=evidence,
+            stop=stop,
+            progress=self._watchdog.progress,
+            say=self._events.write,
+            log_metrics=self._log_metrics,
+            log_histograms=self._log_histograms,
+            write_rollouts=rollouts.write,
+            memory=make_memory_watch(settings, "controller", say=self._events.write),
+            find_checkpoint=self._lifecycle.find_checkpoint,
+            wall_s=lambda: self._lifecycle.wall_s,
+        )
+
+    async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> Roles:
+        settings = self._settings
+        with self._console.phase(f"starting roles ({settings.roles.kind})"):
+            roles = await start_roles(
+                settings,
+                queue,
+                folder=self._folder.path,
+                canary_sequences=canary_sequences(settings, self._inputs.train),
+                factories=self._factories,
+            )
+        stack.push_async_callback(roles.cluster.close)
+        return roles
+
+    def _has_hung(self, loop: asyncio.AbstractEventLoop, report: HangReport) -> None:
+        """Say it, and end the run where the settings want that; called by whatever thread noticed."""
+        file = self._folder.path / HANG_FILE
+        self._events.write("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
+        said = f"nothing has happened for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
+        self._console.say(f"{said} See {file}.")
+        if self._settings.roles.on_hang == "fail":
+            deaf = [role.name for role in report.roles if not role.is_answering]
+            loop.call_soon_threadsafe(self._end_hung, f"{said} The roles' stacks are in {file}.", deaf)
+
+    def _end_hung(self, said: str, deaf: Collection[str]) -> None:
+        if not self._hung.done():
+            self._deaf = deaf
+            self._hung.set_exception(HangError(said))
+
+    async def _end_deaf(self) -> None:
+        """End the roles that did not answer; asked to close, they would not answer either."""
+        roles = {} if self._roles is None else self._roles.all
+        for name, role in roles.items():
+            if name in self._deaf:
+                await role.end("did not answer when the run hung")
+
+    def _log_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool = False) -> None:
+        if is_late:
+            self._trackers.log_late(step, metrics)
+        else:
+            self._trackers.log(step, metrics)
+
+    def _log_histograms(self, step: int, sketches: Mapping[str, Json]) -> None:
+        self._trackers.log_histograms(step, {name: Histogram.from_json(one) for name, one in sketches.items()})
+
+    def _log_generations(self, step: int, split: str, samples: list[GenerationSample]) -> None:
+        self._trackers.log_generations(step, f"{split}/generations", samples)

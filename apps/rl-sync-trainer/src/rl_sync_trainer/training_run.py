@@ -1,0 +1,209 @@
+"""One launch of a run: start the parts, train, and leave the folder fit to go on from."""
+
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rl_distill.checkpoints.store import CheckpointStore, Saved
+from rl_distill.skipping import SkippedUpdates
+from rl_distill.teacher.service import TeacherService
+from rl_metrics.run_files.events import EventLog
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.prompts import PromptSource
+from rl_sync_trainer.assemble import Parts, make_queue
+from rl_sync_trainer.loop import train
+from rl_trainer.learning.distillation import learns_from_rewards
+from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
+from rl_trainer.learning.start_learners import Learners, start_learners
+from rl_trainer.learning.teachers import make_teachers
+from rl_trainer.reporting.health import watch_health
+from rl_trainer.reporting.rollout_rows import RolloutWriter
+from rl_trainer.reporting.step_metrics import make_memory_watch
+from rl_trainer.reporting.token_probes import TokenProbes
+from rl_trainer.reporting.trackers import make_trackers
+from rl_trainer.rollouts.engines import make_engine
+from rl_trainer.rollouts.inputs import Inputs
+from rl_trainer.rollouts.setup import make_transport, open_rollout
+from rl_trainer.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer.run.checkpoints import TrainerState, read_trainer_state
+from rl_trainer.run.folder import RunFolder
+from rl_trainer.run.lifecycle import Outcome, RunLifecycle
+from rl_trainer.run.stopping import StopRequestedError, StopSignal
+from rl_trainer.settings.schema import Settings
+
+
+class TrainingRun:
+    """One launch of a run, in a folder that this process holds."""
+
+    def __init__(self, settings: Settings, inputs: Inputs, folder: RunFolder, console: ConsoleTracker) -> None:
+        """Name what is needed; nothing heavy starts before `run`."""
+        self._settings = settings
+        self._inputs = inputs
+        self._folder = folder
+        self._console = console
+        self._events = EventLog(folder.path / "events.jsonl")
+        self._trackers = make_trackers(settings, folder.path, console, ending=lambda: self._lifecycle.ending)
+        self._store = CheckpointStore(
+            folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=self._say_saved
+        )
+        self._state = TrainerState()
+        self._lifecycle = RunLifecycle(settings, folder, console=console, events=self._events, store=self._store)
+
+    async def run(self) -> Outcome:
+        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.enter_context(self._events.copying_warnings())
+            stack.callback(self._trackers.close)
+            stop = stack.enter_context(StopSignal())
+            watch_health(
+                self._settings, self._folder, self._trackers, console=self._console, events=self._events, stop=stop
+            )
+            self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            try:
+                await self._train(stack, stop)
+            except StopRequestedError:
+                return self._lifecycle.stopped(self._state, stop)
+            except BaseException as error:
+                with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
+                    self._store.close()
+                self._lifecycle.failed(self._state, error)
+                raise
+            return self._lifecycle.finished(self._state)
+
+    async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
+        settings, console = self._settings, self._console
+        checkpoint = self._lifecycle.find_checkpoint()
+        source = PromptSource(self._inputs.train, seed=settings.run.seed)
+        if checkpoint is not None:
+            self._state = read_trainer_state(checkpoint)
+            self._lifecycle.resumes(checkpoint, self._state)
+            source.restore(self._state.prompt_source)
+            if self._state.step == settings.trainer.steps and self._state.unlogged is None:
+                console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
+                return
+        else:
+            self._state = replace(self._state, prompt_source=source.state())
+        learners = self._start_learners(stack, checkpoint)
+        stop.check()
+        # The learner's weights are published to it.
+        engine = make_engine(settings, settings.policy.path, log_directory=self._folder.path / "logs")
+        stack.push_async_callback(engine.close)
+        with console.phase(f"starting {settings.rollout.engine} engine"):
+            await stop.run(
+                engine.start(),
+                what=f"{settings.rollout.engine} engine to start (rollout.start_deadline_s)",
+                deadline_s=settings.rollout.start_deadline_s,
+            )
+        console.say(f"engine: {engine.traits.name}")
+        if settings.rollout.sleep and not engine.traits.can_sleep:
+            console.say("engine: it cannot sleep on this platform; its memory stays while the learner trains")
+        teachers = await self._start_teachers(stack, learners, stop)
+        parts = self._assemble(stack, learners, engine, source, stop, teachers=teachers)
+        title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
+        console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
+        try:
+            await train(parts, self._state)
+            self._store.wait()
+        except StopRequestedError:
+            self._save_stopped(learners)
+            raise
+
+    def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
+        settings, console = self._settings, self._console
+        with console.phase(f"starting {settings.policy.learner} learner"):
+            # Made from the initial policy, whose tokenizer every checkpoint copies: the checkpoint may be pruned.
+            learners = start_learners(settings, log_directory=self._folder.path / "logs")
+            stack.callback(learners.close)
+            stack.callback(self._store.close)
+            if checkpoint is not None:
+                learners.load(checkpoint)
+        ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
+        console.say(f"learner: {learners.policy.num_parameters:,} parameters{ranks}")
+        return learners
+
+    async def _start_teachers(
+        self, stack: AsyncExitStack, learners: Learners, stop: StopSignal
+    ) -> TeacherService | None:
+        settings = self._settings
+        chosen = settings.distillation
+        teachers = make_teachers(settings, log_directory=self._folder.path / "logs", say=self._events.write)
+        if teachers is None:
+            return None
+        stack.push_async_callback(teachers.close)
+        with self._console.phase(f"starting {len(chosen.teachers)} teacher(s)"):
+            await stop.run(teachers.start(), what="teachers to start", deadline_s=3 * chosen.start_deadline_s)
+        if chosen.needs_hidden:
+            learners.load_teacher_heads([teacher.model for teacher in chosen.teachers.values()])
+        self._console.say(f"teachers: {', '.join(chosen.teachers)}")
+        return teachers
+
+    def _assemble(
+        self,
+        stack: AsyncExitStack,
+        learners: Learners,
+        engine: RolloutEngine,
+        source: PromptSource,
+        stop: StopSignal,
+        *,
+        teachers: TeacherService | None,
+    ) -> Parts:
+        settings = self._settings
+        queue = make_queue(settings)
+        stack.callback(queue.close)
+        transport = make_transport(settings)
+        stack.callback(transport.close)
+        rollouts = RolloutWriter(self._folder.path / "rollouts.jsonl", self._inputs.tokenizer)
+        stack.callback(rollouts.close)
+        return Parts(
+            settings=settings,
+            inputs=self._inputs,
+            folder=self._folder,
+            learners=learners,
+            engine=engine,
+            rollout=stack.enter_context(open_rollout(settings, self._inputs.tokenizer, engine)),
+            replay=SkipCacheReplay(settings, self._inputs.tokenizer, say=self._events.write),
+            source=source,
+            queue=queue,
+            teachers=teachers,
+            transport=transport,
+            objective=make_objective(settings),
+            kl=make_kl_control(settings),
+            select_tokens=make_selection(settings),
+            skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
+            stop=stop,
+            on_state=self._keep_state,
+            say=self._events.write,
+            log_metrics=self._trackers.log,
+            log_histograms=self._trackers.log_histograms,
+            log_generations=self._trackers.log_generations,
+            save_checkpoint=lambda state: self._save(state, learners),
+            rollouts=rollouts,
+            probes=TokenProbes(
+                self._folder.path / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes
+            ),
+            memory=make_memory_watch(settings, "trainer", say=self._events.write),
+        )
+
+    def _keep_state(self, state: TrainerState) -> None:
+        self._state = state
+
+    def _save(self, state: TrainerState, learners: Learners) -> None:
+        in_background = self._settings.trainer.background_checkpoints
+        content = asdict(replace(state, wall_s=self._lifecycle.wall_s))
+        self._store.begin(state.step, content, lambda folder: learners.save(folder, in_background=in_background))
+        if not in_background:
+            self._store.wait()
+
+    def _say_saved(self, saved: Saved) -> None:
+        took_s = round(saved.took_s, 3)
+        self._events.write("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
+
+    def _save_stopped(self, learners: Learners) -> None:
+        self._store.wait()
+        if self._state.step in self._store.steps():
+            return
+        with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
+            self._save(self._state, learners)
+            self._store.wait()

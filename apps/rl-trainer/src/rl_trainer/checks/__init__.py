@@ -1,0 +1,1 @@
+"""Checks of the settings before models load."""

@@ -1,0 +1,1 @@
+"""The learning step that both trainers share, and the learners it uses."""

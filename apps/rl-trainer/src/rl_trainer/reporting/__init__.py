@@ -1,0 +1,1 @@
+"""Metrics, trackers, health and reports of a run in progress."""

@@ -1,0 +1,101 @@
+"""report.html: written while a run goes on, and at its end, by a process beside it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.generations import GenerationSample
+
+log = structlog.get_logger(__name__)
+
+REPORT_S = 120.0
+"""Longest that a report may take."""
+
+MESSAGE_LENGTH = 500
+"""Characters that are told of what a report said when it failed."""
+
+
+class ReportWriter:
+    """A tracker that has `rl-metrics report` write the run's page; it costs the run the start of a process.
+
+    A report that fails is warned of and stops nothing. While one is being written no other is begun.
+    """
+
+    def __init__(self, folder: Path, *, every: int) -> None:
+        """Name the run.
+
+        Args:
+            folder: The run's.
+            every: Steps between two reports; 0 writes none while the run goes on. One is written at the end.
+        """
+        self._folder = folder
+        self._every = every
+        self._running: subprocess.Popen[bytes] | None = None
+        self._ends_at = 0.0
+        self._has_steps = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - it reads the files
+        """Begin a report where one is due."""
+        self._has_steps = True
+        if self._every and step and step % self._every == 0 and self._is_idle():
+            self._start()
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing is due."""
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Nothing is due."""
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Nothing is due."""
+
+    def close(self) -> None:
+        """Write the last report, and wait for it. Can be called twice."""
+        running, self._running = self._running, None
+        if running is not None:  # what it would show is old
+            running.kill()
+            running.communicate()
+        if self._has_steps:
+            self._has_steps = False
+            self._start()
+            self._finish(self._ends_at - time.monotonic())
+
+    def _start(self) -> None:
+        words = [sys.executable, "-m", "rl_metrics", "report", str(self._folder)]
+        nothing = subprocess.DEVNULL
+        self._ends_at = time.monotonic() + REPORT_S
+        self._running = subprocess.Popen(  # noqa: S603 - our own
+            words,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is the run's
+        )
+
+    def _is_idle(self) -> bool:
+        """False while a report is being written, unless it takes too long."""
+        if self._running is not None:
+            if self._running.poll() is None and time.monotonic() < self._ends_at:
+                return False
+            self._finish(0.0)
+        return True
+
+    def _finish(self, timeout_s: float) -> None:
+        """Wait for the report that is being written, and tell how it failed where it did."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            _, said = running.communicate(timeout=max(timeout_s, 0.0))
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.communicate()
+            said = f"it took more than {REPORT_S:g} s".encode()
+        if running.returncode:
+            error = said.decode(errors="replace").strip()[-MESSAGE_LENGTH:]
+            log.warning("report_failed", error=error, again=f"rl-metrics report {self._folder}")

@@ -1,0 +1,1 @@
+"""Problems, engines, skip caches and validation of a run."""

@@ -1,0 +1,126 @@
+"""Answers to validation and test problems, as both trainers have them, whoever gave them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_core import Prompt, Trajectory
+from rl_core.data.records import NO_VERSION
+from rl_metrics.run_files.generations import GenerationSample
+from rl_rollout.prompts import PromptTokenizer
+from rl_rollout.rollout import GroupResult
+
+PREDICTION = "pred"
+"""Extra of a reward that says what the response answers; verl's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one session made of a problem; several sessions of a problem are several answers.
+
+    Attributes:
+        prompt: The problem.
+        trajectory: The response, whose session_index says which of the problem's it is; the prompt alone where there
+            is none.
+        failure: Why the session failed, whose reward does not count; None when it did not.
+        source: The process that gave it, such as "rollouter".
+    """
+
+    prompt: Prompt
+    trajectory: Trajectory
+    failure: str | None
+    source: str
+
+    @property
+    def reward(self) -> float:
+        """NaN where there is none."""
+        reward = None if self.failure is not None else self.trajectory.reward
+        return math.nan if reward is None else reward
+
+    @property
+    def components(self) -> Mapping[str, float]:
+        """Of the reward, by name."""
+        return self.trajectory.reward_components if self.failure is None else {}
+
+    @property
+    def prediction(self) -> str | None:
+        """What it answers, for majority votes; None where that is not known."""
+        return prediction_in(self.trajectory.extras) if self.failure is None else None
+
+
+def prediction_in(extras: Mapping[str, Any]) -> str | None:
+    """What a response answers, for majority votes: text or a number that its reward gave as the extra "pred"."""
+    found = extras.get(PREDICTION)
+    return str(found) if isinstance(found, str | int | float) else None
+
+
+def answers_of(groups: Iterable[GroupResult], *, source: str) -> list[Answer]:
+    """One answer a session, in order.
+
+    Args:
+        groups: Sessions of each problem.
+        source: The process that gave them.
+    """
+    return [
+        Answer(
+            prompt=group.prompt,
+            trajectory=session.trajectories[0] if session.trajectories else _nothing(group.prompt, index),
+            failure=session.failure,
+            source=source,
+        )
+        for group in groups
+        for index, session in enumerate(group.sessions)
+    ]
+
+
+def first_answers(answers: Iterable[Answer]) -> list[Answer]:
+    """Of each problem the first of its answers that are given, in the order of problems."""
+    first: dict[str, Answer] = {}
+    for answer in answers:
+        first.setdefault(answer.prompt.uid, answer)
+    return list(first.values())
+
+
+def generation_samples(answers: Sequence[Answer], tokenizer: PromptTokenizer) -> list[GenerationSample]:
+    """Answers as people read them.
+
+    Args:
+        answers: To show.
+        tokenizer: Of the policy.
+    """
+    rows = [answer.trajectory for answer in answers]
+    inputs = tokenizer.decode([row.input_ids[: row.num_prompt_tokens] for row in rows])  # at once: each alone is slow
+    outputs = tokenizer.decode([row.input_ids[row.num_prompt_tokens :] for row in rows])
+    return [_sample(*one) for one in zip(answers, inputs, outputs, strict=True)]
+
+
+def _sample(answer: Answer, given: str, output: str) -> GenerationSample:
+    truth, versions = answer.prompt.ground_truth, answer.trajectory.policy_versions
+    versions = versions[versions != NO_VERSION]
+    return GenerationSample(
+        prompt_uid=answer.prompt.uid,
+        input=given,
+        output=output,
+        score=answer.reward,
+        ground_truth=None if truth is None else str(truth),
+        policy_version=(int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION),
+        source=answer.source,
+        failure=answer.failure,
+        components=dict(answer.components),
+    )
+
+
+def _nothing(prompt: Prompt, session_index: int) -> Trajectory:
+    """The prompt alone, where nothing was answered."""
+    num_tokens = len(prompt.input_ids)
+    return Trajectory(
+        prompt_uid=prompt.uid,
+        session_index=session_index,
+        input_ids=prompt.input_ids,
+        loss_mask=np.zeros(num_tokens, dtype=np.bool_),
+        rollout_logprobs=np.zeros(num_tokens, dtype=np.float32),
+        policy_versions=np.full(num_tokens, NO_VERSION, dtype=np.int32),
+    )

@@ -1,0 +1,1 @@
+"""A launch of a run: its folder, checkpoints, and how it stops."""

@@ -1,0 +1,111 @@
+"""The child's side of a role in a process: `python -m rl_core.cluster.processes.child FD PARENT MARK ROLE NUMBER`.
+
+It ends when its parent ends, however that happens: the socket closes, and a guard that watches both kills it and all of
+its own children.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import traceback
+
+from rl_core.cluster.messages import RemoteError
+from rl_core.cluster.processes.frames import Numbered, receive_frame, send_frame
+from rl_core.cluster.processes.guard import Family, start_guard
+from rl_core.cluster.processes.output import log_header
+from rl_core.cluster.processes.packing import Packed, pack
+from rl_core.cluster.processes.stack_dump import register_dump
+from rl_core.cluster.served import ServedRole
+from rl_core.cluster.stacks import process_stacks
+
+
+class RoleServer:
+    """Runs one object's methods as calls come in."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Serve calls from this connection."""
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._role = ServedRole()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_ended = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Answer calls until the parent says that it is enough."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), name="read parent", daemon=True).start()
+        await self._has_ended.wait()
+        await self._role.close()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                messages = receive_frame(self._connection)
+            except (EOFError, OSError):
+                os._exit(1)  # the parent is gone, and nobody is left to tell
+            except Exception:  # what a frame says of itself cannot be read; whose calls these were is lost
+                traceback.print_exc()
+                os._exit(1)
+            if messages is None:
+                loop.call_soon_threadsafe(self._has_ended.set)
+                return
+            calls = [message for message in messages if message.packed.body]
+            if calls:
+                loop.call_soon_threadsafe(self._begin, calls)
+            for message in messages:
+                if not message.packed.body:  # a question: it is answered here, as the loop may be blocked
+                    self._say_stacks(message.number, loop)
+
+    def _begin(self, messages: list[Numbered]) -> None:
+        """Begin calls in one turn of the event loop."""
+        for message in messages:
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: Numbered) -> None:
+        answer = await self._role.answer(message.packed)
+        if self._has_ended.is_set():
+            return  # the parent tells its callers that the role was closed
+        self._send(message.number, answer)
+
+    def _say_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            answer = pack((True, process_stacks(loop)))
+        except Exception as error:  # such as of a file with source code that cannot be read; the reader goes on
+            answer = pack((False, RemoteError.of(error)))
+        with contextlib.suppress(OSError):  # the parent is gone, which the next read tells
+            self._send(number, answer)
+
+    def _send(self, number: int, answer: Packed) -> None:
+        with self._send_lock:
+            send_frame(self._connection, [Numbered(number, answer)])
+
+
+def main() -> None:
+    """Run until the parent closes the connection."""
+    fd, parent_pid, mark, role, incarnation = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    register_dump(mark)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if stat.S_ISREG(os.fstat(1).st_mode):
+        sys.stderr.write(log_header(role, int(incarnation)))
+    if sys.platform == "linux":
+        start_guard(Family(mark, os.getpid()), [os.getpid(), int(parent_pid)])
+    if os.getppid() != int(parent_pid):
+        os._exit(1)
+
+    async def serve() -> None:
+        await RoleServer(socket.socket(fileno=int(fd))).serve()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

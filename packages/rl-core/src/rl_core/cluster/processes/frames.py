@@ -1,0 +1,74 @@
+"""How calls and answers lie on a socket: several together in a frame, large arrays as raw bytes behind it."""
+
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rl_core.cluster.processes.packing import Packed
+
+HEADER_SIZE = struct.Struct("<Q")
+SOCKET_BYTES = 4 << 20
+
+
+class Numbered(NamedTuple):
+    """A call or an answer, with the call's number."""
+
+    number: int
+    packed: Packed
+
+
+QUESTION = Packed(b"", ())
+"""What the other side does right now: its reader answers, whatever becomes of calls. No pickle is empty."""
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends with large buffers, as far as the system allows."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    return ends
+
+
+def send_frame(connection: socket.socket, messages: Sequence[Numbered] | None) -> None:
+    """Send messages that travel together; None says that there are no more.
+
+    Raises:
+        OSError: Nobody reads them any more.
+    """
+    buffers = [memoryview(buffer) for message in messages or () for buffer in message.packed.buffers]
+    header = pickle.dumps(
+        messages
+        and [(number, packed.body, [memoryview(one).nbytes for one in packed.buffers]) for number, packed in messages],
+        protocol=5,
+    )
+    connection.sendall(HEADER_SIZE.pack(len(header)) + header)
+    for buffer in buffers:
+        connection.sendall(buffer)
+
+
+def receive_frame(connection: socket.socket) -> list[Numbered] | None:
+    """What the other side sent together; None when it says that there is no more.
+
+    Raises:
+        OSError: The other side is gone; EOFError where it ended.
+    """
+    (size,) = HEADER_SIZE.unpack(_receive(connection, HEADER_SIZE.size))
+    header = pickle.loads(_receive(connection, size))  # noqa: S301 - from our own process, see packing.py
+    if header is None:
+        return None
+    return [
+        Numbered(number, Packed(body, [_receive(connection, size) for size in sizes])) for number, body, sizes in header
+    ]
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    buffer = bytearray(size)
+    rest = memoryview(buffer)
+    while rest:
+        received = connection.recv_into(rest)
+        if not received:
+            raise EOFError("the other side ended.")
+        rest = rest[received:]
+    return buffer

@@ -1,0 +1,127 @@
+"""What a role's process prints: into its log file, or line by line onto stderr; its last lines are kept for errors."""
+
+import contextlib
+import os
+import re
+import subprocess
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Protocol
+
+from rl_core.cluster.role_spec import RoleSpec
+
+TAIL_LINES = 20
+TAIL_BYTES = 4000
+LINE_BYTES = 1 << 16
+STDERR = 2
+NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
+"""How lines begin that the role did not print: ours, and Ray's."""
+
+
+class RoleOutput(Protocol):
+    """Where a role's stdout and stderr go."""
+
+    def open_for_child(self) -> IO[bytes] | int:
+        """What the child's stdout and stderr shall be."""
+        ...
+
+    def started(self, process: "subprocess.Popen[bytes]") -> None:
+        """The child runs."""
+        ...
+
+    def tail(self) -> str:
+        """Its last lines."""
+        ...
+
+
+class FileOutput:
+    """Appended to a file, with a line before each incarnation."""
+
+    def __init__(self, folder: Path, spec: RoleSpec) -> None:
+        """Choose the file <role>-<rank>.log."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = log_path(folder, spec)
+        self._file: IO[bytes] | None = None
+        self._start = 0
+
+    def open_for_child(self) -> IO[bytes]:
+        """See `RoleOutput`."""
+        self._file = self.path.open("ab")
+        self._start = self._file.tell()
+        return self._file
+
+    def started(self, process: "subprocess.Popen[bytes]") -> None:  # noqa: ARG002
+        """See `RoleOutput`."""
+        if self._file is not None:
+            self._file.close()
+
+    def tail(self) -> str:
+        """See `RoleOutput`."""
+        return read_tail(self.path, self._start)
+
+
+class PrefixedOutput:
+    """Each line on this process's stderr, after the role's name in brackets."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        """Say whose lines these are."""
+        self._prefix = f"[{spec}] ".encode()
+        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._thread: threading.Thread | None = None
+
+    def open_for_child(self) -> int:
+        """See `RoleOutput`."""
+        return subprocess.PIPE
+
+    def started(self, process: "subprocess.Popen[bytes]") -> None:
+        """See `RoleOutput`."""
+        self._thread = threading.Thread(target=self._copy, args=(process.stdout,), name="role output", daemon=True)
+        self._thread.start()
+
+    def tail(self) -> str:
+        """See `RoleOutput`."""
+        if self._thread is not None:
+            self._thread.join(1.0)  # the process is gone, and its last lines may still be in the pipe
+        return last_lines(b"".join(self._lines))
+
+    def _copy(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while line := pipe.readline(LINE_BYTES):
+                self._lines.append(line[-TAIL_BYTES:])
+                with contextlib.suppress(OSError):
+                    os.write(STDERR, self._prefix + line.removesuffix(b"\n") + b"\n")
+
+
+def log_path(folder: Path, spec: RoleSpec) -> Path:
+    """A role's log file in a folder."""
+    return folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', spec.name)}-{spec.rank}.log"
+
+
+def log_header(role: str, incarnation: int) -> str:
+    """The line that separates incarnations in a log file."""
+    return f"=== {role} incarnation {incarnation} pid {os.getpid()} {time.strftime('%Y-%m-%dT%H:%M:%S%z')} ===\n"
+
+
+def read_tail(path: Path, start: int) -> str:
+    """The last lines of a file, from a position on."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - TAIL_BYTES))
+            return last_lines(file.read())
+    except OSError as error:
+        return f"({path} cannot be read: {error.strerror})"
+
+
+def last_lines(text: bytes) -> str:
+    """The last lines, as text."""
+    lines = text[-TAIL_BYTES:].decode(errors="replace").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])
+
+
+def quote(tail: str) -> str:
+    """What an error says about the output."""
+    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith(NOT_SAID)]
+    return "Its last output:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "It printed nothing."

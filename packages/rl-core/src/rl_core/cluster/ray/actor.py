@@ -1,0 +1,203 @@
+"""The actor of a role on Ray; imported by Ray's workers."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray.util
+from numpy.typing import NDArray
+
+from rl_core.cluster.processes.guard import Family, end_family, start_guard
+from rl_core.cluster.processes.output import log_header, read_tail
+from rl_core.cluster.processes.packing import Packed, pack
+from rl_core.cluster.processes.stack_dump import register_dump
+from rl_core.cluster.served import ServedRole
+from rl_core.cluster.stacks import process_stacks
+
+Wire = tuple[bytes, list[NDArray[np.uint8]]]
+"""A packed value as Ray sends it: its arrays are read from shared memory where they lie."""
+
+
+class Printed(NamedTuple):
+    """A file that gets what an actor prints.
+
+    Attributes:
+        path: On its node, or on a drive that others see as well.
+        inode: Tells it from another host's file of that name.
+        start: Where this incarnation begins.
+    """
+
+    path: str
+    inode: int
+    start: int
+
+
+class Hello(NamedTuple):
+    """What an actor says of itself.
+
+    Attributes:
+        pid: Of its process.
+        node: Ray's name of its node.
+        address: Of its node, as others reach it.
+        printed: The files that get what it prints.
+    """
+
+    pid: int
+    node: str
+    address: str
+    printed: list[Printed]
+
+
+class Door(NamedTuple):
+    """What an actor is told before it makes its object.
+
+    Attributes:
+        role: Such as engine[0].
+        incarnation: Its number.
+        mark: Of its descendants; see `rl_core.cluster.processes.guard`.
+        log: File on its node for what it prints; None leaves it to Ray.
+    """
+
+    role: str
+    incarnation: int
+    mark: str
+    log: str | None
+
+
+QUESTIONS = "questions"
+"""The concurrency group of what is asked beside calls: a thread and an event loop of its own."""
+
+
+class RoleActor:
+    """Holds one role's object. Calls made together begin together, and all begin in their order."""
+
+    def __init__(self, door: Door) -> None:
+        """Have no object yet; print where it was said, and be watched."""
+        self._door = door
+        self._role = ServedRole()
+        self._frames: dict[int, list[asyncio.Task[Packed]]] = {}
+        self._num_answered: Counter[int] = Counter()
+        self._num_begun = 0
+        self._moved = asyncio.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        register_dump(door.mark)
+        if door.log is not None:
+            print_into(Path(door.log))
+        self._printed = printed_files()
+        if door.log is not None:
+            sys.stderr.write(log_header(door.role, door.incarnation))
+        if sys.platform == "linux":
+            start_guard(self._family(), [os.getpid(), os.getppid()])  # the parent is the node's own process
+
+    def __repr__(self) -> str:
+        """What Ray puts before the lines that it prints."""
+        return self._door.role
+
+    async def hello(self) -> Wire:
+        """Say where it is, as an answer."""
+        self._loop = asyncio.get_running_loop()
+        node = ray.get_runtime_context().get_node_id()
+        util: Any = ray.util
+        hello = Hello(os.getpid(), node, util.get_node_ip_address(), self._printed)
+        return to_wire(pack((True, hello)))
+
+    async def run(self, frame: int, index: int, *calls: Wire) -> Wire:
+        """Answer one call of a frame; the first of them brings all.
+
+        Raises:
+            RuntimeError: The frame was lost on its way.
+        """
+        async with self._moved:
+            if index == 0:
+                await self._moved.wait_for(lambda: self._num_begun == frame)
+                self._begin(frame, calls)
+            else:
+                await self._moved.wait_for(lambda: self._num_begun > frame)
+        if frame not in self._frames:
+            raise RuntimeError("the calls made together with this one were lost on their way.")
+        answer = await self._frames[frame][index]
+        self._num_answered[frame] += 1
+        if self._num_answered[frame] == len(self._frames[frame]):
+            del self._frames[frame], self._num_answered[frame]
+        return to_wire(answer)
+
+    async def skip(self, frame: int) -> None:
+        """A frame was lost on its way: those behind it shall not wait for it."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._num_begun >= frame)
+            if self._num_begun == frame:
+                self._begin(frame, ())
+
+    @ray.method(concurrency_group=QUESTIONS)
+    async def stacks(self) -> Wire:
+        """What this process does right now, as an answer; also where the event loop of its calls is blocked."""
+        return to_wire(pack((True, process_stacks(self._loop))))
+
+    async def lives(self) -> None:
+        """Never answered: that it fails is how the caller learns of a death."""
+        await asyncio.Event().wait()
+
+    async def end(self) -> None:
+        """Close the object, and end what it has started."""
+        try:
+            await self._role.close()
+        except Exception:
+            traceback.print_exc()
+        sys.stdout.flush()
+        await asyncio.to_thread(end_family, self._family())
+
+    def _family(self) -> Family:
+        leads = os.getpgid(0) == os.getpid()  # so do Ray's workers
+        return Family(self._door.mark, os.getpid() if leads else 0)
+
+    def _begin(self, frame: int, calls: Sequence[Wire]) -> None:
+        if calls:
+            self._frames[frame] = [asyncio.ensure_future(self._role.answer(Packed(*call))) for call in calls]
+        self._num_begun += 1
+        self._moved.notify_all()
+
+
+def to_wire(packed: Packed) -> Wire:
+    """A packed value for Ray."""
+    return packed.body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in packed.buffers]
+
+
+def print_into(path: Path) -> None:
+    """Have this process print into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with path.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+
+
+def printed_files() -> list[Printed]:
+    """The files that get what this process prints, and how long they are now."""
+    found: dict[str, Printed] = {}
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            if path.is_file():
+                stat = path.stat()
+                found[str(path)] = Printed(str(path), stat.st_ino, stat.st_size)
+    return list(found.values())
+
+
+def is_seen_here(printed: Sequence[Printed]) -> bool:
+    """True where these files are those of this host."""
+    with contextlib.suppress(OSError):
+        return all(Path(file.path).stat().st_ino == file.inode for file in printed)
+    return False
+
+
+def read_printed(printed: Sequence[Printed]) -> str:
+    """The last lines of each file."""
+    return "\n".join(read_tail(Path(file.path), file.start) for file in printed)

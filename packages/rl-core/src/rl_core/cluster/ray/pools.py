@@ -1,0 +1,125 @@
+"""Resource pools as placement groups of Ray."""
+
+import contextlib
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from rl_core.cluster.options import ResourcePool
+from rl_core.cluster.processes.guard import MARK_VARIABLE
+from rl_core.cluster.shares import Shares, count_room, describe, empty_slot
+from rl_core.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RayRequest:
+    """A pool that was asked of Ray."""
+
+    pool: ResourcePool
+    group: PlacementGroup
+
+
+class RayReserver:
+    """The CPUs and GPUs of a Ray cluster."""
+
+    def begin(self, pool: ResourcePool) -> RayRequest:
+        """See `Reserver.begin`."""
+        check_room(pool)
+        bundle = {"CPU": pool.cpus, "GPU": pool.gpus, "memory": 1}  # a byte: an empty bundle is refused
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        name = f"{os.environ.get(MARK_VARIABLE, '')} {pool.name} {uuid.uuid4().hex}"  # see free_pools_of
+        group = placement_group([bundle] * pool.size, strategy=pool.strategy.upper(), name=name)
+        return RayRequest(pool, group)
+
+    def try_reserve(self, request: RayRequest) -> list[Shares] | None:
+        """See `Reserver.try_reserve`."""
+        if not request.group.wait(0):
+            return None
+        return [empty_slot(request.pool) for _ in range(request.pool.size)]
+
+    def free(self, request: RayRequest) -> None:
+        """See `Reserver.free`."""
+        if ray.is_initialized():
+            remove_placement_group(request.group)
+
+    def describe_free(self) -> str:
+        """See `Reserver.describe_free`."""
+        return say_free()
+
+
+def free_pools_of(mark: str) -> None:
+    """Give back what a role that is gone had reserved, and its descendants: Ray keeps it while their driver lives.
+
+    It raises nothing: what Ray refuses is warned of.
+
+    Args:
+        mark: Of its descendants; see `rl_core.cluster.processes.guard`.
+    """
+    if not ray.is_initialized():
+        return
+    try:
+        for found in placement_group_table().values():
+            if mark in found["name"] and found["state"] != "REMOVED":
+                with contextlib.suppress(ValueError):  # it is gone by now
+                    remove_placement_group(get_placement_group(found["name"]))
+    except Exception as error:
+        log.warning("pools_not_freed mark=%s error=%s: %s", mark, type(error).__name__, error)
+
+
+def check_room(pool: ResourcePool) -> None:
+    """Refuse a pool that the cluster could not hold though it were empty.
+
+    Raises:
+        SettingsError: That is so.
+    """
+    nodes = [node for node in ray_nodes() if node["Alive"]]
+    rooms = [count_room(_shares(node["Resources"]), pool.cpus, pool.gpus, at_most=pool.size) for node in nodes]
+    room = sum(rooms)
+    if pool.strategy == "strict_pack":
+        room = max(rooms, default=0)
+    elif pool.strategy == "strict_spread":
+        room = sum(number > 0 for number in rooms)
+    if room >= pool.size:
+        return
+    there = ", ".join(f"{node['NodeManagerAddress']}: {_describe(node['Resources'])}" for node in nodes)
+    raise SettingsError(
+        f"pool {pool.name!r} asks for {pool.size} slots of {describe(pool.cpus, pool.gpus)} each ({pool.strategy}); "
+        f"the Ray cluster has {len(nodes)} nodes ({there}): room for {room}. Ask for less, or add nodes; cpus = 0 "
+        "shares the CPUs."
+    )
+
+
+def say_free() -> str:
+    """What the cluster has, and what is free of it."""
+    untyped: Any = ray
+    there, free = untyped.cluster_resources(), untyped.available_resources()
+    return f"the Ray cluster has {_describe(there)}, of which {_describe(free)} are free"
+
+
+def ray_nodes() -> list[dict[str, Any]]:
+    """Every node, dead ones as well, as Ray describes them."""
+    untyped: Any = ray
+    found: list[dict[str, Any]] = untyped.nodes()
+    return found
+
+
+def _shares(resources: dict[str, float]) -> Shares:
+    gpus = int(resources.get("GPU", 0))
+    return Shares(resources.get("CPU", 0.0), {str(index): 1.0 for index in range(gpus)})
+
+
+def _describe(resources: dict[str, Any]) -> str:
+    return describe(resources.get("CPU", 0.0), resources.get("GPU", 0.0))

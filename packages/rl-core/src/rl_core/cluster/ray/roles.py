@@ -1,0 +1,167 @@
+"""Roles on Ray: an actor each, in placement groups; starts or joins Ray, and ends the Ray that it started."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from rl_core.cluster.calls import Call
+from rl_core.cluster.incarnation import Birth, Incarnation
+from rl_core.cluster.options import ClusterOptions
+from rl_core.cluster.pools import PoolBook
+from rl_core.cluster.processes.guard import Family, descendants, start_guard
+from rl_core.cluster.ray.actor import to_wire
+from rl_core.cluster.ray.incarnation import RayIncarnation, store
+from rl_core.cluster.ray.pools import RayReserver
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
+from rl_core.errors import RoleDiedError
+
+SHARED_BYTES = 100_000
+"""Arguments for several roles are stored once from this size on; Ray sends smaller ones with the call."""
+
+
+class RayLauncher:
+    """Starts actors; starts or joins Ray when the first one is asked for, and ends the Ray that it started."""
+
+    settle_s = 3.0  # of a lost node it knows after 1.5 to 3 s
+
+    def __init__(self, options: ClusterOptions) -> None:
+        """Use this Ray."""
+        self._options = options
+        address = options.ray.address
+        self.place = "Ray on this machine" if address is None else f"the Ray cluster at {address}"
+        self._opening: Future[bool] | None = None
+
+    @property
+    def pools(self) -> PoolBook:
+        """See `Launcher.pools`."""
+        return RAY_POOLS
+
+    @property
+    def reserver(self) -> "RayReserver":
+        """See `Launcher.reserver`."""
+        return RAY_RESERVER
+
+    async def open(self) -> None:
+        """See `Launcher.open`."""
+        if self._opening is None or (self._opening.done() and self._opening.exception()):
+            self._opening = Future()
+            self._opening.set_running_or_notify_cancel()
+            threading.Thread(target=self._open, args=(self._opening,), name="start ray", daemon=True).start()
+        await asyncio.wrap_future(self._opening)
+
+    def pack(self, call: Call) -> Any:
+        """See `Launcher.pack`."""
+        packed = call.pack()
+        return store(packed) if len(call.specs) > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
+
+    async def launch(self, birth: Birth) -> Incarnation:
+        """See `Launcher.launch`; where a node is lost, another one is tried."""
+        ends_at = time.monotonic() + birth.deadline_s
+        while True:
+            incarnation = RayIncarnation(birth, self._options)
+            try:
+                await incarnation.start()
+            except RoleDiedError:
+                left_s = ends_at - time.monotonic()
+                if not incarnation.lost_its_node or left_s <= 0:
+                    raise
+                birth = replace(birth, deadline_s=round(left_s, 1))
+            else:
+                return incarnation
+
+    async def close(self) -> None:
+        """See `Launcher.close`."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        if not opening.done():
+            opening.add_done_callback(_leave_late)  # its start was given up, and nobody waits for it
+            return
+        if opening.exception() is None and opening.result():
+            await asyncio.to_thread(SESSION.leave)
+
+    def _open(self, opening: "Future[bool]") -> None:
+        try:
+            opening.set_result(SESSION.enter(self._options))
+        except BaseException as error:
+            opening.set_exception(error)
+
+
+class RaySession:
+    """The Ray that clusters of this process started or joined together; the last one to leave ends it.
+
+    One thread starts it, and stays: the kernel ends Ray's processes with the thread that started them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was started."""
+        self._lock = threading.Lock()
+        self._num_clusters = 0
+        self._leave = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def enter(self, options: ClusterOptions) -> bool:
+        """Start or join Ray, where it does not run; True where it must be left again."""
+        with self._lock:
+            if not self._num_clusters:
+                if sys.modules["ray"].is_initialized():
+                    return False  # somebody else's
+                self._start(options)
+            self._num_clusters += 1
+            return True
+
+    def leave(self) -> None:
+        """One cluster less."""
+        with self._lock:
+            self._num_clusters -= 1
+            if not self._num_clusters and self._thread is not None:
+                self._leave.set()
+                self._thread.join()
+
+    def _start(self, options: ClusterOptions) -> None:
+        started: Future[None] = Future()
+
+        def stay() -> None:
+            try:
+                guard = start_guarded_ray(options.ray)
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._leave.wait()
+            stop_ray()
+            if guard is not None:
+                os.kill(guard, signal.SIGKILL)
+
+        self._leave.clear()
+        self._thread = threading.Thread(target=stay, name="ray", daemon=True)
+        self._thread.start()
+        started.result()
+
+
+def start_guarded_ray(options: RayOptions) -> int | None:
+    """Start or join Ray; gives the process that ends what was started, should this process be killed."""
+    before = descendants(os.getpid())
+    start_ray(options)
+    if options.address is not None or sys.platform != "linux":
+        return None
+    return start_guard(Family(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
+
+
+def _leave_late(opening: "Future[bool]") -> None:
+    """Leave a Ray that came when its cluster was closed already."""
+    if opening.exception() is None and opening.result():
+        SESSION.leave()
+
+
+RAY_POOLS = PoolBook()
+"""Of this process: two clusters that name the same pool share it."""
+RAY_RESERVER = RayReserver()
+SESSION = RaySession()

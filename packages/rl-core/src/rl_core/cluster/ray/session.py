@@ -1,0 +1,195 @@
+"""Ray for this process: token authentication on, every socket on loopback unless told otherwise.
+
+The one file that starts Ray or joins it. Ray reads how it authenticates while it is imported, so this file is used
+before anything else imports it.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster.processes.guard import descendants, is_running, running_processes
+from rl_core.errors import MissingExtraError, RoleError, SettingsError
+
+LOOPBACK = "127.0.0.1"
+NUM_STARTS = 2
+ENDING_S = 10.0
+PAUSE_S = 0.02
+TOO_SLOW = "timed out during startup"
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+FAST_DEATH = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""A node that is gone is noticed within 5 s; by default, Ray takes 15."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Which Ray to use.
+
+    Attributes:
+        address: "host:port" of a cluster to join, whose token is in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; None
+            starts one on this machine.
+        bind_address: Where a cluster that is started listens; another address than loopback opens it to the network.
+        num_cpus: CPUs that it may give away; all when None.
+        object_store_bytes: Memory for objects; Ray's default when None.
+    """
+
+    address: str | None = None
+    bind_address: str = LOOPBACK
+    num_cpus: int | None = None
+    object_store_bytes: int | None = None
+
+
+_folders: list[str] = []
+
+
+def start_ray(options: RayOptions | None = None) -> Any:
+    """Give the `ray` module, started or joined; what runs already is used as it is.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+        RoleError: The cluster does not answer, or refuses the token; or Ray did not start in time, twice.
+    """
+    options = options or RayOptions()
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            warnings.warn(
+                "Ray runs without token authentication: whoever reaches its ports can run code. Set "
+                "RAY_AUTH_MODE=token before ray is imported, or let rl_core.cluster.ray.session.start_ray start it.",
+                stacklevel=2,
+            )
+        return sys.modules["ray"]
+    ray = import_ray(options)
+    logging.getLogger("ray").setLevel(
+        logging.ERROR
+    )  # else it says each time that it was not started by the main thread
+    arguments: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR", "configure_logging": False}
+    try:
+        if options.address is not None:
+            ray.init(address=options.address, **arguments)
+            return ray
+        if any(_is_started(ray, options, arguments) for _ in range(NUM_STARTS)):
+            return ray
+    except (ConnectionError, RuntimeError) as error:
+        where = f"the Ray cluster at {options.address}" if options.address else "Ray on this machine"
+        raise RoleError(f"{where} could not be reached or started; is its token the same? {error}") from error
+    raise RoleError(
+        f"Ray on this machine did not start within its own limit of 30 s, {NUM_STARTS} times: the machine is too busy, "
+        "or out of memory. Run less beside it, or start a cluster yourself (ray start --head) and give its address."
+    )
+
+
+def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> bool:
+    """Start Ray on this machine; False where it took too long, which Ray cannot be told to allow."""
+    folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")
+    _folders.append(folder)
+    try:
+        ray.init(
+            num_cpus=options.num_cpus,
+            object_store_memory=options.object_store_bytes,
+            include_dashboard=False,
+            _node_ip_address=options.bind_address,
+            _temp_dir=folder,
+            **arguments,
+        )
+    except Exception as error:  # Ray has no type for it
+        if type(error) is not Exception or TOO_SLOW not in str(error):
+            raise
+        _end_processes_of(folder)
+        return False
+    return True
+
+
+def _end_processes_of(folder: str) -> None:
+    """End what a start that failed has left running: all that has this start's folder on its command line.
+
+    A child that was started a moment ago has no command line yet: it is looked at again.
+    """
+    ends_at = time.monotonic() + ENDING_S
+    while time.monotonic() < ends_at:
+        starting = [pid for pid, _ in descendants(os.getpid()) if is_running(pid) and not _command_line(pid)]
+        left = [pid for pid in running_processes() if folder.encode() in _command_line(pid)]
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not left and not starting:
+            return
+        time.sleep(PAUSE_S)
+
+
+def _command_line(pid: int) -> bytes:
+    """Empty for a process that is just being started, and for one that is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def import_ray(options: RayOptions) -> Any:
+    """Give the `ray` module, told how to authenticate, not started.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
+    """
+    loaded = sys.modules.get("ray")
+    if loaded is None or not loaded.is_initialized():
+        prepare_environment(options)
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("Ray is not installed: pip install 'rl-core[ray]'.") from error
+    return ray
+
+
+def prepare_environment(options: RayOptions) -> None:
+    """Set what Ray, and the workers that it starts, read from the environment.
+
+    Raises:
+        SettingsError: Ray was imported already, without authentication; or the token of a cluster is missing.
+    """
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise SettingsError(
+            "Ray was imported before it was told to authenticate. Call rl_core.cluster.ray.session.start_ray first, or "
+            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before ray is imported."
+        )
+    has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if options.address is not None and not has_token:
+        raise SettingsError(
+            f"joining the Ray cluster at {options.address} needs its token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+        )
+    if not has_token:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    for name, value in {**QUIET, **FAST_DEATH}.items():
+        os.environ.setdefault(name, value)
+    if options.address is None and options.bind_address == LOOPBACK:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes the host's address for loopback's
+
+
+def stop_ray() -> None:
+    """End the Ray that this process started, with every process of it, or leave the one that it joined."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)

@@ -1,0 +1,341 @@
+"""A running role: what callers hold, in one incarnation after another."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.cluster.calls import Call, describe_call
+from rl_core.cluster.incarnation import Birth, Incarnation, Launcher
+from rl_core.cluster.messages import named
+from rl_core.cluster.pools import Slot
+from rl_core.cluster.role_spec import RoleContext, RoleSpec
+from rl_core.cluster.stacks import NOT_KNOWN
+from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
+
+State = Literal["starting", "serving", "restarting", "dead", "closed"]
+DeathCallback = Callable[["Role", RLError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartedRole:
+    """What a restart's hook gets: a role that is there again, and that nobody else can call yet.
+
+    Attributes:
+        spec: The role's.
+        incarnation: Its number; 2 after the first restart.
+        launcher: Who started it.
+        current: The role in that incarnation.
+    """
+
+    spec: RoleSpec
+    incarnation: int
+    launcher: Launcher
+    current: Incarnation
+
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method; see `Role.call`."""
+        return await self.current.call(method, self.launcher.pack(Call([self.spec], method, args, kwargs)))
+
+
+class Role:
+    """A running role; use it on the event loop that started it. `Cluster.start` and `RoleGroup` make it."""
+
+    def __init__(self, spec: RoleSpec, *, size: int, slot: Slot | None, launcher: Launcher) -> None:
+        """Not started yet."""
+        self._spec = spec
+        self._size = size
+        self._slot = slot
+        self._launcher = launcher
+        self._current: Incarnation | None = None
+        self._state: State = "starting"
+        self._changed = asyncio.Event()
+        self._incarnation = 0
+        self._fate = ""
+        self._ending: BaseException | None = None
+        self._callbacks: list[DeathCallback] = []
+        self._mourners: set[asyncio.Future[RLError]] = set()
+        self.supervisor: DeathCallback | None = None
+        """Decides what becomes of it; called before anybody else learns of its death."""
+
+    @property
+    def spec(self) -> RoleSpec:
+        """What it was made from."""
+        return self._spec
+
+    @property
+    def rank(self) -> int:
+        """Which of several equal roles."""
+        return self._spec.rank
+
+    @property
+    def incarnation(self) -> int:
+        """1, and one more for each restart."""
+        return self._incarnation
+
+    @property
+    def pid(self) -> int:
+        """Process id, on its own host.
+
+        Raises:
+            NotReadyError: It has none: it is being restarted, or closed.
+        """
+        if self._current is None:
+            raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
+        return self._current.pid
+
+    @property
+    def state(self) -> State:
+        """What it does: starting, serving, restarting, dead (for good) or closed."""
+        return self._state
+
+    @property
+    def death(self) -> RLError | None:
+        """What its calls get once it is dead for good."""
+        return self._death() if self._state == "dead" else None
+
+    @property
+    def last_heard(self) -> str:
+        """The last thing that it said, and how long ago."""
+        return "nothing" if self._current is None else self._current.last_heard
+
+    @property
+    def is_alive(self) -> bool:
+        """False while it is being restarted, once it was closed, or when it has died for good."""
+        return self._state == "serving" and self._current is not None and self._current.is_alive
+
+    async def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
+        """Call a method, plain or async; calls may overlap. Arguments must not change until it returns.
+
+        While the role is being restarted a new call waits.
+
+        Args:
+            method: Its name.
+            *args: Its arguments; numpy arrays arrive read-only on Ray.
+            deadline_s: Longest wait; as long as it takes when None. The role goes on with a call that was given up.
+            **kwargs: Its arguments by name.
+
+        Raises:
+            RoleDiedError: The role died, or was restarted, before it answered; the message says how.
+            DeadlineError: It took longer; the message says what was heard last.
+            NotReadyError: The role was closed.
+            SettingsError: Its object has no such method.
+            RoleError: An argument, or the result, cannot be pickled.
+            Exception: Whatever the method raised, with the remote traceback as a note, and attributes `role` and
+                `rank`.
+        """
+        parcel = self._launcher.pack(Call([self._spec], method, args, kwargs))
+        return await self.send(method, parcel, deadline_s=deadline_s)
+
+    async def send(self, method: str, parcel: Any, *, deadline_s: float | None) -> Any:
+        """Call a method with arguments that the launcher has packed."""
+        began_at = time.time()
+        limit = asyncio.timeout(deadline_s)
+        current: Incarnation | None = None
+        try:
+            async with limit:
+                current = await self._serving()
+                return await current.call(method, parcel)
+        except RoleDiedError as error:
+            if current is None or error.role != self._spec.name or error.rank != self._spec.rank:
+                raise
+            raise RoleDiedError(f"{error} {self._fate}", role=error.role, rank=error.rank) from None
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._late(method, current, began_at, deadline_s or 0.0) from None
+
+    async def changed(self) -> None:
+        """Wait for the next change of its state."""
+        await self._changed.wait()
+
+    async def stacks(self, *, deadline_s: float) -> str:
+        """What it does right now: its calls, the Python stacks of its threads, and where tasks of its event loop wait.
+
+        Its process answers though its event loop or main thread is blocked. Where code in C holds the interpreter, a
+        signal has the stacks written, without the tasks. Nothing is raised: where nothing is known, the text says so.
+
+        Args:
+            deadline_s: Longest wait.
+        """
+        current = self._current
+        if self._state in ("dead", "closed") or current is None:
+            because = self._death() if self._state == "dead" else f"{self._spec} is {self._state}. {self._fate}"
+            return f"{because}".rstrip()
+        heading = (
+            f"{self._spec} is {self._state} in pid {current.pid}; under way: {current.under_way}; the last thing heard "
+            f"from it was {current.last_heard}."
+        )
+        try:
+            return f"{heading}\n{await current.stacks(deadline_s)}"
+        except Exception as error:  # it died on the way; whoever looks for the reason of a hang shall not fail at it
+            return f"{heading}\n{NOT_KNOWN}: {type(error).__name__}: {error}"
+
+    def on_death(self, callback: DeathCallback) -> None:
+        """Have this called, on its event loop, each time it dies, though it may be restarted."""
+        self._callbacks.append(callback)
+
+    async def wait_death(self) -> RLError:
+        """Wait until it dies, though it may be restarted; gives the error that its calls get.
+
+        Raises:
+            NotReadyError: It was closed.
+        """
+        if self._state == "dead":
+            return self._death()
+        if self._state == "closed":
+            raise self._closed()
+        died: asyncio.Future[RLError] = asyncio.get_running_loop().create_future()
+        self._mourners.add(died)
+        try:
+            return await died
+        finally:
+            self._mourners.discard(died)
+
+    async def fail(self, because: str) -> None:
+        """Kill its process, as if it had died by itself: it is started again where its policy says so.
+
+        Args:
+            because: Ends a sentence about it, such as "did not answer for 60 s, and was killed".
+        """
+        current = self._current
+        if current is None or self._state != "serving":
+            return
+        error = RoleDiedError(f"{self._spec} {because}.", role=self._spec.name, rank=self._spec.rank)
+        self._has_died(current, error)
+        await current.kill(because)
+
+    async def close(self) -> None:
+        """Call the object's `close`, where it has one, and end its process with its children. Can be called twice."""
+        current = self._current
+        self._set("closed")
+        for died in self._mourners:
+            if not died.done():
+                died.set_exception(self._closed())
+        try:
+            if current is not None:
+                await current.close()
+        finally:
+            self.give_slot_back()
+
+    # -- for who supervises it
+
+    async def launch(self, deadline_s: float) -> None:
+        """Start the next incarnation; it serves nobody yet."""
+        self._incarnation += 1
+        context = RoleContext(
+            name=self._spec.name, rank=self._spec.rank, size=self._size, address="", incarnation=self._incarnation
+        )
+        birth = Birth(spec=self._spec, context=context, slot=self._slot, deadline_s=round(deadline_s, 1))
+        current = await self._launcher.launch(birth)
+        if self._state == "closed":
+            await current.kill("was closed while it started")
+            return
+        self._current = current
+        loop = asyncio.get_running_loop()
+
+        def died(error: RLError) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._has_died, current, error)
+
+        current.watch(died)
+
+    async def end(self, because: str) -> None:
+        """Kill the present incarnation, if there is one."""
+        current, self._current = self._current, None
+        if current is not None:
+            await current.kill(because)
+
+    def restarted(self) -> RestartedRole:
+        """For the hook.
+
+        Raises:
+            NotReadyError: It is gone already.
+        """
+        if self._current is None:
+            raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
+        return RestartedRole(self._spec, self._incarnation, self._launcher, self._current)
+
+    def serve(self) -> None:
+        """Let calls through."""
+        if self._state != "closed":
+            self._set("serving")
+
+    def check_alive(self) -> None:
+        """Refuse to go on with one that died already.
+
+        Raises:
+            RoleDiedError: It did.
+        """
+        if self._current is None or not self._current.is_alive:
+            raise RoleDiedError(
+                f"{self._spec} died right after its restart.", role=self._spec.name, rank=self._spec.rank
+            )
+
+    def hold(self, fate: str) -> None:
+        """Let no call through; those that waited are told what becomes of the role."""
+        if self._state != "closed":
+            self._fate = fate
+            self._set("restarting")
+
+    def give_up(self, ending: BaseException, fate: str) -> None:
+        """It is dead for good."""
+        if self._state != "closed":
+            self._ending, self._fate = ending, fate
+            self._set("dead")
+            self.give_slot_back()
+
+    def give_slot_back(self) -> None:
+        """Its place is free for others."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._launcher.pools.give_back(self._launcher.reserver, slot)
+
+    # -- inside
+
+    def _has_died(self, current: Incarnation, error: RLError) -> None:
+        if current is not self._current or self._state == "closed":
+            return
+        if self.supervisor is not None:
+            self.supervisor(self, error)
+        for died in self._mourners:
+            if not died.done():
+                died.set_result(error)
+        for callback in list(self._callbacks):
+            callback(self, error)
+
+    async def _serving(self) -> Incarnation:
+        while self._state in ("starting", "restarting"):
+            await self._changed.wait()
+        if self._state == "closed":
+            raise self._closed()
+        if self._state == "dead" or self._current is None:
+            raise self._death()
+        return self._current
+
+    def _closed(self) -> RLError:
+        return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
+
+    def _death(self) -> RLError:
+        error = RoleDiedError(f"{self._spec} is dead: {self._ending} {self._fate}".rstrip())
+        named(error, self._spec)
+        error.__cause__ = self._ending
+        return error
+
+    def _late(self, method: str, current: Incarnation | None, began_at: float, deadline_s: float) -> RLError:
+        since = time.strftime("%H:%M:%S", time.localtime(began_at))
+        if current is None:
+            said = f"it was being restarted. {self._fate}"
+        else:
+            said = f"the last thing heard from it was {current.last_heard}. It continues; its answer is dropped."
+        error = DeadlineError(
+            f"{self._spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {said}"
+        )
+        named(error, self._spec)
+        return error
+
+    def _set(self, state: State) -> None:
+        self._state = state
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,1 @@
+"""Rows and their columns: records, batches, ragged columns, identities, the wire format."""

@@ -1,0 +1,298 @@
+"""Batches of rows in columns: dense arrays, or ragged ones as flat values with offsets."""
+
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rl_core.data.columns import BUILT_IN, column_dtype, column_spec
+from rl_core.data.ragged import Array, Ragged, offsets_of, row_indices
+from rl_core.data.records import Json, Trajectory
+from rl_core.data.row_keys import RowKey, RowKeys
+from rl_core.errors import DataError, ShapeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+Column = Array | Ragged
+
+
+class Batch:
+    """Rows in named columns; immutable, so that views can be handed out without copies."""
+
+    __slots__ = ("__weakref__", "_columns", "_extras", "keys")
+
+    def __init__(
+        self,
+        keys: Sequence[RowKey],
+        columns: Mapping[str, Column],
+        *,
+        extras: Sequence[Mapping[str, Json]] | None = None,
+    ) -> None:
+        """Check and hold the columns.
+
+        Args:
+            keys: Identity of each row.
+            columns: Known columns by name, each with len(keys) rows.
+            extras: JSON of each row.
+
+        Raises:
+            DataError: A column is unknown, or a row appears twice.
+            ShapeError: A column has the wrong kind, dtype or number of rows, or ragged columns differ in the
+                lengths of their rows.
+        """
+        self.keys = RowKeys.of(keys)
+        self.keys.check_unique()
+        self.keys.check_outputs()
+        if extras is not None and len(extras) != len(self.keys):
+            raise ShapeError(f"extras must have {len(self.keys)} rows; found {len(extras)}.")
+        for key, extra in zip(self.keys, extras or (), strict=False):
+            if not isinstance(extra, Mapping):
+                raise DataError(f"extras of row {tuple(key)} must be a JSON object; found {type(extra).__name__}.")
+        self._extras = tuple(extras) if extras is not None and any(extras) else None
+        for name, column in columns.items():
+            check_column(name, column, num_rows=len(self.keys))
+        check_alignment(columns)
+        self._columns = dict(columns)
+
+    @classmethod
+    def _of(
+        cls, keys: RowKeys, columns: Mapping[str, Column], extras: tuple[Mapping[str, Json], ...] | None
+    ) -> "Batch":
+        """A batch of what was checked before."""
+        self = cls.__new__(cls)
+        self.keys, self._columns, self._extras = keys, dict(columns), extras
+        return self
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "Batch":
+        """Columns of trajectories, in their order; a missing reward becomes NaN."""
+        token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+        values = {name: _join([getattr(t, name) for t in trajectories], name) for name in token_columns}
+        offsets = offsets_of([len(t.input_ids) for t in trajectories])
+        columns: dict[str, Column] = {**Ragged.aligned(values, offsets)}
+        rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
+        columns["reward"] = np.asarray(rewards, dtype=np.float32)
+        columns["is_truncated"] = np.asarray([t.finish_reason == "length" for t in trajectories], dtype=np.bool_)
+        columns["num_prompt_tokens"] = np.asarray([t.num_prompt_tokens for t in trajectories], dtype=np.int32)
+        keys = [RowKey(t.prompt_uid, t.session_index, t.output_index) for t in trajectories]
+        return cls(keys, columns, extras=[t.extras for t in trajectories])
+
+    @classmethod
+    def concat(cls, batches: Sequence["Batch"]) -> "Batch":
+        """All rows of batches that have the same columns."""
+        if not batches:
+            return cls((), {})
+        names = batches[0].names
+        for batch in batches[1:]:
+            if batch.names != names:
+                raise DataError(f"batches to join must have the same columns; {sorted(names ^ batch.names)} differ.")
+        columns = {name: concat_columns([batch[name] for batch in batches]) for name in batches[0]._columns}
+        keys = RowKeys.concat([batch.keys for batch in batches])
+        keys.check_unique()
+        has_extras = any(batch._extras is not None for batch in batches)
+        extras = tuple(extra for batch in batches for extra in batch.extras) if has_extras else None
+        return cls._of(keys, columns, extras)
+
+    @property
+    def extras(self) -> tuple[Mapping[str, Json], ...]:
+        """JSON of each row."""
+        return ({},) * len(self) if self._extras is None else self._extras
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the columns."""
+        return frozenset(self._columns)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def __getitem__(self, name: str) -> Column:
+        """A column by name.
+
+        Raises:
+            DataError: The batch has no such column.
+        """
+        try:
+            return self._columns[name]
+        except KeyError:
+            raise DataError(f"the batch has no column {name!r}; it has {sorted(self._columns)}.") from None
+
+    def dense(self, name: str) -> Array:
+        """A dense column, [N, ...]."""
+        column = self[name]
+        if isinstance(column, Ragged):
+            raise ShapeError(f"column {name!r} is ragged; a dense one was expected.")
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        """A ragged column."""
+        column = self[name]
+        if not isinstance(column, Ragged):
+            raise ShapeError(f"column {name!r} is dense; a ragged one was expected.")
+        return column
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """Values of a column as a torch tensor on the same memory; rows from a queue may be shared: do not write."""
+        import torch
+
+        column = self[name]
+        values = np.ascontiguousarray(column.values if isinstance(column, Ragged) else column)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(values)
+
+    def with_columns(self, columns: Mapping[str, Column]) -> "Batch":
+        """A batch with these columns added or replaced, sharing the others."""
+        for name, column in columns.items():
+            check_column(name, column, num_rows=len(self))
+        merged = {**self._columns, **columns}
+        check_alignment(merged)
+        return Batch._of(self.keys, merged, self._extras)
+
+    def with_extras(self, extras: Sequence[Mapping[str, Json]]) -> "Batch":
+        """A batch with this JSON of each row in place of its own, sharing the columns.
+
+        Raises:
+            ShapeError: There are not as many as rows.
+        """
+        if len(extras) != len(self):
+            raise ShapeError(f"extras must have {len(self)} rows; found {len(extras)}.")
+        return Batch._of(self.keys, self._columns, tuple(extras))
+
+    def only(self, names: Set[str]) -> "Batch":
+        """A batch with these columns alone, sharing them.
+
+        Raises:
+            DataError: The batch lacks one of them.
+        """
+        for name in names:
+            self[name]
+        kept = {name: column for name, column in self._columns.items() if name in names}
+        return Batch._of(self.keys, kept, self._extras)
+
+    def select(self, rows: ArrayLike) -> "Batch":
+        """The rows at these indices, in this order.
+
+        Raises:
+            ShapeError: The indices are not integers; turn a mask into them with `np.flatnonzero`.
+            IndexError: There is no such row.
+            DataError: A row is named twice.
+        """
+        indices = row_indices(rows, num_rows=len(self))
+        columns: dict[str, Column] = {
+            name: column.select(indices) if isinstance(column, Ragged) else column[_as_slice(indices)]
+            for name, column in self._columns.items()
+        }
+        extras = None if self._extras is None else tuple(self._extras[i] for i in indices)
+        keys = self.keys.select(indices)
+        if not bool((indices[1:] > indices[:-1]).all()):
+            keys.check_unique()
+        return Batch._of(keys, columns, extras)
+
+    def split(self, sizes: Sequence[int]) -> list["Batch"]:
+        """The rows in runs of these sizes, from the first on; ragged values are shared.
+
+        Raises:
+            ShapeError: The sizes do not add up to the number of rows.
+        """
+        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
+            raise ShapeError(f"sizes must add up to {len(self)} rows; found {list(sizes)}.")
+        ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+        return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+    def group_index(self) -> NDArray[np.int64]:
+        """[N] index of each row's prompt, numbered by first appearance."""
+        return self.keys.by_first_appearance()
+
+
+def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """A run of rows as a slice, which copies nothing."""
+    if len(indices) and bool((indices[1:] == indices[:-1] + 1).all()):
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return indices
+
+
+def _join(rows: Sequence[Array], name: str) -> Array:
+    dtype = column_dtype(name)
+    for index, row in enumerate(rows):
+        if row.dtype != dtype:
+            _check_fits(row, name, dtype, index)
+    return np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.empty(0, dtype=dtype)
+
+
+def _check_fits(row: Array, name: str, dtype: np.dtype[np.generic], index: int) -> None:
+    """Refuse values that would change: of another kind, or too large."""
+    is_kind = np.can_cast(row.dtype, dtype, casting="same_kind")
+    is_changed = is_kind and dtype.kind in "iu" and not np.array_equal(row, row.astype(dtype))
+    if not is_kind or is_changed:
+        values = "values that do not fit" if is_changed else "values of another kind"
+        raise ShapeError(f"{name} of trajectory {index} must have dtype {dtype}; found {row.dtype} with {values}.")
+
+
+def check_column(name: str, column: Column, *, num_rows: int) -> None:
+    """Refuse a column that is not as its table entry says.
+
+    Raises:
+        DataError: The name is unknown.
+        ShapeError: Wrong kind, dtype or number of rows.
+    """
+    spec = column_spec(name)
+    if spec.is_ragged != isinstance(column, Ragged):
+        raise ShapeError(f"column {name!r} must be {'ragged' if spec.is_ragged else 'dense'}; it is not.")
+    if column.dtype != np.dtype(spec.dtype):
+        raise ShapeError(f"column {name!r} must have dtype {spec.dtype}; found {column.dtype}.")
+    if len(column) != num_rows:
+        raise ShapeError(f"column {name!r} must have {num_rows} rows; found {len(column)}.")
+    element = column.element_shape if isinstance(column, Ragged) else column.shape[1:]
+    if name in BUILT_IN and spec.value_axes is not None and len(element) != spec.value_axes:
+        value = f"a value of {spec.value_axes} axes" if spec.value_axes else "one value"
+        raise ShapeError(
+            f"column {name!r} must have {value} a {'token' if spec.is_ragged else 'row'}; found {element}."
+        )
+
+
+def check_alignment(columns: Mapping[str, Column]) -> None:
+    """Refuse ragged columns whose rows differ in length, token for token.
+
+    Raises:
+        ShapeError: Two columns disagree; the message names the first such row.
+    """
+    ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
+    first = "input_ids" if "input_ids" in ragged else next(iter(ragged), "")
+    for name, column in ragged.items():
+        if column.lengths is ragged[first].lengths:
+            continue
+        differs = column.lengths != ragged[first].lengths
+        if differs.any():
+            row = int(np.argmax(differs))
+            raise ShapeError(
+                f"row {row} of column {name!r} must be as long as in {first!r}, {ragged[first].lengths[row]} tokens; "
+                f"found {column.lengths[row]}."
+            )
+
+
+def concat_columns(columns: Sequence[Column]) -> Column:
+    """Join columns of one kind, row after row; ragged values are not copied.
+
+    Raises:
+        ShapeError: They differ in the shape of an element.
+    """
+    if isinstance(columns[0], Ragged):
+        return Ragged.concat([column for column in columns if isinstance(column, Ragged)])
+    dense = [column for column in columns if not isinstance(column, Ragged)]
+    shapes = {column.shape[1:] for column in dense}
+    if len(shapes) > 1:
+        raise ShapeError(f"dense columns to join must have one shape besides their rows; found {sorted(shapes)}.")
+    return np.concatenate(dense)

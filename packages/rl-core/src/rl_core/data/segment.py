@@ -1,0 +1,300 @@
+"""The wire format: one immutable segment for each put.
+
+    header   64 bytes: magic, format version, number of arrays, sizes, crc32c of what follows it
+    schema   JSON: number of rows, uids of prompts, and name, dtype, shape and place of each array
+    table    crc32c of each array, [num_arrays] uint32
+    arrays   little-endian, each aligned to 64 bytes
+
+Arrays whose names begin with "#" belong to the rows: "#prompt" (index into the uids), "#session" and "#output" make
+the keys, "#offsets" the lengths of all ragged columns, which are equal, and "#extras" is JSON. Nothing that is read can
+run code, and nothing is allocated before its size was compared with what is there.
+"""
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.batch import Batch, Column
+from rl_core.data.ragged import Array, Ragged
+from rl_core.data.row_keys import RowKeys
+from rl_core.errors import DataError, RLError, SegmentError, ShapeError, UndeclaredColumnError, UnknownColumnError
+from rl_core.files.checksums import checksum
+
+MAGIC = b"RLSEGMT\0"
+FORMAT_VERSION = 1
+ALIGNMENT = 64
+COPY_BYTES = 1 << 19  # small enough to be in the cache still when its checksum is taken
+HEADER = struct.Struct("<8sIIQQI28x")
+FLOATS = ("float16", "float32", "float64")
+DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), *FLOATS)
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_DIMS = 8
+
+Bytes = NDArray[np.uint8]
+
+
+class ArrayEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """Where one array lies: `place` is its first byte in the segment."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    place: int
+
+
+class Schema(msgspec.Struct, forbid_unknown_fields=True):
+    """What a segment holds; `ragged` names the columns that share "#offsets"."""
+
+    num_rows: int
+    uids: list[str]
+    ragged: list[str]
+    arrays: list[ArrayEntry]
+
+
+class SegmentPlan(NamedTuple):
+    """A segment that is laid out and not yet written."""
+
+    schema: bytes
+    sources: list[tuple[ArrayEntry, list[Array]]]
+    size_bytes: int
+
+    def as_bytes(self) -> bytes:
+        """The segment in memory of its own: for small ones, where this takes a fraction of the time of `write`."""
+        arrays = [b"".join([part.tobytes() for part in parts]) for _, parts in self.sources]
+        described = self.schema + np.asarray([checksum(array) for array in arrays], dtype="<u4").tobytes()
+        pieces, place = [self._header(described), described], HEADER.size + len(described)
+        for (entry, _), array in zip(self.sources, arrays, strict=True):
+            pieces += (b"\0" * (entry.place - place), array)
+            place = entry.place + len(array)
+        pieces.append(b"\0" * (self.size_bytes - place))
+        return b"".join(pieces)
+
+    def write(self, target: memoryview | bytearray | Bytes) -> None:
+        """Copy the arrays into writable memory of at least `size_bytes`, the header last."""
+        memory: Bytes = np.frombuffer(target, dtype=np.uint8)
+        sums = [_copy(parts, memory[entry.place :]) for entry, parts in self.sources]
+        described = self.schema + np.asarray(sums, dtype="<u4").tobytes()
+        memory[HEADER.size : HEADER.size + len(described)] = np.frombuffer(described, dtype=np.uint8)
+        memory[: HEADER.size] = np.frombuffer(self._header(described), dtype=np.uint8)
+
+    def _header(self, described: bytes) -> bytes:
+        num_arrays, schema_bytes = len(self.sources), len(self.schema)
+        return HEADER.pack(MAGIC, FORMAT_VERSION, num_arrays, schema_bytes, self.size_bytes, checksum(described))
+
+
+def plan_segment(batch: Batch) -> SegmentPlan:
+    """Lay a batch out.
+
+    Raises:
+        DataError: Extras of a row are not JSON.
+    """
+    keys = batch.keys.compact()
+    arrays: dict[str, list[Array]] = {"#prompt": [keys.prompts], "#session": [keys.sessions], "#output": [keys.outputs]}
+    if any(batch.extras):
+        arrays["#extras"] = [np.frombuffer(_encode_extras(batch), dtype=np.uint8)]
+    ragged = []
+    for name in sorted(batch.names):
+        column = batch[name]
+        if isinstance(column, Ragged):
+            arrays.setdefault("#offsets", [column.offsets])
+            ragged.append(name)
+            arrays[name] = list(column.runs()) or [column.values]
+        else:
+            arrays[name] = [column]
+    entries = [_entry(name, parts) for name, parts in arrays.items()]
+    draft = Schema(num_rows=len(batch), uids=list(keys.uids), ragged=ragged, arrays=entries)
+    place = _aligned(HEADER.size + len(msgspec.json.encode(draft)) + 24 * len(entries))  # room for larger places
+    for entry in entries:
+        entry.place = place
+        place = _aligned(place + _size_of(entry))
+    return SegmentPlan(msgspec.json.encode(draft), list(zip(entries, arrays.values(), strict=True)), place)
+
+
+def encode_segment(batch: Batch) -> bytes:
+    """A batch as one segment."""
+    return plan_segment(batch).as_bytes()
+
+
+def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verified: bool = False) -> Batch:
+    """The batch in a segment, as read-only views of the memory given.
+
+    Args:
+        source: The segment; longer memory is allowed, as slots are reused.
+        is_verified: Its checksums were checked before.
+
+    Raises:
+        SegmentError: The segment is torn, altered, or asks for what cannot be; the message names the column.
+        UndeclaredColumnError: It has a column that this process has not declared.
+    """
+    memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
+    schema, sums, start, size = _read_schema(memory)
+    arrays: dict[str, Array] = {}
+    for entry, expected in zip(schema.arrays, sums, strict=True):
+        end = _end_of(entry, size)
+        if entry.place < start or entry.name in arrays:
+            raise SegmentError(f"column {entry.name!r} is named twice, or lies over what comes before byte {start}.")
+        start = end
+        if not is_verified and checksum(memory[entry.place : end]) != expected:
+            raise SegmentError(
+                f"column {entry.name!r} of {_rows_of(schema)} has another checksum than its segment says; "
+                "it was altered or torn. Generate these rows again."
+            )
+        arrays[entry.name] = _view(entry, source)
+    try:
+        return _batch_of(schema, arrays)
+    except (RLError, KeyError, IndexError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        if isinstance(error, UnknownColumnError):  # unknown here: the segment may be sound
+            raise UndeclaredColumnError(f"a segment of {_rows_of(schema)} cannot be read here: {error}") from error
+        raise SegmentError(f"a segment of {_rows_of(schema)} contradicts itself: {error}") from error
+
+
+def segment_size(source: bytes | memoryview | Bytes) -> int:
+    """Bytes of a segment, after a look at its header and schema, without reading its arrays.
+
+    Raises:
+        SegmentError: It is torn or altered there, or longer than what is there.
+    """
+    memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
+    return _read_schema(memory)[3]
+
+
+def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
+    """The schema, the checksums of arrays, where arrays may begin, and where the segment ends."""
+    if len(memory) < HEADER.size:
+        raise SegmentError(f"a segment has at least {HEADER.size} bytes; found {len(memory)}.")
+    magic, version, num_arrays, schema_bytes, size, expected = HEADER.unpack_from(memory)
+    if magic != MAGIC or version != FORMAT_VERSION:
+        raise SegmentError(f"expected a segment of format {FORMAT_VERSION}; found magic {magic!r}, format {version}.")
+    end = HEADER.size + schema_bytes + 4 * num_arrays
+    if size > len(memory) or end > size:
+        raise SegmentError(
+            f"the segment says that it has {size} bytes, {end} of them before its arrays; {len(memory)} are there."
+        )
+    described = memory[HEADER.size : end].tobytes()
+    if checksum(described) != expected:
+        raise SegmentError("the schema of a segment has another checksum than its header says; it was altered or torn.")
+    try:
+        schema = msgspec.json.decode(described[:schema_bytes], type=Schema)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise SegmentError(f"the schema of a segment cannot be read: {error}.") from error
+    if len(schema.arrays) != num_arrays or not 0 <= schema.num_rows <= size:
+        raise SegmentError(
+            f"the schema of a segment lists {len(schema.arrays)} arrays of {schema.num_rows} rows; "
+            f"its header says {num_arrays} arrays in {size} bytes."
+        )
+    return schema, np.frombuffer(described[schema_bytes:], dtype="<u4").tolist(), end, size
+
+
+def _end_of(entry: ArrayEntry, size: int) -> int:
+    """Where an array ends, if it is one that can be."""
+    shape = entry.shape
+    if entry.dtype not in DTYPES or not 1 <= len(shape) <= MAX_DIMS or min(shape) < 0 or entry.place < 0:
+        raise SegmentError(
+            f"column {entry.name!r} says dtype {entry.dtype!r}, shape {shape[:MAX_DIMS]}, place {entry.place}; "
+            "that is no array of numbers."
+        )
+    end = entry.place + _size_of(entry)
+    if end > size or entry.place % ALIGNMENT:
+        raise SegmentError(
+            f"column {entry.name!r} asks for bytes {entry.place} to {end}, of dtype {entry.dtype} and shape {shape}; "
+            f"its segment has {size}, and arrays begin at multiples of {ALIGNMENT}."
+        )
+    return end
+
+
+def _view(entry: ArrayEntry, source: Any) -> Array:
+    count = math.prod(entry.shape)
+    view: Array = np.frombuffer(source, dtype=DTYPES[entry.dtype], count=count, offset=entry.place)
+    view.flags.writeable = False
+    try:
+        return view if len(entry.shape) == 1 else view.reshape(entry.shape)
+    except (ValueError, OverflowError) as error:  # no values, and more of them than numpy can count
+        raise SegmentError(f"column {entry.name!r} cannot have shape {entry.shape}: {error}.") from error
+
+
+def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
+    prompts, sessions, outputs = (arrays.pop(name) for name in ("#prompt", "#session", "#output"))
+    if any(array.shape != (schema.num_rows,) or array.dtype != np.int32 for array in (prompts, sessions, outputs)):
+        raise ShapeError(f"the keys must be [{schema.num_rows}] int32.")
+    if schema.num_rows and (int(prompts.min()) < 0 or int(sessions.min()) < 0 or int(outputs.min()) < 0):
+        raise DataError("a key has a negative index.")
+    if (schema.num_rows and int(prompts.max()) >= len(schema.uids)) or len(set(schema.uids)) != len(schema.uids):
+        last = int(prompts.max(initial=-1))
+        raise DataError(f"a key names prompt {last} of {len(schema.uids)}, or a prompt is named twice.")
+    keys = RowKeys(tuple(schema.uids), prompts, sessions, outputs)
+    encoded = arrays.pop("#extras", None)
+    extras = msgspec.json.decode(encoded.tobytes(), type=list[dict[str, Any]]) if encoded is not None else None
+    offsets = arrays.pop("#offsets", None)
+    if (set(schema.ragged) - arrays.keys()) or (schema.ragged and offsets is None):
+        raise DataError(f"ragged columns {schema.ragged} lack values or offsets.")
+    if offsets is not None and (offsets.shape != (schema.num_rows + 1,) or offsets.dtype != np.int64):
+        raise ShapeError(f"the offsets must be [{schema.num_rows + 1}] int64.")
+    ragged = {name: arrays.pop(name) for name in schema.ragged}
+    columns: dict[str, Column] = {**arrays}
+    if offsets is not None:
+        columns |= Ragged.aligned(ragged, offsets)
+    return Batch(keys, columns, extras=extras)
+
+
+def _rows_of(schema: Schema) -> str:
+    """Such as "32 rows of prompts 'p0' to 'p3'"."""
+    if not schema.uids:
+        return f"{schema.num_rows} rows"
+    return f"{schema.num_rows} rows of prompts {schema.uids[0]!r} to {schema.uids[-1]!r}"
+
+
+def _encode_extras(batch: Batch) -> bytes:
+    try:
+        return msgspec.json.encode(batch.extras)
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        for key, extras in zip(batch.keys, batch.extras, strict=True):
+            try:
+                msgspec.json.encode(extras)
+            except (TypeError, ValueError, msgspec.MsgspecError) as error:
+                raise DataError(f"extras of row {tuple(key)} must be JSON: {error}.") from error
+        raise
+
+
+def _entry(name: str, parts: list[Array]) -> ArrayEntry:
+    shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
+    dtype = NAMES.get(parts[0].dtype)
+    if dtype is None or len(shape) > MAX_DIMS:
+        raise DataError(
+            f"column {name!r} must hold little-endian numbers or bools, in at most {MAX_DIMS} dimensions; "
+            f"found {parts[0].dtype} in {len(shape)}."
+        )
+    return ArrayEntry(name=name, dtype=dtype, shape=shape, place=0)
+
+
+def _size_of(entry: ArrayEntry) -> int:
+    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+
+
+def _aligned(place: int) -> int:
+    return -(-place // ALIGNMENT) * ALIGNMENT
+
+
+def _copy(parts: list[Array], target: Bytes) -> int:
+    """Copy parts end to end; gives their crc32c."""
+    total, place = 0, 0
+    for source in _chunks(parts):
+        copied = target[place : place + len(source)]
+        copied[:] = source
+        total = checksum(copied, total)
+        place += len(source)
+    return total
+
+
+def _chunks(parts: list[Array]) -> Iterator[Bytes]:
+    for part in parts:
+        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        for start in range(0, len(flat), COPY_BYTES):
+            yield flat[start : start + COPY_BYTES]

@@ -1,0 +1,1 @@
+"""Files: durable writes, checksums, zarr arrays, JSON from strangers."""

@@ -1,0 +1,303 @@
+"""Arrays as zarr (format 3) files and back; the one file that knows zarr's format and its codecs.
+
+Files are those that zarr writes and reads, and a test holds them against it. zarr itself is not asked: opening an array
+takes it a millisecond of hops between threads, and a chunk three copies. Nothing that a file says is trusted: an
+array's `zarr.json` must be, field by field, what this module writes for the array, and chunks must have the sizes that
+follow from it. So there is no codec, dtype or shape to be surprised by, and nothing is allocated that the files on disk
+do not bear out.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.records import Json
+from rl_core.errors import BrokenEntryError, MissingExtraError
+from rl_core.files.bounded_json import load_json, shown
+from rl_core.files.checksums import checksum
+
+Parts = tuple[bytes | memoryview, ...]
+"""The content of a file, to be written one after the other."""
+METADATA = "zarr.json"
+CRC_BYTES = 4
+MAX_CHUNK_BYTES = 1 << 24
+MAX_METADATA_BYTES = 1 << 14
+BLOSC_HEADER = struct.Struct("<BBBBIII")
+"""Version, version of the codec, flags, type size, bytes of the content, of a block, and of the whole chunk."""
+BLOSC_VERSION = 2
+BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
+"""Flags of a chunk by lz4; and those that it may have besides: bits are shuffled, stored as it is, blocks not split."""
+MAX_RATIO = 256
+"""lz4 makes at most 255 bytes of one."""
+
+
+class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of an array.
+
+    Attributes:
+        size_bytes: Its length.
+        crc32c: Of a chunk, what its last four bytes say of those before; of `zarr.json`, of the whole file.
+    """
+
+    size_bytes: int
+    crc32c: int
+
+
+class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One array; all have one axis.
+
+    Attributes:
+        dtype: numpy's name of it.
+        shape: [number of values].
+        chunk_length: Values of one chunk.
+        is_compressed: Whether chunks are compressed by lz4.
+        metadata: The array's `zarr.json`.
+        chunks: The array's chunks, in order.
+    """
+
+    dtype: str
+    shape: tuple[int]
+    chunk_length: int
+    is_compressed: bool
+    metadata: FileSpec
+    chunks: tuple[FileSpec, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks hold all values."""
+        return math.ceil(self.shape[0] / self.chunk_length)
+
+
+def plan_array(array: NDArray[Any], *, compress: bool, chunk_bytes: int | None = None) -> ArraySpec:
+    """How an array is stored, before its files are known.
+
+    Args:
+        array: What is to be stored.
+        compress: Whether chunks are compressed.
+        chunk_bytes: Most bytes of a chunk, all of which are equal; small ones are for those who read parts. None
+            takes MAX_CHUNK_BYTES, the most there may be.
+    """
+    num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes or MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)))
+    return ArraySpec(
+        dtype=array.dtype.name,
+        shape=(len(array),),
+        chunk_length=max(1, math.ceil(len(array) / num_chunks)),
+        is_compressed=compress,
+        metadata=FileSpec(0, 0),
+        chunks=(),
+    )
+
+
+def encode_array(array: NDArray[Any], plan: ArraySpec) -> tuple[ArraySpec, dict[str, Parts]]:
+    """An array's files by name, `c/0`, `c/1` and so on and `zarr.json`, and what the manifest says of them.
+
+    Raises:
+        MissingExtraError: The library of zarr's codecs is not installed.
+    """
+    files: dict[str, Parts] = {}
+    chunks = []
+    for index in range(plan.num_chunks):
+        body = _encode_chunk(array[index * plan.chunk_length : (index + 1) * plan.chunk_length], plan)
+        crc32c = checksum(body)
+        files[f"c/{index}"] = (body, crc32c.to_bytes(CRC_BYTES, "little"))
+        chunks.append(FileSpec(len(body) + CRC_BYTES, crc32c))
+    metadata = json.dumps(array_metadata(plan), indent=1).encode()
+    files[METADATA] = (metadata,)
+    spec = msgspec.structs.replace(plan, metadata=FileSpec(len(metadata), checksum(metadata)), chunks=tuple(chunks))
+    return spec, files
+
+
+def check_sizes(spec: ArraySpec, *, path: str) -> None:
+    """Refuse an array whose files cannot hold it, before any of them is read.
+
+    Raises:
+        BrokenEntryError: A shape, a chunk or a file has an impossible size.
+    """
+    length, chunk_bytes = spec.shape[0], spec.chunk_length * np.dtype(spec.dtype).itemsize
+    if length < 0 or spec.chunk_length < 1 or chunk_bytes > MAX_CHUNK_BYTES + 8:
+        raise BrokenEntryError(
+            path,
+            f"its shape is {list(spec.shape)} in chunks of {spec.chunk_length}; expected chunks of at most "
+            f"{MAX_CHUNK_BYTES} bytes",
+        )
+    if spec.metadata.size_bytes > MAX_METADATA_BYTES:
+        raise BrokenEntryError(path, f"its {METADATA} has {spec.metadata.size_bytes} bytes; a few hundred are expected")
+    if len(spec.chunks) != spec.num_chunks:
+        raise BrokenEntryError(path, f"it needs {spec.num_chunks} chunks; the manifest lists {len(spec.chunks)}")
+    for index, chunk in enumerate(spec.chunks):
+        body = chunk.size_bytes - CRC_BYTES
+        is_possible = body == chunk_bytes or (spec.is_compressed and 0 < body * MAX_RATIO >= chunk_bytes)
+        if not is_possible or body > chunk_bytes + BLOSC_HEADER.size:
+            raise BrokenEntryError(path, f"chunk {index} has {chunk.size_bytes} bytes, which cannot be {chunk_bytes}")
+
+
+def decode_array(files: Mapping[str, memoryview], spec: ArraySpec, *, path: str) -> NDArray[Any]:
+    """The array that files hold, each compared with its checksum.
+
+    Args:
+        files: By name as in `encode_array`; sizes have been checked. The array may lie in their memory.
+        spec: What the manifest says of them.
+        path: Of the array, for messages.
+
+    Raises:
+        BrokenEntryError: A file is not as the manifest says, or not as it must be.
+        MissingExtraError: The library of zarr's codecs is not installed.
+    """
+    check_metadata(bytes(files[METADATA]), spec, path=path)
+    bodies = [
+        _checked_body(files[f"c/{index}"], chunk, path=f"{path}/c/{index}") for index, chunk in enumerate(spec.chunks)
+    ]
+    if len(bodies) == 1 and not spec.is_compressed:
+        return np.frombuffer(bodies[0], dtype=_stored_dtype(spec))[: spec.shape[0]]
+    values = np.empty(spec.num_chunks * spec.chunk_length, dtype=_stored_dtype(spec))
+    for index, body in enumerate(bodies):
+        place = values[index * spec.chunk_length : (index + 1) * spec.chunk_length]
+        _decode_chunk(body, place, spec, path=f"{path}/c/{index}")
+    return values[: spec.shape[0]]
+
+
+def decode_chunk(content: memoryview, index: int, spec: ArraySpec, *, path: str) -> NDArray[Any]:
+    """The values of one chunk, compared with its checksum; for those who need a part of an array.
+
+    Args:
+        content: The file; its size has been checked, and the array's metadata. The array may lie in its memory.
+        index: Which chunk.
+        spec: What the manifest says of the array.
+        path: Of the array, for messages.
+
+    Raises:
+        BrokenEntryError: It is not as the manifest says, or not as it must be.
+        MissingExtraError: The library of zarr's codecs is not installed.
+    """
+    where = f"{path}/c/{index}"
+    body = _checked_body(content, spec.chunks[index], path=where)
+    length = min(spec.chunk_length, spec.shape[0] - index * spec.chunk_length)
+    if not spec.is_compressed:
+        return np.frombuffer(body, dtype=_stored_dtype(spec))[:length]
+    values = np.empty(spec.chunk_length, dtype=_stored_dtype(spec))
+    _decode_chunk(body, values, spec, path=where)
+    return values[:length]
+
+
+def array_metadata(spec: ArraySpec) -> dict[str, Json]:
+    """The content of an array's `zarr.json`."""
+    itemsize = np.dtype(spec.dtype).itemsize
+    byte_order = {"name": "bytes"} if itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
+    blosc = {"typesize": itemsize, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
+    compressors = [{"name": "blosc", "configuration": blosc}] if spec.is_compressed else []
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(spec.shape),
+        "data_type": spec.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [spec.chunk_length]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": False if spec.dtype == "bool" else 0,
+        "codecs": [byte_order, *compressors, {"name": "crc32c"}],
+        "attributes": {},
+        "storage_transformers": [],
+    }
+
+
+def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
+    """Refuse a `zarr.json` that is not the one that the manifest's words of the array make.
+
+    Raises:
+        BrokenEntryError: It is another.
+    """
+    where = f"{path}/{METADATA}"
+    if checksum(content) != spec.metadata.crc32c:
+        raise BrokenEntryError(where, "its checksum is not the manifest's")
+    try:
+        found = load_json(content, max_values=MAX_METADATA_BYTES)
+    except (ValueError, RecursionError) as error:
+        raise BrokenEntryError(where, f"it is not JSON ({type(error).__name__}: {error})") from None
+    expected = array_metadata(spec)
+    if not isinstance(found, dict) or set(found) != set(expected):
+        raise BrokenEntryError(where, f"it must be an object with {', '.join(sorted(expected))}")
+    for name, value in expected.items():
+        if not _is_same(found[name], value):
+            raise BrokenEntryError(where, f"{name} must be {json.dumps(value)}; found {shown(found[name])}")
+
+
+def _is_same(found: Json, expected: Json) -> bool:
+    """True when two JSON values are equal, and 1 is not 1.0 nor true in any place."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, dict):
+        return found.keys() == expected.keys() and all(_is_same(found[name], expected[name]) for name in found)
+    if isinstance(found, list):
+        return len(found) == len(expected) and all(map(_is_same, found, expected))
+    return bool(found == expected)
+
+
+def _check_blosc(body: memoryview, spec: ArraySpec, *, path: str) -> None:
+    """Refuse a compressed chunk that would become anything but one chunk of this array."""
+    itemsize = np.dtype(spec.dtype).itemsize
+    if len(body) < BLOSC_HEADER.size:
+        raise BrokenEntryError(path, f"it has {len(body)} bytes, too few for a compressed chunk")
+    version, _, flags, typesize, num_bytes, block_bytes, compressed_bytes = BLOSC_HEADER.unpack_from(body)
+    if version != BLOSC_VERSION or flags & ~BLOSC_FREE_FLAGS != BLOSC_LZ4 or not 0 < block_bytes <= num_bytes:
+        raise BrokenEntryError(
+            path, f"it must be compressed by lz4 in whole blocks; found version {version}, flags {flags:#x}"
+        )
+    expected = (itemsize, spec.chunk_length * itemsize, len(body))
+    if (typesize, num_bytes, compressed_bytes) != expected:
+        raise BrokenEntryError(
+            path,
+            f"its header speaks of {num_bytes} bytes in items of {typesize}, stored in {compressed_bytes}; expected "
+            f"{expected[1]} in items of {expected[0]}, stored in {expected[2]}",
+        )
+
+
+def _stored_dtype(spec: ArraySpec) -> np.dtype[Any]:
+    return np.dtype(spec.dtype).newbyteorder("<")
+
+
+def _encode_chunk(values: NDArray[Any], plan: ArraySpec) -> bytes | memoryview:
+    """A chunk without its checksum; the last one is padded, as in zarr all are equal."""
+    padding = plan.chunk_length - len(values)
+    padded = np.pad(values, (0, padding)) if padding else values
+    octets = np.ascontiguousarray(padded, dtype=_stored_dtype(plan)).view(np.uint8)
+    if not plan.is_compressed:
+        return octets.data
+    encoded: bytes = _compressor(plan).encode(octets)
+    return encoded
+
+
+def _checked_body(content: memoryview, chunk: FileSpec, *, path: str) -> memoryview:
+    """A chunk without its checksum, which is the manifest's, and right."""
+    body, stored = content[:-CRC_BYTES], int.from_bytes(content[-CRC_BYTES:], "little")
+    if stored != chunk.crc32c:
+        raise BrokenEntryError(path, "its checksum is not the manifest's")
+    if checksum(body) != stored:
+        raise BrokenEntryError(path, "its content is not that of its checksum")
+    return body
+
+
+def _decode_chunk(body: memoryview, place: NDArray[Any], spec: ArraySpec, *, path: str) -> None:
+    """Put a chunk's values into their place."""
+    if not spec.is_compressed:
+        place[:] = np.frombuffer(body, dtype=place.dtype)
+        return
+    _check_blosc(body, spec, path=path)
+    try:
+        _compressor(spec).decode(body, out=place)
+    except (RuntimeError, ValueError) as error:
+        raise BrokenEntryError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _compressor(spec: ArraySpec) -> Any:
+    """The codec that zarr has for the metadata that `array_metadata` gives."""
+    try:
+        from numcodecs.blosc import Blosc
+    except ImportError as error:
+        raise MissingExtraError("arrays on disk need zarr's codecs. Run: pip install 'rl-core[zarr]'") from error
+    itemsize = np.dtype(spec.dtype).itemsize
+    return Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE, blocksize=0, typesize=itemsize)

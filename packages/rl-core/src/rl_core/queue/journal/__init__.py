@@ -1,0 +1,1 @@
+"""The queue's journal on disk, and the commands that read it."""

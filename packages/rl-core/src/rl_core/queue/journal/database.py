@@ -1,0 +1,375 @@
+"""A queue on disk: groups, places of segments and counts in SQLite, written before anybody is answered.
+
+A `kill -9` loses nothing that was answered: what SQLite has committed is in the page cache. After a power failure the
+last transactions may be missing, and the segments of groups that are there may be torn; both is found and reported.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core.data.records import Prompt
+from rl_core.errors import JournalError, RLError, SegmentError
+from rl_core.queue.capacity import SegmentStore
+from rl_core.queue.core import QueueCore
+from rl_core.queue.group import LatePart, Part, QueuedGroup
+from rl_core.queue.interface import DEFAULT_PARTITION, PromptState, QueueOptions, TaskSpec
+from rl_core.queue.journal.wal import read_wal
+from rl_core.queue.prompts import encode_prompt
+
+DATABASE = "queue.sqlite3"
+SEGMENTS = "segments"
+FORMAT_VERSION = 2
+"""The second has partitions."""
+
+READABLE_VERSIONS = (1, FORMAT_VERSION)
+EPOCH_LEASES = 1 << 40
+"""Numbers of leases, and of segments, of one life of a queue; those of the next follow."""
+
+LOCK_DEADLINE_S = 1.0
+"""A process that was just killed lets go of its lock in a moment."""
+
+UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError)
+"""What a record raises that was altered."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (
+    number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
+    prompt BLOB NOT NULL, record BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, place BLOB NOT NULL);
+"""
+WRITE_GROUP = """
+INSERT INTO groups VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.record
+"""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock."""
+
+    num_sessions: int
+    issued_at: float
+    attempt: int
+    reason: str | None
+    settled: dict[int, str]
+    failures: dict[int, str]
+    parts: list[tuple[int, int, int, int, int, int, int, list[str]]]
+    late: list[tuple[int, int, int, int, str, list[str]]]
+    acked: dict[str, int]
+    partition: str = DEFAULT_PARTITION
+
+
+class Counts(msgspec.Struct, forbid_unknown_fields=True):
+    """Numbers of the whole queue."""
+
+    policy_version: int
+    drops: dict[str, int]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What was found when a queue was opened again.
+
+    Attributes:
+        prompts: How many are in each state.
+        num_acks: Acks that still count, of all tasks.
+        num_unsettled: Prompts listed to be generated, or finished being generated.
+        torn_journal_bytes: Bytes of a transaction that was being written, which do not count.
+        lost_segments: What is wrong with each segment that cannot be read; its prompts are issued again.
+        removed_slots: Slots that nothing refers to.
+    """
+
+    prompts: Mapping[str, int]
+    num_acks: int
+    num_unsettled: int
+    torn_journal_bytes: int
+    lost_segments: tuple[str, ...]
+    removed_slots: int
+
+
+class SqliteJournal:
+    """The journal of one queue, held by one server at a time."""
+
+    def __init__(
+        self, directory: Path, tasks: Sequence[TaskSpec], options: QueueOptions, *, clock: Callable[[], float]
+    ) -> None:
+        """Open or make the journal in a directory.
+
+        Raises:
+            JournalError: Another process has it open, it is damaged or of another version, or its tasks differ.
+        """
+        self._directory, self._tasks, self._options, self._clock = directory, tasks, options, clock
+        with _translated(directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = lock_directory(directory)
+        try:
+            with _translated(directory):
+                self.torn_bytes = read_wal(directory / f"{DATABASE}-wal").torn_bytes
+                self._connection = connect(directory / DATABASE)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            with _translated(directory):
+                _refuse_foreign(self._connection, directory)
+                self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
+                self._epoch = self._begin_epoch()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, core: QueueCore) -> None:
+        """Write what has changed, all or nothing.
+
+        Raises:
+            JournalError: The disk is full, or broken.
+        """
+        counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
+        with _translated(self._directory), self._transaction() as cursor:
+            cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])  # uids come back
+            cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
+            cursor.executemany(
+                "INSERT INTO segments VALUES (?, ?)",
+                [
+                    (n, msgspec.msgpack.encode(core.segments.place(n)))
+                    for n in core.segments.added
+                    if n in core.segments
+                ],
+            )
+            cursor.executemany("DELETE FROM segments WHERE number = ?", [(n,) for n, _ in core.segments.freed])
+            cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
+
+    def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
+        """The state as it was last written; clients still look at the segments in `pins`."""
+        core = QueueCore(self._tasks, self._options)
+        core.first_lease = self._epoch * EPOCH_LEASES + 1
+        core.lease_ids = itertools.count(core.first_lease)
+        with _translated(self._directory):
+            groups, places, counts = read_journal(self._connection)
+        core.policy_version, core.drops, core.counts = (
+            counts.policy_version,
+            Counter(counts.drops),
+            Counter(counts.counts),
+        )
+        shift = self._clock() - time.time()
+        for group in groups:
+            group.issued_at += shift
+        core.restore(groups, places, pins)
+        core.segments.number_from(self._epoch * EPOCH_LEASES + 1)
+        return core
+
+    def recover(self, store: SegmentStore) -> tuple[QueueCore, Recovery]:
+        """The state after a crash or a stop, with what cannot be read issued again, and a report."""
+        core = self.load({})
+        lost = []
+        for number in list(core.segments):
+            if number not in core.segments:
+                continue  # freed with one that is lost
+            try:
+                store.check(core.segments.place(number))
+            except SegmentError as error:
+                uids = sorted(group.uid for group in core.groups if number in group.segments())
+                lost.append(f"segment {number} of prompts {', '.join(uids)}: {error}")
+                core.lost(number, str(error), now=self._clock())
+        self.write(core)
+        core.dirty.clear()
+        core.segments.freed.clear()
+        report = Recovery(
+            prompts=Counter(group.state for group in core.groups),
+            num_acks=sum(len(group.acked) for group in core.groups),
+            num_unsettled=len(core.groups.issued),
+            torn_journal_bytes=self.torn_bytes,
+            lost_segments=tuple(lost),
+            removed_slots=store.remove_others([core.segments.place(number) for number in core.segments]),
+        )
+        with _translated(self._directory), self._transaction() as cursor:
+            cursor.execute("INSERT OR REPLACE INTO meta VALUES ('recovery', ?)", (msgspec.json.encode(report),))
+        return core, report
+
+    def close(self) -> None:
+        """Let go of the file, and of the directory's lock."""
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)  # once: by then the number may be another file's
+
+    def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
+        prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
+        record = GroupRecord(
+            num_sessions=group.num_sessions,
+            issued_at=group.issued_at + time.time() - self._clock(),
+            attempt=group.attempt,
+            reason=group.reason,
+            settled=group.settled,
+            failures=group.failures,
+            parts=[(*part[:7], sorted(part.columns)) for part in group.parts],
+            late=[(*part[:5], sorted(part.columns)) for part in group.late],
+            acked=group.acked,
+            partition=group.partition,
+        )
+        return group.order, group.uid, group.state, prompt, msgspec.json.encode(record)
+
+    def _begin_epoch(self) -> int:
+        meta = read_meta(self._connection)
+        tasks = msgspec.json.encode([msgspec.to_builtins(task, order="sorted") for task in self._tasks], order="sorted")
+        try:
+            version, epoch = int(meta.get("format", b"1")), int(meta.get("epoch", b"0")) + 1
+            names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
+        except UNREADABLE as error:
+            raise JournalError(f"{self._directory} has a record that cannot be read: {error}.") from error
+        if version not in READABLE_VERSIONS:
+            raise JournalError(f"{self._directory} has format {version}; expected one of {READABLE_VERSIONS}.")
+        if names != expected:
+            raise JournalError(
+                f"{self._directory} is the queue of tasks {names}; found {expected}. "
+                "Open it with the tasks that it was made with, or choose another directory."
+            )
+        with _translated(self._directory), self._transaction() as cursor:
+            rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
+            cursor.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+        return epoch
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Cursor]:
+        cursor = self._connection.cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        try:
+            yield cursor
+            cursor.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                cursor.execute("ROLLBACK")
+            raise
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection without transactions of its own, usable from several threads one after the other."""
+    uri = f"{path.resolve().as_uri()}?mode=rwc"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
+
+
+def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
+    """What the queue as a whole notes."""
+    return dict(connection.execute("SELECT key, value FROM meta").fetchall())
+
+
+def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
+    """Groups in the order of issue, places of segments, and counts.
+
+    Raises:
+        JournalError: Something in it cannot be read.
+    """
+    try:
+        groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
+        places = {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT * FROM segments")}
+        meta = read_meta(connection)
+        counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+    except UNREADABLE as error:
+        raise JournalError(f"the journal has a record that cannot be read: {error}.") from error
+    missing = {number for group in groups for number in group.segments()} - places.keys()
+    if missing:
+        raise JournalError(f"the journal's groups name segments {sorted(missing)[:5]} that it does not have.")
+    return groups, places, counts
+
+
+def lock_directory(directory: Path) -> int:
+    """Take a directory's lock, which ends with the process; gives the descriptor.
+
+    Raises:
+        JournalError: Another process has it.
+    """
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    ends_at = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() < ends_at:
+                time.sleep(0.02)
+                continue
+            os.close(descriptor)
+            raise JournalError(
+                f"{directory} is open in another process; connect to that queue, or end it first."
+            ) from error
+        return descriptor
+
+
+@contextlib.contextmanager
+def _translated(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except RLError:
+        raise
+    except sqlite3.Error as error:
+        raise JournalError(f"the journal in {directory} cannot be used: {error}.") from error
+    except OSError as error:
+        raise JournalError(f"the journal in {directory} cannot be used: {error.strerror or error}.") from error
+
+
+def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+    """A row of the table of groups, checked."""
+    found = msgspec.json.decode(record, type=GroupRecord)
+    group = QueuedGroup(
+        uid=msgspec.convert(uid, str),
+        order=number,
+        num_sessions=found.num_sessions,
+        prompt=prompt,
+        issued_at=found.issued_at,
+        attempt=found.attempt,
+        state=msgspec.convert(state, PromptState),
+        reason=found.reason,
+        settled=found.settled,
+        failures=found.failures,
+        acked=found.acked,
+        partition=found.partition,
+    )
+    for part in found.parts:
+        group.add_part(Part(*part[:7], frozenset(part[7])))
+    for late in found.late:
+        group.add_late(LatePart(*late[:5], frozenset(late[5])))
+    return group
+
+
+def _task_names(encoded: bytes) -> list[str]:
+    return sorted(
+        task["name"] + _in_brackets(task["gives"], task.get("partition", DEFAULT_PARTITION))
+        for task in msgspec.json.decode(encoded)
+    )
+
+
+def _in_brackets(gives: Sequence[str], partition: str) -> str:
+    said = [f"gives {', '.join(sorted(gives))}"] if gives else []
+    said += [f"partition {partition}"] if partition != DEFAULT_PARTITION else []
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
+    """Write nothing into a database of another program."""
+    found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    segments = [path for path in (directory / SEGMENTS).glob("*") if path.is_file()]
+    if not found and segments:
+        raise JournalError(
+            f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Bring it back, "
+            "or remove the segments to begin anew."
+        )
+    if found and not found >= {"meta", "groups", "segments"}:
+        raise JournalError(
+            f"{directory / DATABASE} is no queue's journal: it has tables {sorted(found)}. Choose another directory."
+        )

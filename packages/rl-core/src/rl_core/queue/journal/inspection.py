@@ -1,0 +1,350 @@
+"""Read a queue's directory without changing it: also while a server has it open, or after it was killed."""
+
+import contextlib
+import mmap
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rl_core.data.segment import decode_segment, segment_size
+from rl_core.errors import JournalError, SegmentError
+from rl_core.queue.group import QueuedGroup
+from rl_core.queue.interface import TaskSpec
+from rl_core.queue.journal.database import (
+    DATABASE,
+    READABLE_VERSIONS,
+    SEGMENTS,
+    TABLES,
+    Counts,
+    Recovery,
+    group_of,
+    read_meta,
+)
+from rl_core.queue.journal.report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
+from rl_core.queue.journal.wal import read_wal
+
+ADVICE = "Name the directory that the queue was given in QueueOptions(directory=...)."
+MAX_NAMED = 3
+"""Prompts that are named for each damaged segment."""
+
+
+def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | None = None) -> JournalReport:
+    """Read a queue's directory.
+
+    Args:
+        directory: Where the journal is.
+        is_verified: Take the checksum of every segment; otherwise look at sizes, headers and schemas.
+        limit: Prompts to give, in the order of issue; all when None.
+
+    Raises:
+        JournalError: It is no queue's directory, damaged, or of another format version.
+    """
+    database = directory / DATABASE
+    try:
+        _require_queue(directory)
+        wal = read_wal(_log_of(database))
+        with _opened(database) as connection:
+            found = _read(connection, directory)
+        damaged = _damaged(directory, found, is_verified=is_verified)
+        segments = _segments_report(directory, found, damaged, is_verified=is_verified)
+    except (sqlite3.Error, msgspec.MsgspecError, RecursionError) as error:
+        raise JournalError(f"the queue in {directory} is damaged: {error}.") from error
+    except OSError as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(f"the queue in {directory} cannot be read: {error.strerror or error}.") from error
+    prompts, partitions = found.prompts, {task.partition: Counter[str]() for task in found.tasks}
+    for prompt in prompts:
+        partitions.setdefault(prompt.partition, Counter())[prompt.state] += 1
+    return JournalReport(
+        directory=str(directory),
+        format_version=found.format_version,
+        keeper_pid=server_pid(directory),
+        tasks=found.tasks,
+        policy_version=found.counts.policy_version,
+        states=Counter(prompt.state for prompt in prompts),
+        partitions=partitions,
+        num_rows=sum(prompt.num_rows for prompt in prompts),
+        num_tokens=sum(prompt.num_tokens for prompt in prompts),
+        size_bytes=sum(prompt.size_bytes for prompt in prompts),
+        acks={task.name: sum(task.name in prompt.acked_by for prompt in prompts) for task in found.tasks},
+        drops=found.counts.drops,
+        counts=found.counts.counts,
+        recovery=found.recovery,
+        wal_transactions=wal.num_transactions,
+        wal_torn_bytes=wal.torn_bytes,
+        segments=segments,
+        prompts=tuple(prompts[:limit]),
+        num_prompts_left_out=len(prompts) - len(prompts[:limit]),
+    )
+
+
+def server_pid(directory: Path) -> int | None:
+    """The process that has a queue's directory open, as far as the system says; takes no lock to find out."""
+    try:
+        inode = (directory / "lock").stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:  # such as "3: FLOCK  ADVISORY  WRITE 28756 fe:00:2238836 0 EOF"
+        words = line.split()
+        if words[1:2] == ["FLOCK"] and words[5].rpartition(":")[2] == str(inode) and words[4].isdigit():
+            return int(words[4])
+    return None
+
+
+# -- the database
+
+
+class _Found(NamedTuple):
+    """What one pass through the database gives; `places` and `uids` are of the segments that prompts need."""
+
+    format_version: int
+    tasks: tuple[TaskSpec, ...]
+    counts: Counts
+    recovery: Recovery | None
+    prompts: list[InspectedPrompt]
+    places: dict[int, Any]
+    uids: dict[int, list[str]]
+
+
+def _require_queue(directory: Path) -> None:
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise JournalError(f"{directory} must be a queue's directory; found {found} there. {ADVICE}")
+    if not (directory / DATABASE).exists():
+        raise JournalError(f"{directory} must hold a queue's {DATABASE}; found no such file in it. {ADVICE}")
+    for name in (DATABASE, f"{DATABASE}-wal"):
+        if (directory / name).exists() and not stat.S_ISREG((directory / name).stat().st_mode):
+            raise JournalError(f"{directory / name} must be a file; found something else. {ADVICE}")
+
+
+def _log_of(database: Path) -> Path:
+    return database.with_name(f"{database.name}-wal")
+
+
+@contextlib.contextmanager
+def _opened(database: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that changes nothing, in one read transaction.
+
+    With a log there may be a server, and SQLite reads beside it; its index of the log may be written anew. Where it
+    cannot be, on a read-only file system, database and log are copied first. Without a log everything is in the
+    database, which is read as it lies: SQLite would leave a log and an index behind.
+    """
+    before = _state_of(database)
+    if before[1] == 0:
+        with contextlib.closing(_connect(database, "immutable=1")) as connection:
+            _check_format(connection, database.parent)
+            try:
+                yield connection
+            finally:
+                if _state_of(database) != before:
+                    raise JournalError(f"a server opened {database.parent} while it was read. Try again.")
+            return
+    with contextlib.ExitStack() as stack:
+        try:
+            connection = stack.enter_context(contextlib.closing(_connect(database, "mode=ro")))
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-core-inspect-")))
+            for path in (database, _log_of(database)):
+                shutil.copyfile(path, folder / path.name)
+            connection = stack.enter_context(contextlib.closing(_connect(folder / database.name, "mode=ro")))
+        connection.execute("BEGIN")
+        _check_format(connection, database.parent)
+        yield connection
+
+
+def _state_of(database: Path) -> tuple[int, int]:
+    """When the database was last changed, and the size of its log."""
+    log = _log_of(database)
+    return database.stat().st_mtime_ns, log.stat().st_size if log.exists() else 0
+
+
+def _connect(database: Path, mode: str) -> sqlite3.Connection:
+    uri = f"{database.resolve().as_uri()}?mode=ro&{mode}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
+    connection.execute("PRAGMA query_only = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    return connection
+
+
+def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
+    """Refuse databases of others, before anything of them is run: a view could run for ever."""
+    try:
+        found = _tables(connection)
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorname != "SQLITE_NOTADB":
+            raise
+        raise JournalError(f"{directory / DATABASE} must be a queue's database; {error}. {ADVICE}") from error
+    with contextlib.closing(sqlite3.connect(":memory:")) as model:
+        model.executescript(TABLES)
+        expected = _tables(model)
+    if found.get("meta") != expected["meta"]:
+        named = ", ".join(sorted(found)) or "none"
+        raise JournalError(f"{directory / DATABASE} must be a queue's database; its tables are: {named}. {ADVICE}")
+    version = read_meta(connection).get("format", b"none")
+    if version not in [str(readable).encode() for readable in READABLE_VERSIONS]:
+        raise JournalError(
+            f"{directory} has format {bytes(version).decode(errors='backslashreplace')}; this is rl-core for formats "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}. Inspect it with the version that wrote it."
+        )
+    differing = sorted(name for name in expected if found.get(name) != expected[name])
+    if differing:
+        raise JournalError(f"the queue in {directory} is damaged: tables {differing} are not as they were made.")
+
+
+def _tables(connection: sqlite3.Connection) -> dict[str, str]:
+    return dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view')").fetchall())
+
+
+def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
+    meta = read_meta(connection)
+    if "tasks" not in meta:
+        raise JournalError(f"the queue in {directory} is damaged: it does not say its tasks.")
+    tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
+    counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+    recovery = msgspec.json.decode(meta["recovery"], type=Recovery) if "recovery" in meta else None
+    places = _read_places(connection)
+    prompts: list[InspectedPrompt] = []
+    uids: dict[int, list[str]] = {}
+    for row in connection.execute("SELECT number, uid, state, x'', record FROM groups ORDER BY number"):
+        try:
+            group = group_of(*row)
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise JournalError(
+                f"the queue in {directory} is damaged: prompt {row[1]!r} cannot be read: {error}."
+            ) from error
+        missing = sorted(set(group.segments()) - places.keys())
+        if missing:
+            raise JournalError(
+                f"the queue in {directory} is damaged: prompt {group.uid!r} names segments {missing}, not there."
+            )
+        for number in set(group.segments()):
+            uids.setdefault(number, []).append(group.uid)
+        prompts.append(_prompt_of(group))
+    needed = {number: place for number, place in places.items() if number in uids}
+    return _Found(int(meta["format"]), tasks, counts, recovery, prompts, needed, uids)
+
+
+def _read_places(connection: sqlite3.Connection) -> dict[int, Any]:
+    return {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT number, place FROM segments")}
+
+
+def _prompt_of(group: QueuedGroup) -> InspectedPrompt:
+    entry = group.entry()
+    return InspectedPrompt(
+        uid=group.uid,
+        state=group.state,
+        attempt=group.attempt,
+        num_sessions=group.num_sessions,
+        sessions_settled=entry.sessions_settled,
+        sessions_failed=entry.sessions_failed,
+        sessions_missing=tuple(group.missing_sessions),
+        num_rows=group.num_rows,
+        num_tokens=group.num_tokens,
+        size_bytes=group.size_bytes,
+        policy_versions=entry.policy_versions,
+        acked_by=tuple(sorted(group.acked)),
+        reason=group.reason,
+        issued_at=group.issued_at,
+        partition=group.partition,
+    )
+
+
+# -- segments
+
+
+def _damaged(directory: Path, found: _Found, *, is_verified: bool) -> list[DamagedSegment]:
+    reasons = {}
+    for number, place in found.places.items():
+        try:
+            _check_segment(directory / SEGMENTS, place, is_verified=is_verified)
+        except SegmentError as error:
+            reasons[number] = str(error)
+    if not reasons:
+        return []
+    with _opened(directory / DATABASE) as connection:  # a server may have freed some meanwhile
+        now = _read_places(connection)
+    return [
+        DamagedSegment(number=number, prompts=tuple(found.uids[number][:MAX_NAMED]), reason=reason)
+        for number, reason in reasons.items()
+        if now.get(number) == found.places[number]
+    ]
+
+
+def _check_segment(folder: Path, place: Any, *, is_verified: bool) -> None:
+    check = decode_segment if is_verified else segment_size
+    file = _file_of(place)
+    if isinstance(place, bytes):
+        check(place)
+    elif file is not None:
+        with _mapped(folder, *file) as memory:
+            check(memory)
+
+
+def _file_of(place: Any) -> tuple[str, int] | None:
+    """Name and size of the file of a segment: a slot, or what a queue on Ray has written beside its object store."""
+    match place:
+        case [str(name), int(size)]:
+            return name, size
+        case [_, str(_), int(size), str(path)]:
+            return Path(path).name, size
+    return None
+
+
+@contextlib.contextmanager
+def _mapped(folder: Path, name: str, size: int) -> Iterator[memoryview]:
+    """The memory of a file, to read only.
+
+    Raises:
+        SegmentError: It is not there, or too short.
+    """
+    if "/" in name or "\0" in name:
+        raise SegmentError(f"a segment's file must lie in {SEGMENTS}; found {name!r}.")
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise SegmentError(f"file {name} cannot be opened: {error.strerror}.") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found < size or size < 1:
+            raise SegmentError(f"file {name} must have {size} bytes; found {found}.")
+        content = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+    yield memoryview(content)
+
+
+def _segments_report(
+    directory: Path, found: _Found, damaged: list[DamagedSegment], *, is_verified: bool
+) -> SegmentsReport:
+    inline = [len(place) for place in found.places.values() if isinstance(place, bytes)]
+    files = dict(file for file in map(_file_of, found.places.values()) if file is not None)
+    others = [path for path in (directory / SEGMENTS).glob("*") if path.name not in files]
+    return SegmentsReport(
+        num_inline=len(inline),
+        inline_bytes=sum(inline),
+        num_files=len(files),
+        file_bytes=sum(files.values()),
+        num_elsewhere=len(found.places) - len(inline) - len(files),
+        num_other_files=len(others),
+        other_bytes=sum(_size_of(path) for path in others),
+        damaged=tuple(damaged),
+        is_verified=is_verified,
+    )
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:  # a server has removed it
+        return 0

@@ -1,0 +1,1 @@
+"""The transfer queue across hosts, on Ray."""

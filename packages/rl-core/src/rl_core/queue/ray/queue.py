@@ -1,0 +1,279 @@
+"""The transfer queue across hosts, on Ray: rows as flat arrays in its object store, requests to a server actor."""
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl_core import errors
+from rl_core.cluster.ray.session import start_ray
+from rl_core.data.batch import Batch
+from rl_core.data.segment import decode_segment, plan_segment
+from rl_core.errors import DeadlineError, JournalError, NotReadyError, RLError, RoleError, SegmentError
+from rl_core.queue.client import QueueClient
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
+from rl_core.queue.payload import INLINE_BYTES, Prepared
+from rl_core.queue.shared_memory.scratch import Scratches
+from rl_core.queue.tasks import check_options, check_tasks
+
+GRACE_S = 20.0
+START_DEADLINE_S = 120.0
+FETCH_DEADLINE_S = 60.0
+RETRY_PAUSE_S = 0.1
+
+
+class RayQueue(QueueClient):
+    """A `TransferQueue` for the processes of a Ray cluster; send it to actors and tasks as an argument.
+
+    Starts Ray on this machine, with a token and on loopback, unless it runs already. The queue ends with the process
+    that made it. A server actor has the state; rows belong to storage actors, one on each node that puts, so that they
+    outlive who put them. A consumer that dies loses its leases when their time runs out.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskSpec],
+        *,
+        options: QueueOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the server.
+
+        Args:
+            tasks: Every task that must ack a group before it is done.
+            options: Bounds, and the journal's directory, on the node of this process. With
+                a journal, a server that dies is started again by Ray and goes on.
+            clock: Seconds, for leases, as the server reads them; tests give their own.
+
+        Raises:
+            DataError: A task names an unknown column.
+            SettingsError: The tasks or options are impossible.
+            JournalError: The journal's directory cannot be used.
+        """
+        options = options or QueueOptions()
+        check_tasks(tasks)
+        check_options(options)
+        ray = start_ray()
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from rl_core.queue.ray.actors import MAX_WAITING, QueueServer
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        restarts = 0 if options.directory is None else -1
+        actor = ray.remote(num_cpus=0, max_concurrency=MAX_WAITING, max_restarts=restarts)(QueueServer)
+        self._is_owner = True
+        self._join(actor.options(scheduling_strategy=here).remote(list(tasks), options, clock))
+
+    _is_closed: bool
+    _pid: int
+
+    @classmethod
+    def _of(cls, server: Any) -> "RayQueue":
+        self = cls.__new__(cls)
+        self._is_owner = False
+        self._join(server)
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        """Join the same queue where this is unpickled."""
+        return RayQueue._of, (self._server,)
+
+    @property
+    def server_pid(self) -> int:
+        """Process id of the server."""
+        return self._pid
+
+    def close(self) -> None:
+        """Leave the queue; it ends when its owner closes it."""
+        import ray
+
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_owner:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self._server.close.remote(), timeout=GRACE_S)
+            ray.kill(self._server)
+
+    def _join(self, server: Any) -> None:
+        import ray
+
+        self._server = server
+        self._is_closed = False
+        self._client = f"pid {os.getpid()} {uuid.uuid4().hex[:8]}"
+        try:
+            encoded, folder, is_bounded, self._pid = ray.get(server.hello.remote(), timeout=START_DEADLINE_S)
+        except ray.exceptions.RayError as error:
+            raise _start_error(error) from error
+        self._has_journal = folder is not None
+        super().__init__(msgspec.json.decode(encoded, type=list[TaskSpec]), RayRows(server, folder))
+        self._reserves = is_bounded
+
+    def _send(self, request: Request, *, deadline_s: float) -> Reply:
+        import ray
+
+        ends_at = time.monotonic() + deadline_s + GRACE_S
+        references: dict[str, Any] = {}
+        if isinstance(request, Put | Ack) and isinstance(request.place, _Written):
+            references = {request.place.key: request.place.references}
+            request = msgspec.structs.replace(request, place=request.place.place)
+        while True:
+            if self._is_closed:
+                raise NotReadyError("the transfer queue is closed.")
+            asked = self._server.request.remote(self._client, msgspec.msgpack.encode(request), references)
+            try:
+                body, named = ray.get(asked, timeout=max(ends_at - time.monotonic(), 0.001))
+            except ray.exceptions.GetTimeoutError as error:
+                ray.cancel(asked)
+                raise DeadlineError(
+                    f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server, which is "
+                    "there and does not answer."
+                ) from error
+            except ray.exceptions.RayActorError as error:
+                self._refuse_gone(error, ends_at)
+                request = as_retry(request)
+                continue
+            return _with_references(decode_reply(body), named)
+
+    def _refuse_gone(self, error: Exception, ends_at: float) -> None:
+        """After the server died: go on where Ray starts it again, else say what happened."""
+        if self._is_closed:
+            raise NotReadyError("the transfer queue is closed.") from error
+        if not self._has_journal:
+            raise RoleError(
+                f"the queue's server (pid {self._pid}) is gone, and with it what it knew: the queue has no journal, or "
+                f"was closed by its owner. Ray says: {error}"
+            ) from error
+        if time.monotonic() > ends_at:
+            raise DeadlineError(f"the queue's server ended, and no other came: {error}") from error
+        time.sleep(RETRY_PAUSE_S)
+
+
+class RayRows:
+    """Rows in Ray's object store, owned by storage actors; small ones travel with their messages."""
+
+    is_slow = True
+
+    def __init__(self, server: Any, folder: str | None) -> None:
+        """Use the storages that this server names, and this folder for files where there is a journal."""
+        self._server = server
+        self._folder = folder
+        self._storage: Any = None
+        self._storage_node = ""
+        self._scratches = Scratches()
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """A segment, which travels with its message where it is small."""
+        plan = plan_segment(batch)
+        return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
+
+    def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - the store names no place here
+        """Give a segment to this node's storage."""
+        from rl_core.queue.ray.actors import STORED
+
+        key = uuid.uuid4().hex
+        spill = None if self._folder is None else str(Path(self._folder) / f"{key}.seg")
+        if self._is_near():
+            with self._scratches.take(prepared.size_bytes) as scratch:
+                prepared.plan.write(np.frombuffer(scratch.memory, dtype=np.uint8))
+                references = self._of_storage("store_scratch", tuple(scratch.name), prepared.size_bytes, spill)
+        else:
+            segment = np.empty(prepared.size_bytes, dtype=np.uint8)
+            prepared.plan.write(segment)
+            references = self._of_storage("store", segment, spill)
+        return _Written(key, [STORED, key, prepared.size_bytes, spill], references)
+
+    def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002
+        """A segment from the object store, or from its file where its owner is gone."""
+        import ray
+
+        if isinstance(place, bytes):
+            return decode_segment(place)
+        written: _Written = place
+        spill = written.place[3]
+        try:
+            if written.references:
+                return decode_segment(ray.get(written.references[0], timeout=FETCH_DEADLINE_S))
+        except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
+            if spill is None:
+                raise SegmentError(f"its storage is gone: {type(error).__name__}.") from error
+        if spill is None:
+            raise SegmentError("its storage is gone, and it has no file.")
+        references = self._of_storage("load", spill)
+        try:
+            return decode_segment(ray.get(references[0], timeout=FETCH_DEADLINE_S))
+        except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
+            raise SegmentError(f"{spill} cannot be fetched: {type(error).__name__}.") from error
+
+    def _is_near(self) -> bool:
+        """True when the storage is on this node, and can map this process's memory."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        self._find_storage(node)
+        return hasattr(os, "memfd_create") and self._storage_node == node
+
+    def _find_storage(self, node: str) -> None:
+        import ray
+
+        if self._storage is None:
+            found = ray.get(self._server.storage.remote(node), timeout=START_DEADLINE_S)
+            self._storage, self._storage_node = found
+
+    def _of_storage(self, method: str, *arguments: Any) -> Any:
+        """Ask this node's storage, or another one where it is gone."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        ends_at = time.monotonic() + FETCH_DEADLINE_S
+        while True:
+            try:
+                self._find_storage(node)
+                return ray.get(getattr(self._storage, method).remote(*arguments), timeout=FETCH_DEADLINE_S)
+            except ray.exceptions.RayActorError as error:
+                if time.monotonic() > ends_at:
+                    raise RoleError(f"no storage of the queue answers: {error}") from error
+                with contextlib.suppress(ray.exceptions.RayActorError):
+                    if self._storage is not None:
+                        gone = self._server.storage_is_gone.remote(node, self._storage._actor_id.hex())
+                        ray.get(gone, timeout=FETCH_DEADLINE_S)
+                self._storage = None
+                time.sleep(RETRY_PAUSE_S)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, RLError):
+                    raise error.cause from error
+                raise
+
+
+class _Written:
+    """A segment in the object store: its place, as the server knows it, and references to it."""
+
+    def __init__(self, key: str, place: list[Any], references: list[Any]) -> None:
+        self.key, self.place, self.references = key, place, references
+
+
+def _with_references(reply: Reply, named: dict[str, list[Any]]) -> Reply:
+    if not isinstance(reply, Leased):
+        return reply
+    places = {
+        number: _Written(place[1], place, named.get(place[1], [])) if isinstance(place, list) else place
+        for number, place in reply.places.items()
+    }
+    return msgspec.structs.replace(reply, places=places)
+
+
+def _start_error(error: Exception) -> RLError:
+    """What kept the server from starting, as its own error where it is one of ours."""
+    text = str(error)
+    for kind in (JournalError, errors.SettingsError):
+        if kind.__name__ in text:
+            said = text.rpartition(f"{kind.__name__}: ")[2].strip()
+            return kind(said.splitlines()[0] if said else text)
+    return RoleError(f"the queue's server could not be started: {text}")

@@ -1,0 +1,1 @@
+"""The transfer queue between processes of one host."""

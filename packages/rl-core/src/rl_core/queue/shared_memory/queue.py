@@ -1,0 +1,382 @@
+"""The transfer queue between processes of one host: rows in shared memory, requests over a socket."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core import errors
+from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError
+from rl_core.queue.client import QueueClient
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.messages import (
+    FRAME,
+    MAX_FRAME_BYTES,
+    Done,
+    Hello,
+    Reply,
+    Request,
+    Unpin,
+    as_retry,
+    decode_reply,
+    encode_frame,
+)
+from rl_core.queue.shared_memory.server import SOCKET, ServerConfig
+from rl_core.queue.shared_memory.slots import SlotRows
+from rl_core.queue.tasks import check_options, check_tasks
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
+PREFIX = "rl-queue-"
+START_DEADLINE_S = 60.0
+CLOSE_DEADLINE_S = 10.0
+GRACE_S = 20.0
+"""How much longer than a request's own deadline its answer is waited for."""
+RESTART_DEADLINE_S = 30.0
+"""How long a server that died may take to come back."""
+RECONNECT_PAUSE_S = 0.02
+PAUSE_S = 1.0
+READ_BYTES = 1 << 17
+
+
+class SharedMemoryQueue(QueueClient):
+    """A `TransferQueue` for the processes of one host.
+
+    The process that makes it starts a server process, and the queue ends with it. Others connect by its address; a
+    queue that is pickled, as an argument of a process or an actor, connects too. Rows are read where they were
+    written, as read-only views, and their memory is used again only when nothing looks at them any more.
+    """
+
+    def __init__(self, tasks: Sequence[TaskSpec], *, options: QueueOptions | None = None) -> None:
+        """Start a server for these tasks.
+
+        Args:
+            tasks: Every task that must ack a group before it is done.
+            options: Bounds, and the journal's directory. With a journal, a server that
+                dies is started again, and nobody but who waits a moment longer sees it.
+
+        Raises:
+            DataError: A task names an unknown column.
+            SettingsError: The tasks or options are impossible, or this host has no shared memory in files.
+            JournalError: The journal's directory cannot be used.
+        """
+        options = options or QueueOptions()
+        check_tasks(tasks)
+        check_options(options)
+        self._server: _ServerProcess | None = _ServerProcess(tasks, options)
+        try:
+            self._connect(self._server.folder)
+        except BaseException:
+            self._server.close()
+            raise
+
+    @classmethod
+    def connect(cls, address: str) -> "SharedMemoryQueue":
+        """Join a queue by its address.
+
+        Raises:
+            RoleError: There is no queue at this address.
+        """
+        self = cls.__new__(cls)
+        self._server = None
+        self._connect(Path(address))
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Connect to the same queue where this is unpickled."""
+        return SharedMemoryQueue.connect, (self.address,)
+
+    @property
+    def address(self) -> str:
+        """What other processes of this host `connect` to."""
+        return str(self._folder)
+
+    @property
+    def server_pid(self) -> int:
+        """Process id of the server."""
+        return self._pid
+
+    def close(self) -> None:
+        """Leave the queue; it ends when its owner closes it."""
+        self._is_closed = True
+        if self._server is not None:
+            self._server.close()
+        with self._lock:
+            for stream in self._idle:
+                stream.close()
+            self._idle.clear()
+        self._unpinner.close()
+
+    def _connect(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._unpinned: deque[int] = deque()
+        self._owner_pid = os.getpid()
+        self._client = _client_name()
+        self._is_closed = False
+        self._pid = 0
+        stream, hello = self._open_first(time.monotonic() + GRACE_S)
+        self._unpinner = stream
+        tasks, slots, self._has_journal, self._pid = hello
+        super().__init__(msgspec.convert(tasks, list[TaskSpec]), SlotRows(Path(slots), self._unpin))
+
+    def _unpin(self, number: int) -> None:
+        """Say that a segment is no longer looked at; called as arrays go, so it may not wait, nor take a lock."""
+        if os.getpid() != self._owner_pid:
+            return  # a fork's copy went; its parent still looks
+        try:
+            self._unpinner.send(encode_frame(Unpin([number])), socket.MSG_DONTWAIT)
+        except OSError:  # it is said with the next request
+            self._unpinned.append(number)
+
+    def _open_first(self, ends_at: float) -> tuple[socket.socket, Any]:
+        """Connect; waits for a server that is being started again, whose folder is there meanwhile."""
+        while True:
+            try:
+                return self._open(ends_at)
+            except OSError as error:
+                if not self._folder.is_dir() or time.monotonic() > ends_at:
+                    said = error.strerror or error
+                    raise RoleError(f"no queue answers at {self._folder}: {said}. Has it ended?") from error
+                time.sleep(RECONNECT_PAUSE_S)
+
+    def _open(self, ends_at: float) -> tuple[socket.socket, Any]:
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(PAUSE_S)
+            stream.connect(str(self._folder / SOCKET))
+            stream.sendall(encode_frame(Hello(self._client)))
+            reply = receive(stream, ends_at)
+            if not isinstance(reply, Done):
+                raise ConnectionError(f"it answers {reply}")
+        except BaseException:
+            stream.close()
+            raise
+        return stream, reply.value
+
+    def _send(self, request: Request, *, deadline_s: float) -> Reply:
+        self._check_process()
+        ends_at = time.monotonic() + deadline_s + GRACE_S
+        lost_at: float | None = None
+        while True:
+            if self._is_closed:
+                raise NotReadyError("the transfer queue is closed.")
+            try:
+                return self._exchange(request, ends_at)
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server (pid "
+                    f"{self._pid}), which is there and does not answer. Is it stopped?"
+                ) from error
+            except OSError as error:
+                lost_at = time.monotonic() if lost_at is None else lost_at
+                self._refuse_lost(error, lost_at)
+                request = as_retry(request)
+
+    def _exchange(self, request: Request, ends_at: float) -> Reply:
+        stream = self._take(ends_at)
+        is_done = False
+        try:
+            frames = encode_frame(request)
+            if self._unpinned:
+                numbers = [self._unpinned.popleft() for _ in range(len(self._unpinned))]
+                frames = encode_frame(Unpin(numbers)) + frames
+            stream.sendall(frames)
+            reply = receive(stream, ends_at)
+            is_done = True
+            return reply
+        finally:
+            if is_done:
+                with self._lock:
+                    self._idle.append(stream)
+            else:
+                stream.close()  # an answer may still come, which nobody waits for
+
+    def _take(self, ends_at: float) -> socket.socket:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        stream, hello = self._open(ends_at)
+        self._pid = hello[3]
+        return stream
+
+    def _refuse_lost(self, error: Exception, lost_at: float) -> None:
+        """After a lost connection: go on where the server comes back, else say what happened."""
+        with self._lock:
+            for stream in self._idle:
+                stream.close()
+            self._idle.clear()
+        if self._is_closed or (self._server is not None and self._server.is_closing):
+            raise NotReadyError("the transfer queue is closed.") from error
+        if not self._has_journal and not self._is_server_there():
+            raise RoleError(
+                f"the queue's server (pid {self._pid}) is gone{self._server.how_it_ended() if self._server else ''}, "
+                "and with it what it knew: the queue has no journal. Give it a directory, and it goes on after a crash."
+            ) from error
+        if self._server is not None:
+            self._server.check()
+        if time.monotonic() > lost_at + RESTART_DEADLINE_S or not self._folder.is_dir():
+            raise RoleError(
+                f"the queue's server (pid {self._pid}) answers no more, and its owner started no other: {error}. Is "
+                "the owner gone, or are there too many connections? A journal can be opened again."
+            ) from error
+        time.sleep(RECONNECT_PAUSE_S)
+
+    def _is_server_there(self) -> bool:
+        """True while the server's process runs: it may have turned this one away, having too many connections."""
+        if not self._folder.is_dir():
+            return False
+        try:
+            os.kill(self._pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def _check_process(self) -> None:
+        """Use connections of this process only: a fork has copies of its parent's."""
+        if os.getpid() != self._owner_pid:
+            self._server = None
+            self._connect(self._folder)
+
+
+class _ServerProcess:
+    """The server's process, as its owner sees it: started again when it dies and has a journal."""
+
+    def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
+        if not SHARED_MEMORY.is_dir():
+            raise SettingsError(f"a shared-memory queue needs {SHARED_MEMORY}; this host has none.")
+        remove_left_behind()
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
+        self.folder = Path(folder)
+        directory = None if options.directory is None else str(Path(options.directory).resolve())
+        config = ServerConfig(folder, list(tasks), {**asdict(options), "directory": None}, directory)
+        self._config = msgspec.json.encode(config) + b"\n"
+        self._has_journal = options.directory is not None
+        self._lock = threading.Lock()
+        self.is_closing = False
+        self._error: Exception | None = None
+        self._process, self._socket = self._start()
+        threading.Thread(target=self._watch, name="watch queue server", daemon=True).start()
+
+    def how_it_ended(self) -> str:
+        """Such as ", killed by signal 9"."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(timeout=1.0)
+            return f": it was killed by {signal.Signals(-status).name}" if status < 0 else f": it ended with {status}"
+        return ""
+
+    def check(self) -> None:
+        """Raise what kept it from being started again."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End it, and remove what it shares."""
+        with self._lock:
+            self.is_closing = True
+            self._socket.close()
+        try:
+            self._process.wait(CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "rl_core.queue.shared_memory.server_process", str(theirs.fileno())]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            process = subprocess.Popen(  # noqa: S603 - our own module
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
+        try:
+            ours.settimeout(START_DEADLINE_S)
+            ours.sendall(self._config)
+            with ours.makefile("rb") as stream:
+                line = stream.readline()
+            word, said = msgspec.json.decode(line) if line else ("RoleError", "it ended before it was ready.")
+        except (OSError, ValueError) as error:
+            word, said = "RoleError", f"it was not ready after {START_DEADLINE_S:g} s: {error}"
+        if word != "ready":
+            ours.close()
+            process.kill()
+            process.wait()
+            kind = getattr(errors, word, RoleError)
+            raise kind(said if kind is not RoleError else f"the queue's server could not be started: {said}")
+        return process, ours
+
+    def _watch(self) -> None:
+        while True:
+            self._process.wait()
+            with self._lock:
+                if self.is_closing or not self._has_journal:
+                    return
+                self._socket.close()
+                try:
+                    self._process, self._socket = self._start()
+                except (errors.RLError, OSError) as error:
+                    self._error = error
+                    return
+
+
+def receive(stream: socket.socket, ends_at: float) -> Reply:
+    """The next answer of a server; nothing follows it, as requests of a connection take turns.
+
+    Raises:
+        TimeoutError: It did not come in time.
+        OSError: The connection ended.
+    """
+    received, size = bytearray(), FRAME.size
+    while len(received) < size:
+        try:
+            chunk = stream.recv(READ_BYTES)
+        except TimeoutError:
+            if time.monotonic() > ends_at:
+                raise
+            continue
+        if not chunk:
+            raise ConnectionError("the server closed the connection")
+        received += chunk
+        if size == FRAME.size and len(received) >= size:
+            size += FRAME.unpack_from(received)[0]
+            if size > MAX_FRAME_BYTES:
+                raise ConnectionError(f"an answer of {size} bytes")
+    try:
+        reply: Reply = decode_reply(memoryview(received)[FRAME.size :])
+        return reply
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"an answer that cannot be read: {error}") from error
+
+
+def remove_left_behind() -> None:
+    """Remove shared memory of servers that were killed together with their owners."""
+    for folder in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _client_name() -> str:
+    return f"pid {os.getpid()} ({Path(sys.argv[0] or sys.executable).name}) {uuid.uuid4().hex[:8]}"

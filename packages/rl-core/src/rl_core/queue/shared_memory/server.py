@@ -1,0 +1,263 @@
+"""The server of a shared-memory queue: one process, one thread, one socket, which never waits for a client.
+
+Run by `server_process`; ends when told, or when the process that started it ends.
+"""
+
+import contextlib
+import os
+import selectors
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.journal.database import SEGMENTS, lock_directory
+from rl_core.queue.messages import (
+    FRAME,
+    MAX_FRAME_BYTES,
+    Done,
+    Hello,
+    Leased,
+    Refused,
+    Reply,
+    Unpin,
+    decode_request,
+    encode_frame,
+)
+from rl_core.queue.service import QueueService
+from rl_core.queue.shared_memory.slots import SlotPool
+
+SOCKET = "socket"
+READ_BYTES = 1 << 18
+CREDENTIALS = struct.Struct("3i")
+
+
+class ServerConfig(msgspec.Struct, frozen=True):
+    """What a server is started with: its folder for socket and slots, the tasks, the options and their directory."""
+
+    folder: str
+    tasks: list[TaskSpec]
+    options: dict[str, Any]
+    directory: str | None
+
+
+class _Connection:
+    """One client's connection: bytes that came, and bytes to send; `answered` is told when there are any."""
+
+    def __init__(self, stream: socket.socket, answered: Callable[["_Connection"], None]) -> None:
+        self.stream = stream
+        self._answered = answered
+        self.client: str | None = None
+        self.received = bytearray()
+        self.unsent: list[bytes] = []
+        self.is_open = True
+        self.is_behind = False
+        self.unheard: int | None = None
+
+    def reply(self, reply: Reply) -> None:
+        """Send an answer once the loop comes round."""
+        self.unheard = reply.lease_id if isinstance(reply, Leased) else None
+        self.unsent.append(encode_frame(reply))
+        self._answered(self)
+
+
+class QueueServer:
+    """Serves one queue on a socket in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tasks: Sequence[TaskSpec],
+        options: QueueOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the queue and listen.
+
+        Raises:
+            JournalError: The journal cannot be opened, or there is no space.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._lock = lock_directory(folder)
+        self.slots = (folder if options.directory is None else Path(options.directory)) / SEGMENTS
+        self._tasks, self._has_journal = tasks, options.directory is not None
+        self.service = QueueService(
+            tasks, options, clock=clock, make_store=lambda: SlotPool(self.slots), is_pinning=True
+        )
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._clients: dict[str, int] = {}
+        self._answered: dict[int, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = folder / SOCKET
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._waker, self._alarm = socket.socketpair()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._is_ending = False
+        self._is_over = not self._has_journal  # else another server may come to the same folder
+
+    def serve(self, *, owner: socket.socket | None = None) -> None:
+        """Answer clients until `stop`, or until the owner's end of this socket is closed."""
+        if owner is not None:
+            self._selector.register(owner, selectors.EVENT_READ)
+        try:
+            while not self._is_ending:
+                for key, events in self._selector.select(max(self.service.next_wake_s(), 0.0)):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is owner or key.fileobj is self._waker:
+                        self._is_ending, self._is_over = True, self._is_over or key.fileobj is owner
+                    else:
+                        self._attend(self._connections[key.fileobj], events)  # type: ignore[index]
+                self.service.run()
+                answered, self._answered = self._answered, {}
+                for connection in answered.values():
+                    self._flush(connection)
+        finally:
+            self._end()
+
+    def stop(self) -> None:
+        """End `serve`; from any thread or signal handler."""
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"\0")
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:
+            self._turn_away()
+            return
+        if hasattr(socket, "SO_PEERCRED"):
+            _, user, _ = CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+            if user not in (os.getuid(), 0):
+                stream.close()
+                return
+        stream.setblocking(False)
+        self._connections[stream] = _Connection(stream, lambda c: self._answered.__setitem__(id(c), c))
+        self._selector.register(stream, selectors.EVENT_READ)
+
+    def _turn_away(self) -> None:
+        """Close a connection for which no descriptor is left, instead of being woken by it for ever."""
+        self._spare.close()
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def _attend(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._answered[id(connection)] = connection
+        if events & selectors.EVENT_READ:
+            self._receive(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            while True:
+                chunk = connection.stream.recv(READ_BYTES)
+                if not chunk:
+                    self._drop(connection)
+                    return
+                connection.received += chunk
+                if len(chunk) < READ_BYTES:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        self._take_frames(connection)
+
+    def _take_frames(self, connection: _Connection) -> None:
+        received, place = connection.received, 0
+        while len(received) - place >= FRAME.size:
+            (size,) = FRAME.unpack_from(received, place)
+            end = place + FRAME.size + size
+            if size > MAX_FRAME_BYTES:
+                self._drop(connection)
+                return
+            if len(received) < end:
+                break
+            try:
+                message = decode_request(memoryview(received)[place + FRAME.size : end])
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                connection.reply(Refused("DataError", f"a request cannot be read: {error}."))
+            else:
+                self._take(connection, message)
+            place = end
+        del received[:place]
+
+    def _take(self, connection: _Connection, message: Any) -> None:
+        connection.unheard = None  # a client asks again when it has heard the last answer
+        if isinstance(message, Hello) and connection.client is None:
+            connection.client = message.client
+            self._clients[message.client] = self._clients.get(message.client, 0) + 1
+            connection.reply(
+                Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()])
+            )
+        elif isinstance(message, Hello):
+            connection.reply(Refused("NotReadyError", "this connection has said hello."))
+        elif connection.client is None:
+            connection.reply(Refused("NotReadyError", "say hello first."))
+        elif isinstance(message, Unpin):
+            self.service.submit(message, connection.client, lambda _: None)
+        else:
+            self.service.submit(message, connection.client, connection.reply)
+
+    def _flush(self, connection: _Connection) -> None:
+        if not connection.unsent or not connection.is_open:
+            return
+        data = b"".join(connection.unsent) if len(connection.unsent) > 1 else connection.unsent[0]
+        connection.unsent.clear()
+        try:
+            sent = connection.stream.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._drop(connection)
+            return
+        if sent < len(data):
+            connection.unsent.append(data[sent:])
+        if connection.is_behind != (sent < len(data)):
+            connection.is_behind = not connection.is_behind
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_behind else 0)
+            self._selector.modify(connection.stream, events)
+
+    def _drop(self, connection: _Connection) -> None:
+        connection.is_open = False
+        self._selector.unregister(connection.stream)
+        del self._connections[connection.stream]
+        connection.stream.close()
+        self.service.withdraw(connection.reply, connection.unheard)
+        client = connection.client
+        if client is not None:
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
+                self.service.disconnect(client)
+
+    def _end(self) -> None:
+        self.service.close()
+        for connection in list(self._connections.values()):
+            connection.stream.setblocking(True)
+            with contextlib.suppress(OSError):
+                connection.stream.settimeout(1.0)
+                connection.stream.sendall(b"".join(connection.unsent))
+            connection.stream.close()
+        for stream in (self._listener, self._spare, self._waker, self._alarm):
+            stream.close()
+        self._selector.close()
+        if self._is_over:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)

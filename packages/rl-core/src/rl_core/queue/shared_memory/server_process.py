@@ -1,0 +1,42 @@
+"""The process of a shared-memory queue's server: `python -m rl_core.queue.shared_memory.server_process FD`."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from rl_core.errors import JournalError, RLError
+from rl_core.queue.interface import QueueOptions
+from rl_core.queue.shared_memory.server import QueueServer, ServerConfig
+
+NICENESS = -10
+
+
+def main() -> None:
+    """Run a queue server: `python -m rl_core.queue.shared_memory.server_process FD`; its configuration comes by FD."""
+    with socket.socket(fileno=int(sys.argv[1])) as owner:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
+        with owner.makefile("rb") as stream:
+            config = msgspec.json.decode(stream.readline(), type=ServerConfig)
+        try:
+            directory = None if config.directory is None else Path(config.directory)
+            options = replace(QueueOptions(**config.options), directory=directory)
+            server = QueueServer(Path(config.folder), config.tasks, options)
+        except (RLError, OSError) as error:
+            kind = type(error).__name__ if isinstance(error, RLError) else JournalError.__name__
+            owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, lambda *_: server.stop())
+        with contextlib.suppress(OSError):  # everybody waits for this process; only root may say so
+            os.nice(NICENESS)
+        owner.sendall(msgspec.json.encode(["ready", os.getpid()]) + b"\n")
+        server.serve(owner=owner)
+
+
+if __name__ == "__main__":
+    main()

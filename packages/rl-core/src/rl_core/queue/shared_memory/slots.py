@@ -1,0 +1,219 @@
+"""Memory for segments: files that are mapped, filled, and used again.
+
+Touching memory for the first time costs several times as much as copying into it, so a slot that is free again is
+given to the next segment of its size, the last one used first. Under /dev/shm slots are shared memory; in a journal's
+directory they are the page cache, and there again after a crash.
+"""
+
+import errno
+import mmap
+import os
+import re
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.batch import Batch
+from rl_core.data.segment import decode_segment, plan_segment, segment_size
+from rl_core.errors import JournalError, SegmentError
+from rl_core.queue.payload import INLINE_BYTES, Prepared
+
+SMALLEST_BYTES = 1 << 16
+SPARE_BYTES = 1 << 30
+"""Free slots beyond this are given back to the system."""
+
+SLOT_NAME = re.compile(r"[0-9A-Za-z-]{1,100}\.slot")
+MAX_CAPACITY = 1 << 62
+
+OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+Place = list[Any]
+"""[name, capacity] of a slot."""
+
+
+class SlotPool:
+    """The server's side: which slots there are, and which are free."""
+
+    def __init__(self, folder: Path, *, spare_bytes: int = SPARE_BYTES) -> None:
+        """Own a folder of slots; what is in it already stays until it is freed, and is never used again.
+
+        A process that outlived the last server may still look at those.
+
+        Raises:
+            JournalError: There can be no such folder.
+        """
+        self._folder = folder
+        self._spare_bytes = spare_bytes
+        self._free: dict[int, list[tuple[str, str]]] = {}
+        self._users: dict[str, str] = {}
+        self._free_bytes = 0
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalError(f"{folder} cannot be a folder of slots: {error.strerror}.") from error
+        self._token = secrets.token_hex(4)  # names never come back: others may have old ones mapped
+        self._number = 0
+
+    def allocate(self, size_bytes: int, client: str) -> Place:
+        """A slot for a segment: one that this client used last, if there is one, for it has it mapped.
+
+        Raises:
+            JournalError: There is no space left.
+        """
+        capacity = capacity_for(size_bytes)
+        free = self._free.get(capacity)
+        if free:
+            index = next((i for i in reversed(range(len(free))) if free[i][1] == client), len(free) - 1)
+            name, _ = free.pop(index)
+            self._free_bytes -= capacity
+        else:
+            self._number += 1
+            name = f"{self._token}-{self._number}-{capacity}.slot"
+            self._make(name, capacity)
+        self._users[name] = client
+        return [name, capacity]
+
+    def free(self, place: Any) -> None:
+        """Take a slot back; a segment that travelled with its message has none."""
+        if not is_slot(place):
+            return
+        name, capacity = place
+        user = self._users.pop(name, None)
+        if user is None or self._free_bytes + capacity > self._spare_bytes:
+            (self._folder / name).unlink(missing_ok=True)
+            return
+        self._free.setdefault(capacity, []).append((name, user))
+        self._free_bytes += capacity
+
+    def check(self, place: Any) -> None:
+        """Look at a slot that was there before: its size, header and schema.
+
+        Raises:
+            SegmentError: It is missing, torn or altered.
+        """
+        if not isinstance(place, bytes):
+            segment_size(map_slot(self._folder, place))
+
+    def remove_others(self, places: list[Any]) -> int:
+        """Remove the slots that are not among these, and say how many; whoever looks at one still can."""
+        kept = {place[0] for place in places if isinstance(place, list)}
+        others = [path for path in self._folder.glob("*.slot") if path.name not in kept]
+        for path in others:
+            path.unlink(missing_ok=True)
+        return len(others)
+
+    def _make(self, name: str, capacity: int) -> None:
+        path = self._folder / name
+        descriptor = -1
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            os.posix_fallocate(descriptor, 0, capacity)  # later, a full disk would kill whoever writes
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            is_full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM)
+            advice = " Free some, or set capacity_bytes." if is_full else ""
+            raise JournalError(f"no space for {capacity} bytes in {self._folder}: {error.strerror}.{advice}") from error
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class SlotRows:
+    """A client's side: rows in slots; small ones travel with their messages."""
+
+    is_slow = True
+
+    def __init__(self, folder: Path, unpin: Callable[[int], None]) -> None:
+        """Read and write slots in a folder.
+
+        Args:
+            folder: Where they are.
+            unpin: Called with a segment's number when nothing looks at it any more, from any thread.
+        """
+        self._folder = folder
+        self._unpin = unpin
+        self._maps: dict[str, NDArray[np.uint8]] = {}
+        self._looked_at: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """A segment, which travels with its message where it is small."""
+        plan = plan_segment(batch)
+        return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
+
+    def write(self, prepared: Prepared, place: Any) -> Any:
+        """Write a segment into a slot."""
+        prepared.plan.write(self._mapped(place))
+
+    def read(self, number: int, place: Any) -> Batch:
+        """A segment, as views of its slot, which stays as it is while anything looks at it."""
+        if not isinstance(place, list):
+            return decode_segment(place)
+        known = self._looked_at.get((number, place[0]))
+        if known is not None:
+            self._unpin(number)  # one pin holds it
+            return decode_segment(known, is_verified=True)
+        try:
+            memory: NDArray[np.uint8] = np.frombuffer(self._mapped(place).data, dtype=np.uint8)
+            batch = decode_segment(memory)
+        except BaseException:
+            self._unpin(number)
+            raise
+        self._looked_at[number, place[0]] = memory
+        weakref.finalize(memory, self._unpin, number).atexit = False
+        return batch
+
+    def _mapped(self, place: Place) -> NDArray[np.uint8]:
+        with self._lock:
+            found = self._maps.get(place[0])
+            if found is None:
+                for name in [name for name in self._maps if not (self._folder / name).exists()]:
+                    del self._maps[name]
+                found = self._maps[place[0]] = map_slot(self._folder, place)
+            return found
+
+
+def is_slot(place: Any) -> bool:
+    """True for what names a file of a folder, and cannot name another one."""
+    match place:
+        case [str(name), int(capacity)]:
+            return SLOT_NAME.fullmatch(name) is not None and 1 <= capacity <= MAX_CAPACITY
+    return False
+
+
+def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
+    """The memory of a slot.
+
+    Raises:
+        SegmentError: It is not there, or too short.
+    """
+    if not is_slot(place):
+        raise SegmentError(f"a slot is named by a file's name and size; found {place!r}.")
+    name, capacity = place
+    try:
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in OWN_LIMITS:
+            raise  # this process has too many open files: the rows are there
+        raise SegmentError(f"slot {name} of {folder} cannot be opened: {error.strerror}.") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found < capacity:
+            raise SegmentError(f"slot {name} of {folder} must have {capacity} bytes; found {found}.")
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return np.frombuffer(mmap.mmap(descriptor, capacity, flags=flags), dtype=np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def capacity_for(size_bytes: int) -> int:
+    """Size of the slot for a segment: four sizes to each power of two, so at most a quarter is left over."""
+    size = max(size_bytes, SMALLEST_BYTES)
+    step = 1 << ((size - 1).bit_length() - 3)
+    return -(-size // step) * step

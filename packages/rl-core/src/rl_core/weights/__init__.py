@@ -1,0 +1,1 @@
+"""Weights from a learner to engines, with proof that they arrived."""

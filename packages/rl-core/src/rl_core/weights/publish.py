@@ -1,0 +1,236 @@
+"""Publish a policy version to engines, and prove that each now serves it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.data.records import FloatArray
+from rl_core.errors import DataError, NotReadyError, WeightProofError
+from rl_core.weights.update import Canary, WeightReceipt, WeightReceiver, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofTolerances:
+    """How far an engine may be from the learner.
+
+    Attributes:
+        probe: Largest difference of a probe, as a share of that probe's largest value.
+        canary: Largest difference of a canary logprob, in nats.
+    """
+
+    probe: float = 1e-4
+    canary: float = 1e-3
+
+
+BFLOAT16_TOLERANCES = ProofTolerances(probe=3e-2, canary=0.3)
+"""For engines that serve in bfloat16, whose logprobs differ from float32 by up to about 0.1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """What a publication cost and proved.
+
+    Attributes:
+        version: The version now served by every engine.
+        fingerprint: See `WeightUpdate.fingerprint`.
+        num_tensors: Tensors compared, tied ones included.
+        probe_max_diff: Largest probe difference, as a share of the probe's largest value.
+        canary_max_diff: Largest canary difference in nats.
+        update_s: Seconds until the last engine had taken the weights.
+        proof_s: Seconds of the comparison.
+        drain_s: Seconds until the last engine had ended what it had before; 0 where requests went on.
+        stall_s: Longest time in which an engine drew no token because of the update, drain_s apart. What it computes
+            again of requests that go on comes on top.
+    """
+
+    version: int
+    fingerprint: str
+    num_tensors: int
+    probe_max_diff: float
+    canary_max_diff: float
+    update_s: float
+    proof_s: float
+    drain_s: float = 0.0
+    stall_s: float = 0.0
+
+
+async def publish_weights(
+    update: WeightUpdate, receivers: Sequence[WeightReceiver], *, canary: Canary, tolerances: ProofTolerances
+) -> PublishReport:
+    """Give an update to every engine, and compare what each then serves with what was sent.
+
+    Raises:
+        NotReadyError: There is no engine.
+        WeightProofError: An engine serves something else; the message names the first tensor that differs. Or the
+            learner's own weights are not finite: then nothing is sent.
+    """
+    if not receivers:
+        raise NotReadyError(f"version {update.version} needs an engine to be published to; found none. Start one.")
+    _check_finite(update, canary)
+    started = time.perf_counter()
+    receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
+    updated = time.perf_counter()
+    probe_diff = 0.0
+    for index, receipt in enumerate(receipts):
+        with _naming_engine(index, len(receivers)):
+            probe_diff = max(probe_diff, check_receipt(update, receipt, tolerances=tolerances))
+    scores = await asyncio.gather(*(receiver.score(canary.sequences) for receiver in receivers))
+    canary_diff = 0.0
+    for index, score in enumerate(scores):
+        with _naming_engine(index, len(receivers)):
+            canary_diff = max(canary_diff, check_canary(canary, score, tolerances=tolerances))
+    return PublishReport(
+        version=update.version,
+        fingerprint=update.fingerprint,
+        num_tensors=len(update.digests) + len(update.tied),
+        probe_max_diff=probe_diff,
+        canary_max_diff=canary_diff,
+        update_s=updated - started,
+        proof_s=time.perf_counter() - updated,
+        stall_s=updated - started,
+    )
+
+
+async def retry_proof(
+    publish: Callable[[], Awaitable[PublishReport]], *, on_failure: Callable[[WeightProofError], None]
+) -> PublishReport:
+    """Publish, and once more if the proof fails.
+
+    Args:
+        publish: Gives an update to engines and proves it, such as a `publish_weights` with its arguments.
+        on_failure: Called with the error of the first proof.
+
+    Raises:
+        WeightProofError: The second proof failed too.
+    """
+    try:
+        return await publish()
+    except WeightProofError as error:
+        on_failure(error)
+    return await publish()
+
+
+def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: ProofTolerances) -> float:
+    """Compare what arrived and what is live with what was sent.
+
+    Returns:
+        The largest probe difference, as a share of that probe's largest value.
+
+    Raises:
+        WeightProofError: Wrong version, or a tensor that is missing, changed on its way, or not live.
+        DataError: A tied name has a source that was not sent.
+    """
+    if receipt.version != update.version:
+        raise WeightProofError(f"the engine serves version {receipt.version}; version {update.version} was published.")
+    _check_arrived(update, receipt.arrived)
+    worst = 0.0
+    for name, probe in _expected_probes(update).items():
+        live = receipt.live.get(name)
+        if live is None:
+            raise WeightProofError(f"tensor {name!r} is not among the engine's live weights.", tensor=name)
+        share = _difference(name, probe, live)
+        if not share <= tolerances.probe:
+            raise WeightProofError(
+                f"tensor {name!r} arrived, but the engine serves something else: its probe differs by {share:.2g} of "
+                f"its largest value (allowed {tolerances.probe:g}) at version {update.version}. The engine kept an "
+                "older copy of this tensor, or loaded it wrongly; its rollouts would be off policy without a sign.",
+                tensor=name,
+            )
+        worst = max(worst, share)
+    return worst
+
+
+def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: ProofTolerances) -> float:
+    """Compare the engine's logprobs of the canary sequences with the learner's.
+
+    Returns:
+        The largest difference in nats.
+
+    Raises:
+        WeightProofError: A logprob differs by more than the tolerance.
+    """
+    if len(scores) != len(canary.sequences):
+        raise WeightProofError(f"the engine scored {len(scores)} canary sequences of {len(canary.sequences)}.")
+    worst = 0.0
+    for index, (expected, found) in enumerate(zip(canary.logprobs, scores, strict=True)):
+        if expected.shape != found.shape:
+            raise WeightProofError(
+                f"the engine gave logprobs of shape {list(found.shape)} for canary sequence {index}; expected "
+                f"{list(expected.shape)}."
+            )
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
+            differences = np.abs(expected[1:] - found[1:])
+        if not (differences <= tolerances.canary).all():
+            position = int(np.argmax(differences)) + 1  # the first NaN, where there is one
+            raise WeightProofError(
+                f"every tensor arrived and is live, but the engine's logprob of token {position} of canary sequence "
+                f"{index} is {found[position]:.4f}; the learner's is {expected[position]:.4f} (allowed difference "
+                f"{tolerances.canary:g}). Engine and learner compute different models: compare their configurations "
+                "(rope, norms, dtype)."
+            )
+        worst = max(worst, float(differences.max()))
+    return worst
+
+
+def _check_finite(update: WeightUpdate, canary: Canary) -> None:
+    """Refuse what no engine could serve, so that none is blamed for it."""
+    for name, digest in update.digests.items():
+        if not np.isfinite(digest.probe).all():
+            raise WeightProofError(
+                f"the learner's own tensor {name!r} is not finite at version {update.version}; nothing was published. "
+                "Go back to the last checkpoint; a lower learning rate or clip_grad may keep it from happening again.",
+                tensor=name,
+            )
+    for index, logprobs in enumerate(canary.logprobs):
+        if not np.isfinite(logprobs).all():
+            raise WeightProofError(
+                f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
+                "while its weights are; nothing was published. Its forward pass overflows: compute in float32."
+            )
+
+
+@contextlib.contextmanager
+def _naming_engine(index: int, num_engines: int) -> Iterator[None]:
+    """Say which engine a proof is about, where there are several."""
+    try:
+        yield
+    except WeightProofError as error:
+        if num_engines == 1:
+            raise
+        raise WeightProofError(f"engine {index} of {num_engines}: {error}", tensor=error.tensor) from None
+
+
+def _expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
+    probes = {name: digest.probe for name, digest in update.digests.items()}
+    for name, source in update.tied.items():
+        if source not in probes:
+            raise DataError(f"{name!r} is tied to {source!r}, which is not among the tensors that were sent.")
+        probes[name] = probes[source]
+    return probes
+
+
+def _check_arrived(update: WeightUpdate, arrived: Mapping[str, int]) -> None:
+    for name, digest in update.digests.items():
+        if name not in arrived:
+            raise WeightProofError(f"tensor {name!r} did not arrive at the engine.", tensor=name)
+        if arrived[name] != digest.crc32c:
+            raise WeightProofError(
+                f"tensor {name!r} was changed on its way to the engine: crc32c {digest.crc32c:08x} was sent, "
+                f"{arrived[name]:08x} arrived, at version {update.version}.",
+                tensor=name,
+            )
+
+
+def _difference(name: str, expected: FloatArray, live: FloatArray) -> float:
+    if expected.shape != live.shape:
+        raise WeightProofError(
+            f"tensor {name!r} has a probe of shape {list(live.shape)} in the engine; expected {list(expected.shape)}.",
+            tensor=name,
+        )
+    scale = float(np.abs(expected).max(initial=0.0)) or 1.0
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
+        return float(np.abs(expected - live).max(initial=0.0)) / scale

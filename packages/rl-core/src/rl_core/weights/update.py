@@ -1,0 +1,206 @@
+"""What travels when weights are published, and the proof that they arrived.
+
+A `WeightUpdate` carries every tensor under its Hugging Face name with a `TensorDigest`: a checksum of
+the bytes, and a *probe*, the tensor applied to a fixed vector. An engine that fuses, shards or repacks
+its weights cannot be compared byte by byte, but its live layers must map the probe vector to the same
+numbers. A canary (known sequences with the learner's logprobs) closes the loop through the whole model.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rl_core.data.records import FloatArray, IntArray
+from rl_core.errors import ShapeError
+from rl_core.files.checksums import checksum
+
+if TYPE_CHECKING:
+    import torch
+
+FINGERPRINT_BYTES = 16
+MAX_DIGEST_THREADS = 4
+"""Memory is the limit beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDigest:
+    """What a tensor must be on arrival.
+
+    Attributes:
+        shape: Its shape.
+        dtype: torch dtype name without prefix, such as "float32".
+        crc32c: Checksum of its contiguous bytes.
+        probe: [out] float32 of `probe_tensor`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    crc32c: int
+    probe: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """Where the tensors of an update can be received; plain values alone, so that it can travel as JSON.
+
+    Attributes:
+        backend: torch's process group: "nccl" between GPUs, "gloo" between CPUs.
+        host: Of the sender, as receivers reach it.
+        port: Of the store where they meet.
+        bucket_bytes: Most bytes that travel at once.
+        deadline_s: Longest wait of one side for the other, in every step.
+    """
+
+    backend: Literal["gloo", "nccl"]
+    host: str
+    port: int
+    bucket_bytes: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """All weights of one policy version: by value, as a file, or to be received.
+
+    Attributes:
+        version: The policy version that these weights are.
+        digests: Digest of each tensor, by Hugging Face name, made by the sender.
+        tensors: The tensors when sender and engine share a process.
+        file: A safetensors file, in shared memory, when they do not.
+        broadcast: Where the tensors are received, in the order of the digests, when they come over the network.
+        tied: Names that the engine must serve from another tensor, such as
+            {"lm_head.weight": "model.embed_tokens.weight"}.
+    """
+
+    version: int
+    digests: Mapping[str, TensorDigest]
+    tensors: Mapping[str, "torch.Tensor"] | None = None
+    file: Path | None = None
+    broadcast: Broadcast | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """One digest of what the weights are, whatever their version and their way; the same weights have the same."""
+        content = [[name, d.shape, d.dtype, d.crc32c] for name, d in sorted(self.digests.items())]
+        text = json.dumps([content, sorted(self.tied.items())])
+        return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReceipt:
+    """What an engine says after an update.
+
+    Attributes:
+        version: The version that it now serves.
+        arrived: crc32c of each tensor as it arrived, by Hugging Face name.
+        live: Probe of each tensor as the engine now serves it, tied names included.
+    """
+
+    version: int
+    arrived: Mapping[str, int]
+    live: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Sequences whose logprobs prove the whole model.
+
+    Attributes:
+        sequences: Token ids, each [T] int32 with T >= 2.
+        logprobs: The learner's logprobs of the tokens, each [T], position 0 is 0.
+    """
+
+    sequences: Sequence[IntArray]
+    logprobs: Sequence[FloatArray]
+
+    def __post_init__(self) -> None:
+        """Check that there is something to compare, and that the two lists are aligned."""
+        if not self.sequences or len(self.sequences) != len(self.logprobs):
+            raise ShapeError(
+                "a canary needs at least one sequence, and logprobs for each; found "
+                f"{len(self.sequences)} sequences and {len(self.logprobs)} rows of logprobs."
+            )
+        for index, (sequence, logprobs) in enumerate(zip(self.sequences, self.logprobs, strict=True)):
+            if sequence.ndim != 1 or len(sequence) < 2 or logprobs.shape != sequence.shape:
+                raise ShapeError(
+                    f"canary sequence {index} and its logprobs must both be [T] with T >= 2; found "
+                    f"{list(sequence.shape)} and {list(logprobs.shape)}."
+                )
+
+
+class WeightReceiver(Protocol):
+    """The part of an engine that publishing needs."""
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Replace all weights; requests that run now must not see half of them."""
+        ...
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Logprobs of the tokens of each sequence at temperature 1, position 0 is 0."""
+        ...
+
+
+class WeightTransport(Protocol):
+    """How tensors get from the learner to engines."""
+
+    def pack(self, tensors: Mapping[str, "torch.Tensor"], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+        """Make tensors ready to be taken by engines; valid until the next `pack` or `close`."""
+        ...
+
+    def close(self) -> None:
+        """Free what the last update holds."""
+        ...
+
+
+def probe_vector(size: int) -> "torch.Tensor":
+    """[size] float32 of fixed values in [-1, 1], the same on every machine."""
+    import torch
+
+    positions = torch.arange(1, size + 1, dtype=torch.float64)
+    return torch.sin(positions * 12.9898).to(torch.float32)
+
+
+def probe_tensor(tensor: "torch.Tensor") -> FloatArray:
+    """What a tensor does to the probe vector, in float32.
+
+    Args:
+        tensor: [out, in] or [experts, out, in] weights, or [n] such as a norm's scale.
+
+    Returns:
+        [out], [experts * out], or the [n] values themselves.
+    """
+    values = tensor.detach().float()
+    if values.ndim == 1:
+        return values.cpu().numpy().copy()
+    vector = probe_vector(values.shape[-1]).to(values.device)
+    return (values @ vector).reshape(-1).cpu().numpy()
+
+
+def tensor_crc32c(tensor: "torch.Tensor") -> int:
+    """crc32c of a tensor's contiguous bytes."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return checksum(flat.numpy())
+
+
+def digest_tensor(tensor: "torch.Tensor") -> TensorDigest:
+    """Digest of a tensor, as the sender makes it."""
+    return TensorDigest(
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        crc32c=tensor_crc32c(tensor),
+        probe=probe_tensor(tensor),
+    )
+
+
+def digest_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, TensorDigest]:
+    """Digest of each tensor, several at once."""
+    with ThreadPoolExecutor(min(MAX_DIGEST_THREADS, os.cpu_count() or 1), "digest") as threads:
+        return dict(zip(tensors, threads.map(digest_tensor, tensors.values()), strict=True))

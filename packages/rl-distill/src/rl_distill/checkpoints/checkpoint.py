@@ -1,0 +1,164 @@
+"""A learner's checkpoint: `policy/`, a Hugging Face folder; `state/`, tensors in torch_dist; `learner.json`.
+
+All names are Hugging Face's, so that a checkpoint loads into any learner and any parallel layout. Nothing in it can
+run code: see `torch_dist`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import CheckpointError, DataError, SettingsError
+from rl_distill.checkpoints.hf_folder import tensor_shapes, write_policy_folder
+from rl_distill.checkpoints.plain_files import read_json_object
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.options import LearnerOptions
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+
+FORMAT_VERSION = 2
+MAX_STEPS = 1 << 53
+LEARNER_FILE = "learner.json"
+POLICY_FOLDER = "policy"
+STATE_FOLDER = "state"
+STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySource:
+    """Where a policy came from.
+
+    Attributes:
+        config_json: Its config.json.
+        config: What that says.
+        policy_dir: Its Hugging Face folder, None for a random one.
+    """
+
+    config_json: Mapping[str, Any]
+    config: PolicyConfig
+    policy_dir: Path | None
+
+
+def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a critic by Hugging Face name: a token classifier's with one label."""
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name != "lm_head.weight"}
+    return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
+
+
+def require_empty(directory: Path) -> None:
+    """Make a directory to save into.
+
+    Raises:
+        CheckpointError: It has files in it, or cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"cannot save into {directory}: {error}. Give a directory that can be written.") from None
+    if not is_empty:
+        raise CheckpointError(f"{directory} must be empty to save into it; give a new directory.")
+
+
+def write_saved_policy(directory: Path, source: PolicySource, names: Sequence[str], *, dtype: torch.dtype) -> None:
+    """Write `policy/` from the float32 weights in `state/`, a tensor at a time.
+
+    Args:
+        directory: The checkpoint.
+        source: The policy's configuration and tokenizer.
+        names: Of the tensors to write; a critic's among them make it a token classifier.
+        dtype: Of the policy.
+    """
+    folder = TensorFolder(directory / STATE_FOLDER)
+    shapes = folder.shapes()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            shape = shapes[f"weights/{name}"]
+            whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
+            folder.read([whole])
+            yield name, whole.tensor.to(dtype)
+
+    config_json = dict(source.config_json)
+    if "score.weight" in names:
+        config_json |= {
+            "architectures": [source.config.architecture.replace("ForCausalLM", "ForTokenClassification")],
+            "num_labels": 1,
+        }
+    write_policy_folder(directory / POLICY_FOLDER, config_json, tensors(), source_dir=source.policy_dir)
+
+
+def write_header(directory: Path, *, source: PolicySource, options: LearnerOptions, step: int) -> None:
+    """Write learner.json: last, so that a folder that was cut short has none."""
+    header = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "config_digest": source.config.digest,
+        "options": asdict(options),
+    }
+    (directory / LEARNER_FILE).write_text(json.dumps(header, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_header(directory: Path, *, config: PolicyConfig, dtype: str) -> int:
+    """The step of a checkpoint of this policy.
+
+    Args:
+        directory: The checkpoint.
+        config: The policy that continues.
+        dtype: Its dtype, "float32" or "bfloat16".
+
+    Raises:
+        CheckpointError: Missing, torn, of another policy or dtype.
+    """
+    header = _read_header(directory / LEARNER_FILE)
+    if header["config_digest"] != config.digest:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another model: {_differences(directory / POLICY_FOLDER, config)}. Load it "
+            "with the policy that it was saved from."
+        )
+    if header["dtype"] != dtype:
+        raise CheckpointError(
+            f"{directory} was saved with dtype = {header['dtype']!r}; this learner has {dtype!r}. "
+            f"Set dtype = {header['dtype']!r}, or start a new run from {directory / POLICY_FOLDER}."
+        )
+    return int(header["step"])
+
+
+def _differences(folder: Path, config: PolicyConfig) -> str:
+    """Such as "num_layers is 4, this policy's 2", from a saved policy's config.json."""
+    try:
+        config_json = read_policy_config(folder)
+        names = [str(name) for name in config_json.get("architectures") or []]
+        config_json["architectures"] = [name.replace("ForTokenClassification", "ForCausalLM") for name in names]
+        saved = asdict(parse_policy_config(config_json))
+    except (SettingsError, DataError):
+        return "its configuration cannot be read, and has another digest than this policy's"
+    own = asdict(config)
+    different = [name for name, value in own.items() if saved[name] != value and name != "initializer_range"]
+    return "; ".join(f"{name} is {saved[name]}, this policy's {own[name]}" for name in different) or "digests differ"
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    header = read_json_object(path)
+    version, step, digest, options = (
+        header.get(name) for name in ("format_version", "step", "config_digest", "options")
+    )
+    if type(version) is int and version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Go on with the release that "
+            f"wrote it, or start a new run from {path.parent / POLICY_FOLDER}."
+        )
+    is_step = type(step) is int and 0 <= step < MAX_STEPS
+    dtype = options.get("dtype") if isinstance(options, dict) else None
+    if type(version) is not int or not is_step or not isinstance(digest, str) or not isinstance(dtype, str):
+        raise CheckpointError(
+            f"{path} must have a format_version, a step >= 0, a config_digest and options with a dtype; it was not "
+            "written by a learner."
+        )
+    return {"step": step, "config_digest": digest[:80], "dtype": dtype[:80]}

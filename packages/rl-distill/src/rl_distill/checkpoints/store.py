@@ -1,0 +1,280 @@
+"""A run's checkpoints: written aside while training goes on, checked by a manifest, renamed into place."""
+
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rl_core.data.records import Json
+from rl_core.errors import CheckpointError, DeadlineError, SettingsError
+from rl_core.files.durable import sync_file, sync_folder, write_durably
+from rl_distill.checkpoints.pending_save import PendingSave
+from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
+
+log = structlog.get_logger(__name__)
+
+MANIFEST = "manifest.json"
+STATE_FILE = "trainer.json"
+MANIFEST_FORMAT = 1
+
+_STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+
+
+class _OtherFormatError(CheckpointError):
+    """A checkpoint of another release: whole, for all that is known here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint that is whole.
+
+    Attributes:
+        step: Of the trainer.
+        folder: Where it is.
+        took_s: From `CheckpointStore.begin` on.
+    """
+
+    step: int
+    folder: Path
+    took_s: float
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One caller at a time; one process at a time."""
+
+    def __init__(self, directory: Path, *, keep: int, on_saved: Callable[[Saved], None] | None = None) -> None:
+        """Name the folder; nothing is written yet.
+
+        Args:
+            directory: Of `step_N` folders; made by the first save.
+            keep: How many of the newest checkpoints to keep.
+            on_saved: Told about each checkpoint when it is whole, in a thread of its own.
+
+        Raises:
+            SettingsError: keep < 1.
+        """
+        if keep < 1:
+            raise SettingsError(f"a store must keep >= 1 checkpoints; found {keep}.")
+        self._directory = directory
+        self._keep = keep
+        self._on_saved = on_saved
+        self._saving: _Saving | None = None
+
+    def begin(self, step: int, state: Mapping[str, Json], write: Callable[[Path], PendingSave]) -> None:
+        """Begin a checkpoint; after a crash at any point the old or the new one is whole.
+
+        It is written, checked and renamed in the background, one at a time: this waits for the one before.
+
+        Args:
+            step: Names the checkpoint; one of the same step is replaced.
+            state: The trainer's own; as it is now.
+            write: Copies what learners hold, and begins to write it into the folder that it is given, such as
+                `lambda folder: learner.save(folder, in_background=True)`; see also `SavedTogether`.
+
+        Raises:
+            CheckpointError: The one before could not be written.
+        """
+        self.wait()
+        started = time.perf_counter()
+        content = json.dumps(dict(state), indent=2).encode()
+        if not self._directory.is_dir():
+            self._directory.mkdir(parents=True)
+            sync_folder(self._directory.parent)
+        self._sweep()
+        aside = self._directory / f".step_{step}.part"
+        aside.mkdir()
+        pending = write(aside)
+
+        def finish() -> None:
+            pending.wait()
+            (aside / STATE_FILE).write_bytes(content)
+            self._publish(step, aside)
+            if self._on_saved is not None:
+                took_s = time.perf_counter() - started
+                self._on_saved(Saved(step=step, folder=self._folder(step), took_s=took_s))
+
+        self._saving = _Saving(step, finish)
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Wait until what was begun is whole; returns at once where nothing is.
+
+        Args:
+            deadline_s: Longest wait; None waits for ever.
+
+        Raises:
+            CheckpointError: It could not be written; said once.
+            DeadlineError: The time ran out; it is still being written.
+        """
+        saving = self._saving
+        if saving is None:
+            return
+        saving.join(deadline_s)
+        if saving.is_alive():
+            raise DeadlineError(
+                f"waited {deadline_s:g} s for the checkpoint of step {saving.step}, which is still being written."
+            )
+        self._saving = None
+        if saving.error is not None:
+            error = saving.error
+            raise CheckpointError(
+                f"the checkpoint of step {saving.step} was not written into {self._directory}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Wait for what was begun; that it could not be written is logged. Can be called twice."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            log.error("checkpoint_not_written", error=str(error))
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, rising."""
+        names = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
+        return sorted(int(found[1]) for name in names if (found := _STEP_FOLDER.fullmatch(name)))
+
+    def newest(self, on_broken: Callable[[CheckpointError], None]) -> Path | None:
+        """The newest whole checkpoint, or None where there is none.
+
+        Args:
+            on_broken: Told about each broken one that is passed over; it is renamed to `broken_step_N`, so that it
+                never counts among the newest again.
+
+        Raises:
+            CheckpointError: The newest is of another release; it stays as it is.
+        """
+        self.wait()
+        self._sweep()
+        for step in reversed(self.steps()):
+            folder = self._folder(step)
+            try:
+                verify_checkpoint(folder)
+            except _OtherFormatError:
+                raise
+            except CheckpointError as error:
+                aside = self._directory / f"broken_step_{step}"
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                on_broken(error)
+            else:
+                return folder
+        return None
+
+    def _folder(self, step: int) -> Path:
+        return self._directory / f"step_{step}"
+
+    def _publish(self, step: int, aside: Path) -> None:
+        """Flush what was written, list it, give it its name, and let older ones go."""
+        entries = sorted(aside.rglob("*"))
+        files = {str(file.relative_to(aside)): _record(file) for file in entries if file.is_file()}
+        for folder in reversed([entry for entry in entries if entry.is_dir()]):
+            sync_folder(folder)
+        write_durably(aside / MANIFEST, json.dumps({"format": MANIFEST_FORMAT, "files": files}, indent=2).encode())
+        final = self._folder(step)
+        if final.exists():
+            final.rename(self._directory / f".step_{step}.old")
+        aside.rename(final)
+        sync_folder(self._directory)
+        for old in self.steps()[: -self._keep]:
+            self._folder(old).rename(self._directory / f".step_{old}.gone")
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Clear up what a crash left: half a checkpoint goes, one that was being replaced comes back."""
+        for pattern in (".step_*.part", ".step_*.gone"):
+            for part in self._directory.glob(pattern):
+                shutil.rmtree(part)
+        for old in self._directory.glob(".step_*.old"):
+            final = self._directory / old.name.removeprefix(".").removesuffix(".old")
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(final)
+
+
+class _Saving(threading.Thread):
+    """Finishes one checkpoint."""
+
+    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+        super().__init__(name=f"checkpoint-{step}", daemon=True)
+        self.step = step
+        self.error: BaseException | None = None
+        self._finish = finish
+        self.start()
+
+    def run(self) -> None:
+        """Finish it, and keep what went wrong."""
+        try:
+            self._finish()
+        except BaseException as error:  # raised where the checkpoint is waited for
+            self.error = error
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Check every file against the manifest.
+
+    Raises:
+        CheckpointError: A file is missing, is a link, has another size or another checksum, or another release
+            wrote the manifest.
+    """
+    for name, (size_bytes, crc32c) in _read_manifest(folder).items():
+        file = folder / name
+        if not _is_plain(file, folder):
+            raise CheckpointError(f"checkpoint {folder} lacks {name}, which its manifest lists.")
+        found = file.stat().st_size
+        if found != size_bytes:
+            raise CheckpointError(f"{file} is torn: {size_bytes} bytes were written, {found} are there.")
+        if file_crc32c(file) != crc32c:
+            raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state of a verified checkpoint.
+
+    Raises:
+        CheckpointError: It is not readable.
+    """
+    try:
+        return read_json_object(folder / STATE_FILE)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / STATE_FILE} is not readable: {error}") from None
+
+
+def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and checksum of each file."""
+    try:
+        manifest = read_json_object(folder / MANIFEST)
+        found, records = manifest["format"], manifest["files"].items()
+        files = {name: (int(record["size_bytes"]), int(record["crc32c"])) for name, record in records}
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}.") from None
+    if found != MANIFEST_FORMAT:
+        raise _OtherFormatError(
+            f"checkpoint {folder} has a manifest of format {found!r}; this release reads {MANIFEST_FORMAT}. Use the "
+            "release that wrote it."
+        )
+    if STATE_FILE not in files:
+        raise CheckpointError(f"checkpoint {folder} has no {STATE_FILE} in its {MANIFEST}.")
+    return files
+
+
+def _is_plain(file: Path, folder: Path) -> bool:
+    """True for a file that lies in a folder, and is reached by no link."""
+    try:
+        return (
+            ".." not in file.parts and file.resolve() == folder.resolve() / file.relative_to(folder) and file.is_file()
+        )
+    except (OSError, ValueError, RuntimeError):  # a name that cannot be, or links in a circle
+        return False
+
+
+def _record(file: Path) -> dict[str, int]:
+    sync_file(file)
+    return {"size_bytes": file.stat().st_size, "crc32c": file_crc32c(file)}

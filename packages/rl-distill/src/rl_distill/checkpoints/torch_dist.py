@@ -1,0 +1,209 @@
+"""Tensors by name in torch.distributed.checkpoint's format (`torch_dist`), written and read in rectangles.
+
+Every rank writes the pieces that it holds into a file of its own, and reads the rectangles that it needs, whatever
+layout wrote them. torch writes, and can read, these folders. It keeps their table of contents and the description of
+every tensor in pickles: here they are read without an unpickler, so that no checkpoint can run code, and nothing is
+allocated before shapes, sizes and places were found to be those of the model.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from rl_core.errors import CheckpointError
+from rl_distill.checkpoints.torch_dist_chunk import read_chunk
+from rl_distill.checkpoints.torch_dist_table import Shape, StoredChunk, StoredTensor, read_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A rectangle of a named tensor.
+
+    Attributes:
+        name: Of the whole tensor.
+        shape: Of the whole tensor.
+        offsets: Where the rectangle begins.
+        tensor: Its elements, contiguous, on the CPU.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank wrote; `write_contents` makes the table of contents from all of them."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+
+
+class _PieceWriter(SavePlanner):
+    """Hands each piece out when it is to be written."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._tensors = {_index(piece): piece.tensor for piece in pieces}
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Nothing to set up."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Not used: plans are made from pieces."""
+        raise NotImplementedError
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Not used: see `write_contents`."""
+        raise NotImplementedError
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The piece of this item."""
+        return self._tensors[write_item.index]
+
+
+def _index(piece: Piece) -> MetadataIndex:
+    return MetadataIndex(piece.name, piece.offsets)
+
+
+def write_pieces(directory: Path, pieces: Sequence[Piece], *, rank: int, num_ranks: int) -> Written:
+    """Write one rank's pieces into a file of its own.
+
+    Args:
+        directory: Is made where it does not exist.
+        pieces: Of this rank; no other rank has the same.
+        rank: Names the file.
+        num_ranks: That write.
+
+    Raises:
+        OSError: The disk would not take it.
+        CheckpointError: Likewise, where torch said so.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Copying ahead is for tensors on a GPU; these are on the CPU.
+    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    plan = SavePlan([_write_item(piece) for piece in pieces])
+    plan = writer.prepare_global_plan([plan] * num_ranks)[rank]
+    try:
+        results: list[WriteResult] = writer.write_data(plan, _PieceWriter(pieces)).wait()
+    except RuntimeError as error:
+        raise CheckpointError(f"{directory} could not be written: {error}") from error
+    return Written(SavePlan(plan.items), results)
+
+
+def _write_item(piece: Piece) -> WriteItem:
+    return WriteItem(
+        index=_index(piece),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.size()),
+            properties=TensorProperties(dtype=piece.tensor.dtype),
+            size=torch.Size(piece.shape),
+        ),
+    )
+
+
+def write_contents(directory: Path, written: Sequence[Written]) -> None:
+    """Write the table of contents, when every rank has written; without it a folder is no checkpoint."""
+    _, metadata = create_default_global_save_plan([part.plan for part in written], rewrite_index_hints=False)
+    _ContentsWriter(directory).finish(metadata, [part.results for part in written])
+
+
+class _ContentsWriter(FileSystemWriter):
+    """Says nothing of when and where: what is the same state is the same file."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """None."""
+        return None
+
+
+class TensorFolder:
+    """A folder that `write_pieces` and `write_contents` made, to read from."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the table of contents.
+
+        Raises:
+            CheckpointError: It is missing, torn, asks for something that could run code, or names files elsewhere.
+        """
+        self.directory = directory
+        self._tensors = read_table(directory)
+
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every tensor by name."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def check(self, shapes: Mapping[str, Shape], *, dtype: torch.dtype = torch.float32) -> None:
+        """Refuse a folder whose tensors are not these, whole; nothing of them is read.
+
+        Raises:
+            CheckpointError: Names folder and tensor.
+        """
+        for name, shape in shapes.items():
+            self._tensor(name, tuple(shape), dtype)
+        for name in self._tensors:
+            if name not in shapes:
+                raise CheckpointError(f"{self.directory} has a tensor {name[:200]!r}, which this model has not.")
+
+    def read(self, wanted: Sequence[Piece]) -> None:
+        """Fill rectangles.
+
+        Args:
+            wanted: Each tensor is filled in place.
+
+        Raises:
+            CheckpointError: A file is missing or torn, or a part of a tensor was never written.
+        """
+        for piece in wanted:
+            stored = self._tensor(piece.name, tuple(piece.shape), piece.tensor.dtype)
+            for chunk in stored.chunks:
+                shared = _shared(piece, chunk)
+                if shared is not None:
+                    elements = read_chunk(self.directory, chunk, stored.dtype)
+                    target = piece.tensor[_slices(shared, piece.offsets)]
+                    target.copy_(elements[_slices(shared, chunk.offsets)])
+
+    def _tensor(self, name: str, shape: Shape, dtype: torch.dtype) -> StoredTensor:
+        """A tensor that is as it must be, and of which every element was stored once."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.directory} has no tensor {name!r}; this model needs it as {list(shape)}.")
+        found = self._tensors[name]
+        if (found.shape, found.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"{self.directory}: tensor {name!r} must have shape {list(shape)} and dtype {dtype}; "
+                f"found {list(found.shape)} and {found.dtype}."
+            )
+        if (problem := found.problem()) is not None:
+            raise CheckpointError(f"{self.directory} is not whole: tensor {name!r} {problem}.")
+        return found
+
+
+def _shared(piece: Piece, chunk: StoredChunk) -> list[tuple[int, int]] | None:
+    """Where a rectangle and a chunk overlap, [start, stop) along each axis; None where they do not."""
+    axes = zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
+    shared = [(max(a, b), min(a + a_size, b + b_size)) for a, a_size, b, b_size in axes]
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def _slices(shared: Sequence[tuple[int, int]], offsets: Shape) -> tuple[slice, ...]:
+    return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(shared, offsets, strict=True))

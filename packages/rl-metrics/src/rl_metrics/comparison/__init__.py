@@ -1,0 +1,1 @@
+"""Compare runs: differences, intervals, plots."""

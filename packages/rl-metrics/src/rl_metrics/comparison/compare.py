@@ -1,0 +1,252 @@
+"""Two runs, or several seeds of two, metric by metric: how they differ, and how sure that is."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_metrics.comparison.intervals import (
+    MIN_STEPS,
+    Interval,
+    difference_of_estimates,
+    difference_over_runs,
+    difference_over_steps,
+    mean_over_steps,
+)
+from rl_metrics.definitions.table import CHAPTERS, DEFINITIONS, chapter_of
+from rl_metrics.run_files.history import FloatColumn, History, IntColumn
+from rl_metrics.run_files.json_lines import number_or_none
+
+Method = Literal["same steps", "own steps", "validation", "runs", "none"]
+"""What an interval is taken from: the differences at the same steps; the steps of each run, which have few in common;
+the intervals that validations have of their own; the means of several runs."""
+
+ENDS = ("/ci_low", "/ci_high")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One metric of two sides.
+
+    Attributes:
+        metric: Its name.
+        a: Mean of the first side.
+        b: Mean of the second.
+        interval: Of b minus a, 95 %.
+        method: What the interval is taken from.
+        num_steps: Steps that count; of several runs the fewest of one.
+        num_runs: Runs of each side that have it.
+    """
+
+    metric: str
+    a: float
+    b: float
+    interval: Interval
+    method: Method
+    num_steps: int
+    num_runs: tuple[int, int] = (1, 1)
+
+    @property
+    def difference(self) -> float:
+        """b minus a."""
+        return self.b - self.a
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.interval.is_known and not self.interval.contains(0.0)
+
+    @property
+    def chapter(self) -> str:
+        """Of the table of metrics."""
+        return chapter_of(self.metric)
+
+    @property
+    def unit(self) -> str:
+        """Of its values; "?" where the metric is not defined."""
+        metric = DEFINITIONS.find(self.metric)
+        return "?" if metric is None else metric.unit
+
+    def to_json(self) -> dict[str, Any]:
+        """The difference as JSON values; what is not known is null."""
+        return {
+            "metric": self.metric,
+            "chapter": self.chapter,
+            "unit": self.unit,
+            "a": number_or_none(self.a),
+            "b": number_or_none(self.b),
+            "difference": number_or_none(self.difference),
+            "low": number_or_none(self.interval.low),
+            "high": number_or_none(self.interval.high),
+            "is_clear": self.is_clear,
+            "method": self.method,
+            "num_steps": self.num_steps,
+            "num_runs": list(self.num_runs),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All metrics of two sides.
+
+    Attributes:
+        differences: By chapter; in each the clear ones come first, those most sure before others.
+        only_a: Metrics that the second side lacks.
+        only_b: Metrics that the first side lacks.
+    """
+
+    differences: tuple[Difference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+
+def compare(
+    a: Sequence[History], b: Sequence[History], *, patterns: Sequence[str] = (), last: int | None = None
+) -> Comparison:
+    """Compare two sides, each of one run or several with other seeds.
+
+    Args:
+        a: Runs of the first side.
+        b: Runs of the second.
+        patterns: Metrics to compare, such as "actor/*"; none compares all.
+        last: The last steps of each run that count; None takes all.
+
+    Raises:
+        DataError: A side is empty, or `last` is below 1.
+    """
+    if not a or not b:
+        raise DataError("a comparison needs a run on each side.")
+    if last is not None and last < 1:
+        raise DataError(f"the last steps to compare must be at least 1; found {last}.")
+    windows = [_windows(side, last) for side in (a, b)]
+    names_a, names_b = (_names(side, patterns) for side in windows)
+    with np.errstate(over="ignore", invalid="ignore"):  # of values near the largest float: they have no interval
+        found = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
+    order = {chapter: number for number, chapter in enumerate(CHAPTERS)}
+    found.sort(key=lambda one: (order[one.chapter], not one.is_clear, -_sureness(one), one.metric))
+    return Comparison(
+        differences=tuple(found),
+        only_a=tuple(sorted(names_a.keys() - names_b.keys())),
+        only_b=tuple(sorted(names_b.keys() - names_a.keys())),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The steps of a run that count."""
+
+    steps: IntColumn
+    column: Callable[[str], FloatColumn]
+    names: Mapping[str, FloatColumn]
+
+    def series(self, name: str) -> tuple[IntColumn, FloatColumn]:
+        """Steps that have the metric, and its values there."""
+        values = self.column(name)
+        has = np.isfinite(values)
+        return self.steps[has], values[has]
+
+
+def _windows(histories: Sequence[History], last: int | None) -> list[_Window]:
+    return [_window(history, 0 if last is None else max(len(history.steps) - last, 0)) for history in histories]
+
+
+def _window(history: History, start: int) -> _Window:
+    return _Window(history.steps[start:], lambda name: history.values[name][start:], history.values)
+
+
+def _names(windows: Sequence[_Window], patterns: Sequence[str]) -> dict[str, None]:
+    """Metrics that a run of the side has a value of, within the window."""
+    names = dict.fromkeys(name for window in windows for name in window.names)
+    wanted = [name for name in names if not name.endswith(ENDS) and _is_wanted(name, patterns)]
+    return dict.fromkeys(
+        name for name in wanted if any(name in one.names and len(one.series(name)[0]) for one in windows)
+    )
+
+
+def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _difference(name: str, a: Sequence[_Window], b: Sequence[_Window]) -> Difference:
+    runs_a, runs_b = ([one for one in side if name in one.names and len(one.series(name)[0])] for side in (a, b))
+    if len(a) > 1 or len(b) > 1:
+        return _over_runs(name, runs_a, runs_b)
+    return _of_two(name, runs_a[0], runs_b[0])
+
+
+def _over_runs(name: str, a: Sequence[_Window], b: Sequence[_Window]) -> Difference:
+    means_a, means_b = (np.array([_mean(name, one) for one in side]) for side in (a, b))
+    interval = difference_over_runs(means_a, means_b)
+    return Difference(
+        metric=name,
+        a=float(means_a.mean()),
+        b=float(means_b.mean()),
+        interval=interval,
+        method="runs" if interval.is_known else "none",
+        num_steps=min(len(one.series(name)[0]) for one in (*a, *b)),
+        num_runs=(len(a), len(b)),
+    )
+
+
+def _mean(name: str, window: _Window) -> float:
+    """Of a run: of a validation with an interval of its own the newest, of anything else over the window."""
+    _, values = window.series(name)
+    return float(values[-1]) if name + ENDS[0] in window.names else float(values.mean())
+
+
+def _of_two(name: str, a: _Window, b: _Window) -> Difference:
+    validated = _of_validations(name, a, b)
+    if validated is not None:
+        return validated
+    (steps_a, values_a), (steps_b, values_b) = a.series(name), b.series(name)
+    is_common_a = np.isin(steps_a, steps_b, assume_unique=True)
+    num_common = int(is_common_a.sum())
+    method: Method
+    if num_common >= MIN_STEPS or 2 * num_common >= min(len(steps_a), len(steps_b)):
+        values_a, values_b = values_a[is_common_a], values_b[np.isin(steps_b, steps_a, assume_unique=True)]
+        method, interval, num_steps = "same steps", mean_over_steps(values_b - values_a), num_common
+    else:
+        method, interval = "own steps", difference_over_steps(values_a, values_b)
+        num_steps = min(len(values_a), len(values_b))
+    return Difference(
+        metric=name,
+        a=float(values_a.mean()),
+        b=float(values_b.mean()),
+        interval=interval,
+        method=method if interval.is_known else "none",
+        num_steps=num_steps,
+    )
+
+
+def _of_validations(name: str, a: _Window, b: _Window) -> Difference | None:
+    """By the intervals of the newest validations at the same step; None where there are none."""
+    if not all(name + end in one.names for one in (a, b) for end in ENDS):
+        return None
+    estimates_a, estimates_b = _estimates(name, a), _estimates(name, b)
+    common = estimates_a.keys() & estimates_b.keys()
+    if not common:
+        return None
+    (mean_a, of_a), (mean_b, of_b) = estimates_a[max(common)], estimates_b[max(common)]
+    interval = difference_of_estimates(mean_a, of_a, mean_b, of_b)
+    return Difference(metric=name, a=mean_a, b=mean_b, interval=interval, method="validation", num_steps=1)
+
+
+def _estimates(name: str, window: _Window) -> dict[int, tuple[float, Interval]]:
+    """The mean and its interval by step."""
+    values, lows, highs = (window.column(name + end) for end in ("", *ENDS))
+    known = np.flatnonzero(np.isfinite(values) & np.isfinite(lows) & np.isfinite(highs))
+    return {
+        int(window.steps[row]): (float(values[row]), Interval(float(lows[row]), float(highs[row]))) for row in known
+    }
+
+
+def _sureness(one: Difference) -> float:
+    """Distance of the difference from 0 in half widths of its interval."""
+    half = (one.interval.high - one.interval.low) / 2
+    if not one.interval.is_known:
+        return -1.0
+    return abs(one.difference) / half if half > 0 else math.inf if one.difference else 0.0

@@ -1,0 +1,135 @@
+"""Confidence intervals of means: over steps, which depend on those before, and over runs, which are few."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_metrics.run_files.history import FloatColumn
+
+LEVEL = 0.95
+MIN_STEPS = 10
+"""Fewer steps say too little of how they depend on each other."""
+
+MAX_WAVES = 8
+"""Slow waves that the spread of a mean is taken from: with fewer than the source takes of long series, an interval also
+holds where a run drifts."""
+
+GRID = 20_001
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Ends of a confidence interval; NaN where nothing can be said."""
+
+    low: float
+    high: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it says anything."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    def contains(self, value: float) -> bool:
+        """Whether the value lies in it, ends included."""
+        return self.low <= value <= self.high
+
+
+UNKNOWN = Interval(math.nan, math.nan)
+
+
+def mean_over_steps(values: FloatColumn) -> Interval:
+    """Interval of the mean of a series whose values depend on those before.
+
+    Its long-run spread is taken from its slowest cosine waves, and Student's t has as many degrees of freedom as there
+    are waves: intervals are wide where steps are few or depend on many before. A bootstrap of blocks of steps is too
+    sure there: of 50 steps that remember ten, 95 % intervals hold 56 % of the time, and these 80 %.
+
+    Args:
+        values: [S] finite.
+
+    Returns:
+        Unknown for less than MIN_STEPS.
+
+    Source: Lazarus, Lewis, Stock & Watson 2018, doi:10.1080/07350015.2018.1506926 (equal-weighted cosines).
+    """
+    if len(values) < MIN_STEPS:
+        return UNKNOWN
+    variance, freedom = _variance_of_mean(values)
+    half = t_quantile(freedom) * math.sqrt(variance)
+    return Interval(float(values.mean()) - half, float(values.mean()) + half)
+
+
+def difference_over_steps(a: FloatColumn, b: FloatColumn) -> Interval:
+    """Interval of the mean of b minus that of a, of series that have no steps in common; as `mean_over_steps`."""
+    if min(len(a), len(b)) < MIN_STEPS:
+        return UNKNOWN
+    difference = float(b.mean() - a.mean())
+    half = _half_width([_variance_of_mean(a), _variance_of_mean(b)])
+    return Interval(difference - half, difference + half)
+
+
+def difference_of_estimates(a: float, of_a: Interval, b: float, of_b: Interval) -> Interval:
+    """Interval of b minus a, each with an interval of its own; of independent ones, and wide for others.
+
+    Source: Zou & Donner 2008, doi:10.1002/sim.3095 (MOVER).
+    """
+    low = b - a - math.hypot(b - of_b.low, of_a.high - a)
+    high = b - a + math.hypot(of_b.high - b, a - of_a.low)
+    return Interval(low, high)
+
+
+def difference_over_runs(a: FloatColumn, b: FloatColumn) -> Interval:
+    """Interval of the mean of b minus that of a, each value of one run.
+
+    Welch's: the two may spread differently. Where a side has a single run, it is taken to spread like the other
+    (Student's).
+
+    Returns:
+        Unknown for one run against one.
+    """
+    num_a, num_b = len(a), len(b)
+    if min(num_a, num_b) == 0 or num_a + num_b < 3:
+        return UNKNOWN
+    difference = float(b.mean() - a.mean())
+    squares_a, squares_b = float(((a - a.mean()) ** 2).sum()), float(((b - b.mean()) ** 2).sum())
+    if min(num_a, num_b) == 1:
+        freedom = num_a + num_b - 2
+        half = t_quantile(freedom) * math.sqrt((squares_a + squares_b) / freedom * (1 / num_a + 1 / num_b))
+    else:
+        of_means = [(squares / (num - 1) / num, num - 1) for squares, num in ((squares_a, num_a), (squares_b, num_b))]
+        half = _half_width(of_means)
+    return Interval(difference - half, difference + half)
+
+
+@functools.lru_cache(maxsize=1_000)
+def t_quantile(freedom: float) -> float:
+    """How many standard errors LEVEL of Student's t distribution lie within; of 1 degree of freedom or more.
+
+    With t = sqrt(freedom) tan(u) the density is proportional to cos(u) ** (freedom - 1), which is integrated here.
+    """
+    freedom = min(freedom, 1e6)
+    widest = math.pi / 2 if freedom < 30 else math.atan(10.0 / math.sqrt(freedom))  # beyond lies less than 1e-10
+    angles = np.linspace(0.0, widest, GRID)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(freedom) * math.tan(float(np.interp(LEVEL, mass / mass[-1], angles)))
+
+
+def _variance_of_mean(values: FloatColumn) -> tuple[float, int]:
+    """Variance of a series' mean, and its degrees of freedom."""
+    num_values = len(values)
+    num_waves = max(2, min(MAX_WAVES, int(0.4 * num_values ** (2 / 3))))
+    angles = math.pi * (np.arange(num_values) + 0.5) / num_values
+    centered = values - values.mean()
+    projected = [float((centered * np.cos(wave * angles)).sum()) for wave in range(1, num_waves + 1)]
+    return 2 / num_values**2 * sum(part**2 for part in projected) / num_waves, num_waves
+
+
+def _half_width(of_means: Sequence[tuple[float, int]]) -> float:
+    """Of the interval of the difference of two means, given variance and degrees of freedom of each (Welch)."""
+    variance = sum(part for part, _ in of_means)
+    parts = sum(part**2 / freedom for part, freedom in of_means)
+    return t_quantile(variance**2 / parts if parts > 0 else math.inf) * math.sqrt(variance)

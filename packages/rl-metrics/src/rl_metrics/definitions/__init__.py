@@ -1,0 +1,1 @@
+"""Every metric of the project: name, unit, reduction, meaning, healthy values."""

@@ -1,0 +1,189 @@
+"""What a metric is, and how one is found by name."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import structlog
+
+from rl_core.errors import DataError
+
+Reduction = Literal["mean", "sum", "min", "max", "last", "histogram"]
+"""How the values recorded for one step become one: "mean" is weighted, "last" is the newest; a "histogram" keeps their
+distribution."""
+
+WeightedBy = Literal["token", "trajectory", "group", "prompt", "step"]
+"""What a mean, or a histogram, counts: the weight given with a value is how many of these it stands for."""
+
+PLURALS: dict[WeightedBy, str] = {
+    "token": "tokens",
+    "trajectory": "trajectories",
+    "group": "groups",
+    "prompt": "prompts",
+    "step": "steps",
+}
+
+PLACEHOLDERS = {"source": r".+", "metric": r".+", "n": r"[0-9]+"}
+"""What `{source}`, `{metric}` and `{n}` stand for in a name; any other placeholder is one part without a slash."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Values that are healthy, ends included.
+
+    Attributes:
+        low: Lowest healthy value; None has no lower end.
+        high: Highest healthy value; None has no upper end.
+        source: Who says so.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    source: str
+
+    def __str__(self) -> str:
+        if self.low is not None and self.high is not None:
+            return f"{self.low:g} to {self.high:g}" if self.low != self.high else f"{self.low:g}"
+        return f"at least {self.low:g}" if self.low is not None else f"at most {self.high:g}"
+
+    def contains(self, value: float) -> bool:
+        """True when the value is healthy; NaN never is."""
+        if math.isnan(value):
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """The definition of one metric, or of a family of them.
+
+    Attributes:
+        name: Such as "actor/entropy"; a family has placeholders: "val-core/{source}/{variable}/mean@{n}".
+        unit: Such as "nats", "s", "tokens"; "1" for ratios, losses and other plain numbers.
+        reduction: How values of one step, its micro-batches and ranks become one.
+        meaning: One sentence.
+        weighted_by: What a mean, or a histogram, counts.
+        healthy: The healthy band; None where a value alone says nothing.
+    """
+
+    name: str
+    unit: str
+    reduction: Reduction
+    meaning: str
+    weighted_by: WeightedBy = "step"
+    healthy: Band | None = None
+
+    @property
+    def is_family(self) -> bool:
+        """True when the name has placeholders."""
+        return "{" in self.name
+
+    @property
+    def counts(self) -> WeightedBy | None:
+        """What the reduction counts; None where it counts nothing."""
+        return self.weighted_by if self.reduction in ("mean", "histogram") else None
+
+    @property
+    def reduced(self) -> str:
+        """The reduction in words, such as "mean over tokens"."""
+        return f"{self.reduction} over {PLURALS[self.counts]}" if self.counts else self.reduction
+
+
+class MetricTable:
+    """Metrics by name; a plain name wins over a family, and the first family that fits wins over later ones."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        """Hold the metrics.
+
+        Raises:
+            DataError: A name is defined twice.
+        """
+        self._metrics = tuple(metrics)
+        self._plain: dict[str, Metric] = {}
+        self._families: list[tuple[re.Pattern[str], Metric]] = []
+        self._found: dict[str, Metric | None] = {}
+        self._warned: set[str] = set()
+        names: set[str] = set()
+        for metric in self._metrics:
+            if metric.name in names:
+                raise DataError(f"metric {metric.name!r} is defined twice; remove one of the definitions.")
+            names.add(metric.name)
+            if metric.is_family:
+                self._families.append((_family_pattern(metric.name), metric))
+            else:
+                self._plain[metric.name] = metric
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def __contains__(self, name: str) -> bool:
+        return self.find(name) is not None
+
+    def extended(self, metrics: Iterable[Metric]) -> "MetricTable":
+        """This table with more metrics, such as those of a user's own objective."""
+        return MetricTable((*self._metrics, *metrics))
+
+    def find(self, name: str) -> Metric | None:
+        """The definition of a name as it is recorded; a family's has the name filled in. None when undefined."""
+        if name not in self._found:
+            self._found[name] = self._search(name)
+        return self._found[name]
+
+    def lookup(self, name: str) -> Metric:
+        """The definition of a name.
+
+        Raises:
+            DataError: The name is undefined; the message has the nearest one.
+        """
+        metric = self.find(name)
+        if metric is None:
+            raise DataError(
+                f"metric {name!r} is not defined{self._hint(name)}. Define it in rl_metrics/definitions/table.py, "
+                "or give a table with MetricTable.extended([Metric(...)])."
+            )
+        return metric
+
+    def resolve(self, name: str, *, strict: bool) -> Metric:
+        """The definition of a name; when undefined, an error if strict, else one warning and a plain mean.
+
+        Raises:
+            DataError: strict, and the name is undefined.
+        """
+        if strict:
+            return self.lookup(name)
+        metric = self.find(name)
+        if metric is not None:
+            return metric
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("undefined_metric", metric=name, hint=self._hint(name).removeprefix("; ") or None)
+        return Metric(name=name, unit="?", reduction="mean", meaning="Undefined.")
+
+    def _search(self, name: str) -> Metric | None:
+        if name in self._plain:
+            return self._plain[name]
+        for pattern, metric in self._families:
+            if pattern.fullmatch(name):
+                return replace(metric, name=name)
+        return None
+
+    def _hint(self, name: str) -> str:
+        near = difflib.get_close_matches(name, [metric.name for metric in self._metrics], n=1)
+        return f"; the nearest is {near[0]!r}" if near else ""
+
+
+def _family_pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"\{([a-z_]+)\}", name)
+    literal, placeholders = parts[::2], parts[1::2]
+    pattern = re.escape(literal[0])
+    for placeholder, following in zip(placeholders, literal[1:], strict=True):
+        pattern += f"(?:{PLACEHOLDERS.get(placeholder, '[^/]+')})" + re.escape(following)
+    return re.compile(pattern)

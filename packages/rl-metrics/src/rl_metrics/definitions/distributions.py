@@ -1,0 +1,37 @@
+"""The part of the table that is whole distributions: histograms of a step's tokens, trajectories and groups."""
+
+from rl_metrics.definitions.definition import Metric, WeightedBy
+
+
+def histogram(name: str, unit: str, meaning: str, *, of: WeightedBy) -> Metric:
+    """A distribution over tokens, trajectories or groups."""
+    return Metric(
+        name=f"distribution/{name}",
+        unit=unit,
+        reduction="histogram",
+        weighted_by=of,
+        meaning=f"{meaning}, distribution.",
+    )
+
+
+DISTRIBUTIONS = (
+    histogram("reward", "1", "Reward of a trajectory that has one", of="trajectory"),
+    histogram(
+        "group_reward_std",
+        "1",
+        "Standard deviation of the rewards within a group of two or more scored trajectories",
+        of="group",
+    ),
+    histogram("advantage", "1", "Advantage of a trained token", of="token"),
+    histogram("response_length", "tokens", "Tokens from the first sampled one to the end", of="trajectory"),
+    histogram("prompt_length", "tokens", "Tokens before the first sampled one", of="trajectory"),
+    histogram("entropy", "nats", "Entropy of the policy at a trained token", of="token"),
+    histogram("logprob", "nats", "Logprob of a trained token, as the engine gave it", of="token"),
+    histogram(
+        "log_ratio", "nats", "Learner's minus engine's logprob of a trained token, before the update", of="token"
+    ),
+    histogram("correction_weight", "1", "Importance weight of a trained token, after its bounds", of="token"),
+    histogram("generate_s", "s", "Time that a trajectory's generation took", of="trajectory"),
+    histogram("tools_s", "s", "Time that a trajectory's tools took", of="trajectory"),
+    histogram("reward_s", "s", "Time that a trajectory's reward took", of="trajectory"),
+)

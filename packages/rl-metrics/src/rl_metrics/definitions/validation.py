@@ -1,0 +1,65 @@
+"""The part of the table about validation; `{source}` is a data source, `{variable}` such as acc or reward."""
+
+from rl_metrics.definitions.definition import Metric
+from rl_metrics.definitions.entries import ZERO, mean, one
+
+MAIN = "the source's main variable (acc, else reward)"
+ANY = "any variable"
+
+
+def _estimates(section: str, of: str) -> tuple[Metric, ...]:
+    """What is estimated of a variable, in one of the two sections."""
+    stem = f"{section}/{{source}}/{{variable}}"
+    drawn = "n of a prompt's responses, drawn with replacement"
+    entries = (
+        ("mean@{n}", f"Mean over a prompt's n responses, then over prompts, of {of}."),
+        ("pass@{n}", f"Unbiased chance that one of n responses passes, mean over prompts with n or more, of {of}."),
+        ("best@{n}/mean", f"Expected largest of {drawn}, mean over prompts, of {of}."),
+        ("best@{n}/std", f"Standard deviation of the largest of {drawn}, mean over prompts, of {of}."),
+        ("maj@{n}/mean", f"Expected value of the majority's prediction among {drawn}, mean over prompts, of {of}."),
+        ("maj@{n}/std", f"Standard deviation of the value of that prediction among {drawn}, of {of}."),
+    )
+    return tuple(mean(f"{stem}/{name}", "1", meaning, over="prompt") for name, meaning in entries)
+
+
+VALIDATION = (
+    *_estimates("val-core", MAIN),
+    *(
+        one(
+            f"val-core/{{source}}/{{variable}}/{{estimate}}@{{n}}/{end}",
+            "1",
+            f"{side} end of the 95 % interval of that mean over prompts (mean, pass, best, maj): prompts drawn anew.",
+        )
+        for end, side in (("ci_low", "Lower"), ("ci_high", "Upper"))
+    ),
+    *_estimates("val-aux", ANY),
+    mean(
+        "val-aux/{source}/{variable}/std@{n}",
+        "1",
+        "Standard deviation over a prompt's n responses, mean over prompts with two or more.",
+        over="prompt",
+    ),
+    mean(
+        "val-aux/{source}/{variable}/worst@{n}/mean",
+        "1",
+        "Expected smallest of n of a prompt's responses, drawn with replacement, mean over prompts.",
+        over="prompt",
+    ),
+    mean(
+        "val-aux/{source}/{variable}/worst@{n}/std",
+        "1",
+        "Standard deviation of that smallest, mean over prompts.",
+        over="prompt",
+    ),
+    one(
+        "val-aux/{source}/{variable}/num_missing",
+        "responses",
+        "Responses without this variable; they count in no other metric of it.",
+        reduction="sum",
+        healthy=ZERO,
+    ),
+    one("val-aux/{source}/num_prompts", "prompts", "Validation prompts of the source.", reduction="sum"),
+    one("val-aux/{source}/num_responses", "responses", "Validation responses of the source.", reduction="sum"),
+    one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
+    one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),
+)

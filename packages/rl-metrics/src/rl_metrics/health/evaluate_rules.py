@@ -1,0 +1,202 @@
+"""Looking at a run's metrics with the conditions of rules."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.health.checks import KINDS, WITH_GAPS, Floats, Measured, num_lost
+from rl_metrics.health.finding import Evidence
+from rl_metrics.health.rules import Condition, Rule, is_pattern, pattern_of
+from rl_metrics.run_files.history import History
+
+MAX_POINTS = 4000
+"""Points of a series that are judged: of a longer one the middle is thinned."""
+
+MOST_LOST = 5
+"""Newest steps without a metric after which what it said is no longer judged."""
+
+NUM_FIRST = 500
+NUM_NEWEST = 2500
+
+
+class _Figure(float):
+    """A number as findings show it: `{value}` has four digits, `{value:share}` is in per cent."""
+
+    def __format__(self, spec: str) -> str:
+        if spec == "share":
+            return f"{100 * self:.3g} %"
+        return f"{float(self):.4g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a condition sees of one metric.
+
+    Attributes:
+        condition: Looked.
+        metric: Its first column, or the one that stands for a pattern.
+        steps: [n] int64, those at which all columns are finite.
+        newest: Running median of the metric itself at the newest step; NaN where it never was finite.
+        limits: As numbers.
+        window: In steps.
+        measured: What its check says at these steps.
+        num_lost: Newest steps that lack the metric, though nearly all before them had it.
+    """
+
+    condition: Condition
+    metric: str
+    steps: NDArray[np.int64]
+    newest: float
+    limits: dict[str, float]
+    window: int
+    measured: Measured
+    num_lost: int = 0
+
+    @property
+    def is_old(self) -> bool:
+        """What it saw says nothing of now."""
+        return self.num_lost >= MOST_LOST and self.condition.kind not in WITH_GAPS
+
+    @property
+    def is_wrong(self) -> bool:
+        """Something is found at the newest step."""
+        return bool(self.measured.is_wrong[-1])
+
+    @property
+    def since_step(self) -> int:
+        """First step from which it is so up to the newest."""
+        right = np.flatnonzero(~self.measured.is_wrong)
+        return int(self.steps[right[-1] + 1 if len(right) else 0])
+
+    @property
+    def evidence(self) -> Evidence:
+        """What it saw, in words."""
+        value = float(self.measured.values[-1])
+        figures = {name: _Figure(limit) for name, limit in self.limits.items()}
+        before = _Figure(self.measured.before or 0.0)
+        window = min(self.window, len(self.steps))
+        text = self.condition.says.format(
+            metric=self.metric, value=_Figure(value), before=before, window=window, **figures
+        )
+        return Evidence(metric=self.metric, text=text, value=value)
+
+    @property
+    def reading(self) -> str:
+        """How the metric itself stands."""
+        if self.is_old:
+            return f"{self.metric} is missing, or not finite, at the last {self.num_lost} steps"
+        window = min(self.window, len(self.steps))
+        over = f" over the last {window} steps" if window > 1 else ""
+        return f"{self.metric} {_Figure(self.newest)}{over}"
+
+
+class Looker:
+    """Looks at one run; what was looked up once is kept."""
+
+    def __init__(self, history: History) -> None:
+        """Nothing is looked at yet."""
+        self._history = history
+        self._columns: dict[str, Floats] = {}
+        self._rows: dict[tuple[str, ...], NDArray[np.intp]] = {}
+        self._found: dict[int, list[Look]] = {}
+
+    def looks(self, condition: Condition, rule: Rule) -> list[Look]:
+        """What a condition sees: a look at each metric that the run has of those it reads."""
+        window = condition.window or rule.window
+        limits = condition.limits_of(rule)
+        looks = []
+        for metric, names in self._choices(condition):
+            finite = self._finite(names)
+            rows = self._rows_on(finite) if condition.kind in WITH_GAPS else finite
+            if not len(rows):
+                continue
+            columns = tuple(self._column(name)[rows] for name in names)
+            looks.append(
+                Look(
+                    condition=condition,
+                    metric=metric,
+                    steps=self._history.steps[rows],
+                    newest=float(np.median(self._column(metric)[finite][-window:])) if len(finite) else math.nan,
+                    limits=limits,
+                    window=window,
+                    measured=KINDS[condition.kind](columns, limits, window),
+                    num_lost=num_lost(self._column(metric)),
+                )
+            )
+        return looks
+
+    def found(self, condition: Condition, rule: Rule) -> list[Look]:
+        """Looks of a condition that find something."""
+        if id(condition) not in self._found:
+            self._found[id(condition)] = [look for look in self.looks(condition, rule) if look.is_wrong]
+        return self._found[id(condition)]
+
+    def excuse(self, rule: Rule) -> str | None:
+        """Why what the rule's conditions find does not count; None where it does."""
+        for condition in rule.unless:
+            for look in self.found(condition, rule):
+                return look.evidence.text
+        for condition in rule.needs:
+            if not self.looks(condition, rule):
+                return f"the run does not record {' or '.join(condition.reads[0])}"
+            if not self.found(condition, rule):
+                return condition.otherwise
+        return None
+
+    def has(self, names: tuple[str, ...]) -> bool:
+        """Whether the run has any of these metrics."""
+        return bool(self._first_there(names))
+
+    def _choices(self, condition: Condition) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The metric that is meant, and the names of all columns: one choice, or one for each match of a pattern."""
+        columns = [self._first_there(names) for names in condition.reads]
+        if condition.can_do_with_one and not columns[-1]:
+            columns.pop()
+        if not all(columns):
+            return
+        patterns = [place for place, matches in enumerate(columns) if any(map(is_pattern, condition.reads[place]))]
+        place = patterns[0] if patterns else 0
+        for match in columns[place]:
+            names = tuple(match if other == place else matches[0] for other, matches in enumerate(columns))
+            yield match, names
+
+    def _first_there(self, names: tuple[str, ...]) -> list[str]:
+        """The first of the names that the run has; all that match where it is a pattern."""
+        for name in names:
+            if is_pattern(name):
+                pattern = pattern_of(name)
+                matches = sorted(metric for metric in self._history.values if pattern.fullmatch(metric))
+                if matches:
+                    return matches
+            elif name in self._history.values:
+                return [name]
+        return []
+
+    def _column(self, name: str) -> Floats:
+        if name not in self._columns:
+            self._columns[name] = self._history.values[name]
+        return self._columns[name]
+
+    def _rows_on(self, finite: NDArray[np.intp]) -> NDArray[np.intp]:
+        """All rows from the first finite one on; where there is none, from the first step on: step 0 only validates."""
+        steps = self._history.steps
+        return np.arange(finite[0] if len(finite) else np.searchsorted(steps, 1), len(steps))
+
+    def _finite(self, names: tuple[str, ...]) -> NDArray[np.intp]:
+        if names not in self._rows:
+            is_finite = np.isfinite(self._column(names[0]))
+            for name in names[1:]:
+                is_finite &= np.isfinite(self._column(name))
+            self._rows[names] = _thinned(np.flatnonzero(is_finite))
+        return self._rows[names]
+
+
+def _thinned(rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    if len(rows) <= MAX_POINTS:
+        return rows
+    middle = rows[NUM_FIRST:-NUM_NEWEST]
+    stride = -(-len(middle) // (MAX_POINTS - NUM_FIRST - NUM_NEWEST))
+    return np.concatenate([rows[:NUM_FIRST], middle[::stride], rows[-NUM_NEWEST:]])

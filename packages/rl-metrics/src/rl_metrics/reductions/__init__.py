@@ -1,0 +1,1 @@
+"""From a step's batch, micro-batches and ranks to metrics."""

@@ -1,0 +1,84 @@
+"""Of which values a step's distributions are: pure functions of a batch and of what its sessions cost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.batch import Batch
+from rl_core.data.records import Timings
+
+Array = NDArray[Any]
+
+TOKEN_COLUMNS = {
+    "advantages": "advantage",
+    "entropy": "entropy",
+    "rollout_logprobs": "logprob",
+    "correction_weights": "correction_weight",
+}
+"""Token columns whose values at trained tokens are distributions."""
+
+UPDATE_COLUMNS = ("entropy", "policy_logprobs")
+"""Columns that an update gave: NaN at tokens that it did not score, which are left out."""
+
+LEARNER_COLUMNS = ("old_logprobs", "policy_logprobs")
+"""Columns of the learner's logprobs before the update; the first that is there is taken."""
+
+
+def batch_distributions(batch: Batch) -> dict[str, Array]:
+    """Values for `Recorder.record_values` of what a batch has of rewards, lengths and trained tokens.
+
+    Args:
+        batch: Needs input_ids, loss_mask and num_prompt_tokens; reward, advantages, rollout_logprobs, old_logprobs or
+            policy_logprobs, entropy and correction_weights are used where they are there.
+
+    Returns:
+        Arrays by metric, each with at least one value.
+    """
+    if not len(batch):
+        return {}
+    prompt_lengths = batch.dense("num_prompt_tokens").astype(np.int64)
+    found: dict[str, Array] = {
+        "prompt_length": prompt_lengths,
+        "response_length": batch.ragged("input_ids").lengths - prompt_lengths,
+    }
+    if "reward" in batch:
+        rewards = batch.dense("reward").astype(np.float64)
+        is_scored = ~np.isnan(rewards)
+        found["reward"] = rewards[is_scored]
+        with np.errstate(invalid="ignore"):  # infinite rewards give NaN, which is counted
+            found["group_reward_std"] = _group_stds(rewards[is_scored], batch.group_index()[is_scored])
+    mask = batch.ragged("loss_mask").values
+    for column, name in TOKEN_COLUMNS.items():
+        if column in batch:
+            values = batch.ragged(column).values[mask]
+            found[name] = values[~np.isnan(values)] if column in UPDATE_COLUMNS else values
+    learner = next((column for column in LEARNER_COLUMNS if column in batch), None)
+    if learner is not None and "rollout_logprobs" in batch:
+        rollout = batch.ragged("rollout_logprobs").values[mask].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            ratios = batch.ragged(learner).values[mask] - rollout
+        found["log_ratio"] = ratios[~np.isnan(ratios)] if learner in UPDATE_COLUMNS else ratios
+    return {f"distribution/{name}": values for name, values in found.items() if values.size}
+
+
+def timing_distributions(timings: Sequence[Timings]) -> dict[str, Array]:
+    """Values for `Recorder.record_values` of what trajectories cost; nothing without one."""
+    if not timings:
+        return {}
+    return {
+        "distribution/generate_s": np.asarray([one.generate_s for one in timings]),
+        "distribution/tools_s": np.asarray([one.tools_s for one in timings]),
+        "distribution/reward_s": np.asarray([one.reward_s for one in timings]),
+    }
+
+
+def _group_stds(rewards: Array, groups: Array) -> Array:
+    """Standard deviation within each group of two or more."""
+    counts = np.bincount(groups)
+    sizes = np.maximum(counts, 1)
+    means = np.bincount(groups, weights=rewards) / sizes
+    variances = np.bincount(groups, weights=(rewards - means[groups]) ** 2) / sizes
+    stds: Array = np.sqrt(variances[counts >= 2])
+    return stds

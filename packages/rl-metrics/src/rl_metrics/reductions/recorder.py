@@ -1,0 +1,330 @@
+"""Values of one step, from micro-batches and ranks, reduced exactly as their definitions say.
+
+Sums are kept as fractions, so a reduced value is the correctly rounded one, and the same bits, however the
+values were split over micro-batches and ranks, and in whatever order they came. So are histograms.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, SupportsFloat
+
+import structlog
+from numpy.typing import ArrayLike
+
+from rl_core.errors import DataError
+from rl_metrics.definitions.definition import Metric, MetricTable, Reduction
+from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.reductions.histogram import Histogram
+
+log = structlog.get_logger(__name__)
+
+_OTHER_STATE = "a state to merge must be as Recorder.to_json gives it, an object for each metric; found {found}."
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sum:
+    """What has been recorded for one metric.
+
+    Attributes:
+        reduction: How it becomes one value.
+        total: Weighted sum of the finite values; of "sum", their sum.
+        weight: Sum of the weights of the finite values.
+        extreme: Smallest, largest or newest finite value, by reduction.
+        num_nonfinite: NaN and infinite values, which are in none of the others.
+    """
+
+    reduction: Reduction
+    total: Fraction = field(default_factory=Fraction)
+    weight: Fraction = field(default_factory=Fraction)
+    extreme: float | None = None
+    num_nonfinite: int = 0
+
+    def add(self, value: float, weight: float) -> None:
+        if not math.isfinite(value):
+            self.num_nonfinite += 1
+        elif self.reduction in ("mean", "sum"):
+            exact_weight = Fraction(weight)
+            self.total += Fraction(value) * exact_weight if self.reduction == "mean" else Fraction(value)
+            self.weight += exact_weight
+        else:
+            self.add_extreme(value)
+
+    def add_extreme(self, value: float) -> None:
+        if self.extreme is None or self.reduction == "last":
+            self.extreme = value
+        else:
+            self.extreme = min(self.extreme, value) if self.reduction == "min" else max(self.extreme, value)
+
+    def merge(self, other: "_Sum") -> None:
+        self.total += other.total
+        self.weight += other.weight
+        self.num_nonfinite += other.num_nonfinite
+        if other.extreme is not None:
+            self.add_extreme(other.extreme)
+
+    def value(self) -> float | None:
+        """The reduced value; NaN when only non-finite ones came, None when nothing with a weight did.
+
+        Infinity stands for one that is beyond every float.
+        """
+        if self.reduction in ("mean", "sum"):
+            if self.weight > 0:
+                return _as_float(self.total / self.weight if self.reduction == "mean" else self.total)
+        elif self.extreme is not None:
+            return self.extreme
+        return math.nan if self.num_nonfinite else None
+
+
+class Recorder:
+    """Collects the metrics of one step; `reduce` gives one value each, and `histograms` the distributions.
+
+    A NaN or infinite value is left out of its metric and counted in `nonfinite/{metric}`, which is reported
+    only when there is one; so is a reduced value that is beyond every float. A value with weight 0 (the mean of
+    nothing) does not count at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        definitions: MetricTable = DEFINITIONS,
+        strict: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Make an empty recorder.
+
+        Args:
+            definitions: The metrics that may be recorded.
+            strict: An undefined metric is an error (tests); False warns once and takes the mean.
+            clock: Seconds, for `timer`.
+        """
+        self._definitions = definitions
+        self._strict = strict
+        self._clock = clock
+        self._sums: dict[str, _Sum] = {}
+        self._histograms: dict[str, Histogram] = {}
+
+    def record(self, name: str, value: SupportsFloat, *, weight: SupportsFloat = 1.0) -> None:
+        """Add one value.
+
+        Args:
+            name: A defined metric.
+            value: A number, or a scalar array or tensor.
+            weight: How many tokens, trajectories, ... (the definition's `weighted_by`) the value is the mean of;
+                counts in means only.
+
+        Raises:
+            DataError: The name is undefined (strict) or a histogram's, the value is no single number, or the weight is
+                negative or not finite.
+        """
+        weight = _number(f"weight of {name}", weight)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise DataError(f"weight of {name} must be finite and at least 0; found {weight}. Pass how many it counts.")
+        entry = self._entry(name)
+        if weight > 0:
+            entry.add(_number(name, value), weight)
+
+    def record_all(self, values: Mapping[str, SupportsFloat], *, weight: SupportsFloat = 1.0) -> None:
+        """Add one value to each of several metrics, with one weight."""
+        for name, value in values.items():
+            self.record(name, value, weight=weight)
+
+    def record_values(self, name: str, values: ArrayLike) -> None:
+        """Add the values of an array of any shape to a histogram.
+
+        Args:
+            name: A defined metric whose reduction is "histogram".
+            values: One for each token, trajectory, ... (the definition's `weighted_by`).
+
+        Raises:
+            DataError: The name is undefined (strict) or no histogram's, or something is no number.
+        """
+        self._histogram(name).add(values)
+
+    def record_sums(self, sums: Mapping[str, tuple[SupportsFloat, SupportsFloat]]) -> None:
+        """Add pairs (weighted sum, weight), as objectives give them for each micro-batch.
+
+        Raises:
+            DataError: A metric is neither a mean nor a sum, a sum is no single number, or a weight is negative or not
+                finite.
+        """
+        for name, (weighted_sum, weight) in sums.items():
+            entry = self._entry(name)
+            if entry.reduction not in ("mean", "sum"):
+                raise DataError(
+                    f"{name} is reduced by {entry.reduction!r}; a pair (weighted sum, weight) fits only 'mean' "
+                    "and 'sum'. Record its value with Recorder.record."
+                )
+            total, count = _number(name, weighted_sum), _number(f"weight of {name}", weight)
+            if not (math.isfinite(count) and count >= 0):
+                raise DataError(f"weight of {name} must be finite and at least 0; found {count}.")
+            if count == 0:
+                continue
+            if math.isfinite(total):
+                entry.total += Fraction(total)
+                entry.weight += Fraction(count)
+            else:
+                entry.num_nonfinite += 1
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Record the time of a block as `timing_s/{phase}`, also when it raises."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.record(f"timing_s/{phase}", self._clock() - started)
+
+    def merge(self, other: "Recorder") -> None:
+        """Add everything that another recorder holds; of a "last" metric its value becomes the newest.
+
+        Raises:
+            DataError: The two define a metric differently.
+        """
+        for name, theirs in other._sums.items():
+            ours = self._entry(name)
+            if ours.reduction != theirs.reduction:
+                raise DataError(
+                    f"{name} is reduced by {ours.reduction!r} here and by {theirs.reduction!r} in the recorder to "
+                    "merge; give both the same MetricTable."
+                )
+            ours.merge(theirs)
+        for name, histogram in other._histograms.items():
+            self._histogram(name).merge(histogram)
+
+    def reduce(self) -> dict[str, float]:
+        """One value of each metric, in the order in which they were first recorded.
+
+        A metric of which nothing with a weight was recorded is left out; one that had only non-finite values is NaN.
+        """
+        values: dict[str, float] = {}
+        nonfinite: dict[str, float] = {}
+        for name, entry in self._sums.items():
+            value, num_nonfinite = entry.value(), entry.num_nonfinite
+            if value is not None and math.isinf(value):
+                value, num_nonfinite = math.nan, num_nonfinite + 1
+            if value is not None:
+                values[name] = value
+            if num_nonfinite:
+                nonfinite[f"nonfinite/{name}"] = float(num_nonfinite)
+        for name, histogram in self._histograms.items():
+            if histogram.num_nonfinite:
+                nonfinite[f"nonfinite/{name}"] = float(histogram.num_nonfinite)
+        if nonfinite:
+            log.warning(
+                "nonfinite_metrics", counts={name.removeprefix("nonfinite/"): n for name, n in nonfinite.items()}
+            )
+        return values | nonfinite
+
+    def histograms(self) -> dict[str, Histogram]:
+        """The distributions that have a finite value, in the order in which they were first recorded."""
+        return {name: histogram for name, histogram in self._histograms.items() if histogram.count}
+
+    def clear(self) -> None:
+        """Forget everything, for the next step."""
+        self._sums.clear()
+        self._histograms.clear()
+
+    def definition(self, name: str) -> Metric:
+        """How this recorder defines a metric."""
+        return self._definitions.resolve(name, strict=self._strict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything recorded as JSON values, exact, to send to another rank."""
+        sums: dict[str, Any] = {
+            name: {
+                "total": entry.total.as_integer_ratio(),
+                "weight": entry.weight.as_integer_ratio(),
+                "extreme": entry.extreme,
+                "num_nonfinite": entry.num_nonfinite,
+            }
+            for name, entry in self._sums.items()
+        }
+        return sums | {name: {"histogram": one.to_json()} for name, one in self._histograms.items()}
+
+    def merge_json(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what another rank's `to_json` gave.
+
+        Raises:
+            DataError: It is anything else, or a name is undefined (strict).
+        """
+        if not isinstance(state, Mapping):
+            raise DataError(_OTHER_STATE.format(found=type(state).__name__))
+        for name, theirs in state.items():
+            if not isinstance(theirs, Mapping):
+                raise DataError(_OTHER_STATE.format(found=f"{type(theirs).__name__} as {name!r}"))
+            if "histogram" in theirs:
+                self._histogram(name).merge(Histogram.from_json(theirs["histogram"]))
+                continue
+            ours = self._entry(name)
+            ours.merge(_read_sum(name, ours.reduction, theirs))
+
+    def _entry(self, name: str) -> _Sum:
+        entry = self._sums.get(name)
+        if entry is None:
+            reduction = self.definition(name).reduction
+            if reduction == "histogram" or name in self._histograms:
+                raise DataError(f"{name} is a histogram, and takes no single value. Use Recorder.record_values.")
+            entry = self._sums[name] = _Sum(reduction=reduction)
+        return entry
+
+    def _histogram(self, name: str) -> Histogram:
+        histogram = self._histograms.get(name)
+        if histogram is None:
+            reduction = self.definition(name).reduction
+            is_defined = name in self._definitions or name in self._sums  # what is undefined may be anything
+            if reduction != "histogram" and is_defined:
+                raise DataError(
+                    f"{name} is reduced by {reduction!r}, and is no histogram. Use Recorder.record, or define it with "
+                    "reduction 'histogram'."
+                )
+            histogram = self._histograms[name] = Histogram()
+        return histogram
+
+
+def _as_float(value: Fraction) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _number(what: str, value: SupportsFloat) -> float:
+    """A single number.
+
+    Raises:
+        DataError: It is text, None, an array of several, or something else.
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+        reason = repr(value[:40])
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = f"{type(value).__name__} ({error})"
+    except RuntimeError as error:  # what torch says of a tensor of several numbers
+        if not getattr(value, "ndim", 0):
+            raise
+        reason = f"{type(value).__name__} ({error})"
+    raise DataError(
+        f"{what} must be a number, or a scalar array or tensor; found {reason}. Record nothing where there is none, "
+        "and of several numbers their mean with Recorder.record(..., weight=how many)."
+    )
+
+
+def _read_sum(name: str, reduction: Reduction, state: Mapping[str, Any]) -> _Sum:
+    try:
+        extreme, num_nonfinite = state["extreme"], state["num_nonfinite"]
+        if type(num_nonfinite) is not int or num_nonfinite < 0:
+            raise TypeError("num_nonfinite is no count")
+        return _Sum(
+            reduction=reduction,
+            total=Fraction(*state["total"]),
+            weight=Fraction(*state["weight"]),
+            extreme=None if extreme is None else _number("extreme", extreme),
+            num_nonfinite=num_nonfinite,
+        )
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise DataError(_OTHER_STATE.format(found=f"another for {name!r}: {type(error).__name__} {error}")) from None

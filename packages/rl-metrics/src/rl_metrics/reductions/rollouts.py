@@ -1,0 +1,190 @@
+"""Metrics of a batch of rollouts: pure functions of its columns, in float64."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.batch import Batch
+from rl_core.data.records import Timings, Trajectory
+from rl_core.errors import ShapeError
+
+Array = NDArray[Any]
+
+TOKEN_SPREADS = {"advantages": "critic/advantages", "returns": "critic/returns", "values": "critic/values"}
+"""Token columns of which mean, max and min over trained tokens are metrics."""
+
+
+def summarize_batch(
+    batch: Batch, *, policy_version: int | None = None, max_prompt_tokens: int | None = None
+) -> dict[str, float]:
+    """Rewards, advantages, lengths, turns, groups and staleness of a batch.
+
+    Args:
+        batch: Needs input_ids, loss_mask, num_prompt_tokens, reward and is_truncated; advantages, returns,
+            values and policy_versions are used where they are there.
+        policy_version: The learner's version, for the staleness; None leaves it out.
+        max_prompt_tokens: The prompts' length limit, for `prompt_length/clip_ratio`; None leaves it out.
+
+    Returns:
+        Metrics by name; nothing but the two counts for a batch without rows.
+    """
+    metrics = {
+        "rollout/num_groups": float(len({key.prompt_uid for key in batch.keys})),
+        "rollout/num_trajectories": float(len(batch)),
+    }
+    if not len(batch):
+        return metrics
+    mask = batch.ragged("loss_mask").values
+    metrics |= summarize_rewards(batch.dense("reward"), group_index=batch.group_index())
+    metrics |= _length_metrics(batch, max_prompt_tokens)
+    metrics |= spread("num_turns", count_turns(batch))
+    for column, stem in TOKEN_SPREADS.items():
+        if column in batch:
+            metrics |= spread(stem, batch.ragged(column).values[mask])
+    if policy_version is not None and "policy_versions" in batch:
+        metrics |= _staleness_metrics(batch, policy_version)
+    return metrics
+
+
+def count_turns(batch: Batch) -> NDArray[np.int64]:
+    """[N] turns of each trajectory: the prompt, what the policy sampled, and what tools or environments answered.
+
+    A turn is a run of tokens that were all sampled, or all not: 2 where a prompt was answered, 1 where nothing was.
+
+    Args:
+        batch: Needs loss_mask.
+    """
+    mask = batch.ragged("loss_mask")
+    changes = np.empty(len(mask.values), dtype=np.bool_)
+    changes[1:] = mask.values[1:] != mask.values[:-1]
+    changes[mask.offsets[:-1][mask.lengths > 0]] = True  # each row begins a turn
+    before = np.concatenate([[0], np.cumsum(changes)])
+    return np.asarray(before[mask.offsets[1:]] - before[mask.offsets[:-1]], dtype=np.int64)
+
+
+def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]:
+    """Rewards over trajectories and within groups.
+
+    Args:
+        rewards: [N] float, NaN where a trajectory has none; it counts in `rollout/unscored_trajectories` only.
+        group_index: [N] int, the group of each row, from 0.
+
+    Returns:
+        `critic/{score,rewards}/*`, the share of positive rewards, and the spread within groups that have two or
+        more scored trajectories.
+
+    Raises:
+        ShapeError: The two are not 1-D and equally long.
+    """
+    if rewards.ndim != 1 or rewards.shape != group_index.shape:
+        raise ShapeError(
+            f"rewards and group_index must both have shape [N]; found {list(rewards.shape)} and "
+            f"{list(group_index.shape)}. Give one group for each reward."
+        )
+    is_scored = ~np.isnan(rewards)
+    scored, groups = rewards[is_scored].astype(np.float64), group_index[is_scored]
+    metrics = {"rollout/unscored_trajectories": float((~is_scored).sum())}
+    if not len(scored):
+        return metrics
+    metrics |= spread("critic/score", scored) | spread("critic/rewards", scored)
+    metrics["rollout/positive_reward_ratio"] = float((scored > 0).mean())
+    counts = np.bincount(groups)
+    with_pairs = counts >= 2
+    if with_pairs.any():
+        means = np.bincount(groups, weights=scored) / np.maximum(counts, 1)
+        variances = np.bincount(groups, weights=(scored - means[groups]) ** 2) / np.maximum(counts, 1)
+        lows, highs = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+        np.minimum.at(lows, groups, scored)
+        np.maximum.at(highs, groups, scored)
+        metrics["rollout/groups_without_spread_ratio"] = float((lows == highs)[with_pairs].mean())
+        metrics["rollout/group_reward_std"] = float(np.sqrt(variances[with_pairs]).mean())
+    return metrics
+
+
+def summarize_components(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`reward/{component}/{mean,max,min}` over the trajectories that have the component."""
+    names = dict.fromkeys(name for row in components for name in row)
+    metrics: dict[str, float] = {}
+    for name in names:
+        metrics |= spread(f"reward/{name}", np.asarray([row[name] for row in components if name in row]))
+    return metrics
+
+
+def summarize_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`agent_loop/*`: min, mean and max of what trajectories cost, and the slowest with its lengths.
+
+    Returns:
+        Metrics by name; nothing without a trajectory. The slowest is the one with the largest generate + tools + reward
+        time.
+    """
+    if not trajectories:
+        return {}
+    timings = [trajectory.timings for trajectory in trajectories]
+    costs = {
+        "generate_sequences": np.asarray([t.generate_s for t in timings]),
+        "tool_calls": np.asarray([t.tools_s for t in timings]),
+        "compute_score": np.asarray([t.reward_s for t in timings]),
+        "num_preempted": np.asarray([t.preemptions for t in timings], dtype=np.float64),
+    }
+    metrics: dict[str, float] = {}
+    for name, values in costs.items():
+        metrics |= spread(f"agent_loop/{name}", values)
+    slowest = slowest_trajectory(timings)
+    metrics |= {f"agent_loop/slowest/{name}": float(values[slowest]) for name, values in costs.items()}
+    metrics["agent_loop/slowest/prompt_length"] = float(trajectories[slowest].num_prompt_tokens)
+    metrics["agent_loop/slowest/response_length"] = float(trajectories[slowest].num_response_tokens)
+    return metrics
+
+
+def slowest_trajectory(timings: Sequence[Timings]) -> int:
+    """Index of the trajectory with the largest generate + tools + reward time; the first of several."""
+    return int(np.argmax([timing.generate_s + timing.tools_s + timing.reward_s for timing in timings]))
+
+
+def summarize_speed(*, num_tokens: int, num_trajectories: int, step_s: float, num_devices: int = 1) -> dict[str, float]:
+    """`perf/*` of a step that took `step_s` seconds; nothing when it took no time."""
+    if step_s <= 0:
+        return {}
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": step_s,
+        "perf/throughput": num_tokens / step_s / num_devices,
+        "perf/samples_per_s": num_trajectories / step_s,
+    }
+
+
+def spread(stem: str, values: Array) -> dict[str, float]:
+    """`{stem}/{mean,max,min}` of values of any shape; empty when there are none."""
+    if values.size == 0:
+        return {}
+    return {
+        f"{stem}/mean": float(values.mean(dtype=np.float64)),
+        f"{stem}/max": float(values.max()),
+        f"{stem}/min": float(values.min()),
+    }
+
+
+def _length_metrics(batch: Batch, max_prompt_tokens: int | None) -> dict[str, float]:
+    tokens = batch.ragged("input_ids")
+    prompt_lengths = batch.dense("num_prompt_tokens").astype(np.int64)
+    metrics = spread("prompt_length", prompt_lengths) | spread("response_length", tokens.lengths - prompt_lengths)
+    metrics["response_length/clip_ratio"] = float(batch.dense("is_truncated").mean())
+    if max_prompt_tokens is not None:
+        metrics["prompt_length/clip_ratio"] = float((prompt_lengths >= max_prompt_tokens).mean())
+    mask = batch.ragged("loss_mask")
+    rows = np.repeat(np.arange(len(batch)), mask.lengths)
+    trained = np.bincount(rows[mask.values], minlength=len(batch))
+    metrics["response/aborted_ratio"] = float((trained == 0).mean())
+    return metrics
+
+
+def _staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
+    versions, mask = batch.ragged("policy_versions"), batch.ragged("loss_mask").values
+    starts = versions.offsets[:-1][versions.lengths > 0]
+    if not len(starts):
+        return {}
+    untrained = policy_version + 1
+    oldest = np.minimum.reduceat(np.where(mask, versions.values.astype(np.int64), untrained), starts)
+    return spread("training/staleness", policy_version - oldest[oldest < untrained])

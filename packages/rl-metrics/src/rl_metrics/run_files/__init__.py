@@ -1,0 +1,1 @@
+"""The files in a run's folder: appended during the run, read afterwards."""

@@ -1,0 +1,104 @@
+"""events.jsonl: what happened in a run, as structured events."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rl_core.data.records import Json
+from rl_core.errors import DataError
+from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
+
+log = structlog.get_logger(__name__)
+
+EVENT_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+"""Events have constant snake_case names; what varies is in the fields."""
+
+RESERVED = frozenset({"event", "time"})
+
+BEGUN = ("run_started", "run_resumed")
+"""Events with which a launch of a run begins."""
+ENDED = ("run_finished", "run_stopped", "run_failed")
+"""Events with which it ends; one that was killed has none."""
+
+
+class EventLog:
+    """Appends events to a file, from any thread; a kill at any moment loses at most the line being written.
+
+    A file that cannot be written (a full disk) stops no run: one warning, and no events from then on.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Open or create the file; what is in it stays.
+
+        Args:
+            path: Such as `run/events.jsonl`.
+            clock: Seconds since the epoch.
+        """
+        self._writer = JsonLinesWriter(path)
+        self._clock = clock
+        self._is_off = False
+        self._lock = threading.Lock()
+
+    def write(self, event: str, /, **fields: Json) -> None:
+        """Append one event.
+
+        Args:
+            event: Constant snake_case name, such as "checkpoint_saved".
+            fields: What belongs to it, such as step=20; anything that is no JSON is written as text.
+
+        Raises:
+            DataError: The name is not snake_case, or a field is called "event" or "time".
+        """
+        if not EVENT_NAME.fullmatch(event):
+            raise DataError(f"an event's name is constant snake_case; found {event!r}. Put what varies into fields.")
+        if reserved := RESERVED & fields.keys():
+            raise DataError(f"event {event!r} has a field called {min(reserved)!r}, which is taken; rename it.")
+        self._append(event, fields)
+
+    def structlog_processor(
+        self, _logger: Any, method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """A structlog processor that copies warnings and errors into the file, and passes everything on."""
+        if method in ("warning", "error", "critical", "exception"):
+            fields = {key: value for key, value in event.items() if key not in ("event", "timestamp", *RESERVED)}
+            self._append(str(event.get("event", "")), {"level": method, **fields})
+        return event
+
+    @contextmanager
+    def copying_warnings(self) -> Iterator[None]:
+        """Within it, warnings and errors that this process logs with structlog are events too."""
+        before = list(structlog.get_config()["processors"])
+        structlog.configure(processors=[self.structlog_processor, *before])
+        try:
+            yield
+        finally:
+            structlog.configure(processors=before)
+
+    def close(self) -> None:
+        """Close the file; events that come later are not written. Can be called twice."""
+        with self._lock:
+            self._is_off = True
+            self._writer.close()
+
+    def _append(self, event: str, fields: dict[str, Any]) -> None:
+        failed: OSError | None = None
+        with self._lock:
+            if self._is_off:
+                return
+            try:
+                self._writer.append({"time": round(self._clock(), 3), "event": event, **fields})
+            except OSError as error:
+                self._is_off, failed = True, error
+        if failed is not None:  # logged without the lock: the log may come back here
+            log.warning("event_log_failed", path=str(self._writer.path), error=str(failed))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a run, in order; torn lines are left out."""
+    return [row for row in read_json_lines(path) if "event" in row]

@@ -1,0 +1,151 @@
+"""Samples of what a policy generates, gathered from every process and drawn the same way however they arrived."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from rl_core.data.records import Json
+from rl_core.errors import DataError, SettingsError
+from rl_metrics.run_files.json_lines import number_or_none
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSample:
+    """One response, such as of a validation, as people read it.
+
+    Attributes:
+        prompt_uid: The prompt's uid.
+        input: The prompt as text.
+        output: The response as text, with what tools answered.
+        score: Its reward; NaN where it has none.
+        ground_truth: What was expected; None where nothing was.
+        policy_version: Oldest and newest version of its tokens; of a session that gave none, the engine's, twice.
+        source: The process that gave it, such as "rollouter".
+        failure: Why its session failed; None when it did not.
+        components: Parts of the reward by name.
+    """
+
+    prompt_uid: str
+    input: str
+    output: str
+    score: float = math.nan
+    ground_truth: str | None = None
+    policy_version: tuple[int, int]
+    source: str
+    failure: str | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Json]:
+        """The sample as JSON values, to send to another process; a number that is not finite is null."""
+        row: dict[str, Json] = {name: getattr(self, name) for name in FIELDS}
+        row["score"] = number_or_none(self.score)
+        row["policy_version"] = [int(version) for version in self.policy_version]
+        row["components"] = {name: number_or_none(value) for name, value in self.components.items()}
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "GenerationSample":
+        """What `to_json` gave; other keys are ignored, and null numbers are NaN.
+
+        Raises:
+            DataError: A field is missing or of another type.
+        """
+        versions, components = row.get("policy_version"), row.get("components")
+        is_whole = (
+            all(isinstance(row.get(name), str) for name in ("prompt_uid", "input", "output", "source"))
+            and all(name in row and isinstance(row[name], str | None) for name in ("ground_truth", "failure"))
+            and "score" in row
+            and _is_number(row["score"])
+            and isinstance(versions, Sequence)
+            and [type(version) for version in versions] == [int, int]
+            and isinstance(components, Mapping)
+            and all(isinstance(name, str) and _is_number(value) for name, value in components.items())
+        )
+        if not is_whole or versions is None or components is None:
+            raise DataError(
+                f"a generation sample must have {', '.join(FIELDS)}, as GenerationSample.to_json gives them; "
+                f"found {str(dict(row))[:300]}."
+            )
+        return cls(
+            **{name: row[name] for name in ("prompt_uid", "input", "output", "source", "ground_truth", "failure")},
+            score=_number(row["score"]),
+            policy_version=(versions[0], versions[1]),
+            components={name: _number(value) for name, value in components.items()},
+        )
+
+
+FIELDS = tuple(one.name for one in fields(GenerationSample))
+
+
+def draw_generations(
+    samples: Sequence[GenerationSample], *, count: int, seed: int, batches: Sequence[int] | None = None
+) -> list[GenerationSample]:
+    """Draw samples to be shown: the same ones in whatever order, and from however many processes, they came.
+
+    Validations of the same prompts with equally many responses show the same prompts each time.
+
+    Args:
+        samples: All samples of a validation, of every batch and process.
+        count: How many; 0 and less give none, and as many as there are gives all.
+        seed: From 0 to 2**64 - 1.
+        batches: The batch of each sample; every batch then gives at least one, where so many are drawn.
+
+    Returns:
+        The drawn samples, sorted by input, output, prompt, and then everything else.
+
+    Raises:
+        SettingsError: The seed is outside.
+    """
+    numbered = zip(samples, [0] * len(samples) if batches is None else batches, strict=True)
+    in_order = sorted(numbered, key=lambda pair: _sort_key(pair[0]))
+    places = draw_places([batch for _, batch in in_order], count=count, seed=seed)
+    return [in_order[place][0] for place in places]
+
+
+def draw_places(batches: Sequence[int], *, count: int, seed: int) -> list[int]:
+    """Draw places among what is in an order that does not change, such as problems by their names.
+
+    Args:
+        batches: The batch of each; every batch gives at least one, where so many are drawn.
+        count: How many; 0 and less give none, and as many as there are gives all.
+        seed: From 0 to 2**64 - 1.
+
+    Returns:
+        Rising places.
+
+    Raises:
+        SettingsError: The seed is outside.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise SettingsError(f"the seed of a draw must be from 0 to 2**64 - 1; found {seed}.")
+    if count <= 0:
+        return []
+    # Sorting raw Philox words, unlike Generator.choice, is the same in every numpy version. The key is no
+    # list: numpy would take one with a large seed through float64.
+    words = np.random.Philox(key=seed).random_raw(len(batches))
+    drawn = [int(place) for place in np.argsort(words, kind="stable")]
+    first: dict[int, int] = {}  # of each batch, the one that is drawn first
+    for place in drawn:
+        first.setdefault(batches[place], place)
+    return sorted(list(dict.fromkeys([*first.values(), *drawn]))[:count])
+
+
+def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:
+    # The process that gave it comes last: where a session ran is chance. JSON orders what NaN and None do not.
+    row = sample.to_json()
+    rest = [row[name] for name in ("score", "ground_truth", "failure", "components", "policy_version", "source")]
+    return sample.input, sample.output, sample.prompt_uid, json.dumps(rest, sort_keys=True)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,205 @@
+"""metrics.jsonl as columns: what curves, checks and comparisons are made from, also of runs of a million steps."""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.run_files.json_lines import number_or_nan, parse_line
+from rl_metrics.trackers.jsonl import LATE, read_step_lines
+
+FloatColumn = NDArray[np.float64]
+IntColumn = NDArray[np.int64]
+
+_Part = tuple[IntColumn, IntColumn, FloatColumn]
+"""Of one metric and layout: the lines that have it, their rows in the history, and their values."""
+
+BLOCK_VALUES = 1 << 16
+"""Values that wait as Python numbers before they become an array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The metrics of a run as it stands.
+
+    Attributes:
+        steps: [S] int64, rising: optimizer steps done.
+        times: [S] float64, seconds since the epoch when each was written; NaN where that is unknown.
+        values: [S] float64 of each metric, in the order in which they first appeared; NaN where a step lacks it, or
+            where it was not finite.
+    """
+
+    steps: IntColumn
+    times: FloatColumn
+    values: Mapping[str, FloatColumn]
+
+    def get(self, name: str) -> FloatColumn | None:
+        """[S] float64 of one metric; None where no step has it."""
+        return self.values.get(name)
+
+
+def read_history(path: Path) -> History:
+    """The metrics of a run, also of one that is still writing, with the resume rule of `read_metrics`.
+
+    A metric that few steps have takes only so much memory, until it is asked for.
+
+    Args:
+        path: A file of JsonlTracker.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    lines = _Lines()
+    for step, row in read_step_lines(path, decode=_decode):
+        lines.add(step, row)
+    return lines.history()
+
+
+class _Columns(Mapping[str, FloatColumn]):
+    """Columns by name, each kept as the rows that have it and their values."""
+
+    def __init__(self, num_rows: int, parts: Mapping[str, tuple[IntColumn, FloatColumn]]) -> None:
+        self._num_rows = num_rows
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> FloatColumn:
+        rows, values = self._parts[name]
+        if len(rows) == self._num_rows:  # each row once, in order
+            return values
+        column = np.full(self._num_rows, np.nan)
+        column[rows] = values
+        return column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Lines that have the same metrics in the same order."""
+
+    names: tuple[str, ...]
+    rows: "array[int]" = field(default_factory=lambda: array("q"))
+    waiting: list[Any] = field(default_factory=list)
+    blocks: list[FloatColumn] = field(default_factory=list)
+
+    def add(self, row: int, values: Mapping[str, Any]) -> None:
+        self.rows.append(row)
+        self.waiting.extend(values.values())
+        if len(self.waiting) >= BLOCK_VALUES:
+            self._pack()
+
+    def take(self) -> FloatColumn:
+        """[lines, names] all values; they are then no longer kept here."""
+        self._pack()
+        matrix = np.concatenate(self.blocks).reshape(len(self.rows), len(self.names))
+        self.blocks = []
+        return matrix
+
+    def _pack(self) -> None:
+        try:
+            block = np.array(self.waiting, dtype=np.float64)  # None becomes NaN
+        except OverflowError:
+            block = np.array([number_or_nan(value) for value in self.waiting], dtype=np.float64)
+        block[~np.isfinite(block)] = np.nan
+        self.blocks.append(block)
+        self.waiting = []
+
+
+class _Lines:
+    """All lines of a file in their order, replaced ones too."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._times = array("d")
+        self._late = array("q")
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
+
+    def add(self, step: int, row: dict[str, Any]) -> None:
+        is_late = row.pop(LATE, False) is True
+        written = row.pop("time", None)
+        index = len(self._steps)
+        self._steps.append(step)
+        self._times.append(number_or_nan(written))
+        if is_late:
+            self._late.append(index)
+        names = tuple(row)
+        layout = self._layouts.get(names)
+        if layout is None:
+            layout = self._layouts[names] = _Layout(names)
+        layout.add(index, row)
+
+    def history(self) -> History:
+        steps, late = np.array(self._steps, dtype=np.int64), np.array(self._late, dtype=np.int64)
+        standing = _standing(steps, late)
+        place = _places(steps, late, standing)
+        times = np.array(self._times, dtype=np.float64)[standing]
+        return History(steps=steps[standing], times=times, values=self._columns(place, len(standing)))
+
+    def _columns(self, place: IntColumn, num_rows: int) -> _Columns:
+        parts: dict[str, list[_Part]] = {}
+        for names in list(self._layouts):
+            layout = self._layouts.pop(names)  # its memory is free before the next is unpacked
+            lines = np.array(layout.rows, dtype=np.int64)
+            kept = np.flatnonzero(place[lines] >= 0)
+            if not len(kept) or not names:
+                continue
+            lines, rows, matrix = lines[kept], place[lines[kept]], layout.take()
+            for number, name in enumerate(names):
+                parts.setdefault(name, []).append((lines, rows, matrix[kept, number]))
+        return _Columns(num_rows, {name: _merged(of_name) for name, of_name in parts.items()})
+
+
+def _standing(steps: IntColumn, late: IntColumn) -> IntColumn:
+    """Lines that no later line replaces: those whose step is below all that follow, late ones left aside."""
+    own = np.setdiff1d(np.arange(len(steps)), late, assume_unique=True)
+    if not len(own):
+        return own
+    lowest = np.minimum.accumulate(steps[own][::-1])[::-1]
+    is_standing = np.append(steps[own][:-1] < lowest[1:], True)
+    standing: IntColumn = own[is_standing]
+    return standing
+
+
+def _places(steps: IntColumn, late: IntColumn, standing: IntColumn) -> IntColumn:
+    """[lines] the row of the history that each line belongs to; -1 for none."""
+    place = np.full(len(steps), -1, dtype=np.int64)
+    place[standing] = np.arange(len(standing))
+    if len(late) and len(standing):
+        row = np.minimum(np.searchsorted(steps[standing], steps[late]), len(standing) - 1)
+        belongs = (steps[standing][row] == steps[late]) & (standing[row] < late)
+        place[late[belongs]] = row[belongs]
+    return place
+
+
+def _merged(parts: list[_Part]) -> tuple[IntColumn, FloatColumn]:
+    """Rows and values of one metric, by rising row; of several lines of a row the last one's."""
+    if len(parts) == 1 and np.all(parts[0][1][1:] > parts[0][1][:-1]):
+        return parts[0][1:]
+    lines, rows, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.lexsort((lines, rows))
+    rows, values = rows[order], values[order]
+    is_last = np.append(rows[1:] != rows[:-1], True)
+    return rows[is_last], values[is_last]
+
+
+_NUMBERS = msgspec.json.Decoder(dict[str, int | float | bool | None])
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        return _NUMBERS.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        row = parse_line(line)
+        return row and {name: value if isinstance(value, (int, float)) else None for name, value in row.items()}

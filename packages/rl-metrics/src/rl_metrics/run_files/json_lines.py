@@ -1,0 +1,176 @@
+"""Files of one JSON object a line, only ever appended to, that survive a kill at any moment."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from rl_core.data.records import Json
+from rl_core.errors import NotReadyError
+
+log = structlog.get_logger(__name__)
+
+BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are not read."""
+TOO_LONG = b"too long"
+
+
+class JsonLinesWriter:
+    """Appends objects to a file, each in one write, so that a reader sees whole lines.
+
+    A torn last line, left by a kill, gets its line end at the first append: it spoils no line but itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file; its folder is made where missing.
+
+        Args:
+            path: The file; what is in it stays.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._is_torn = _ends_torn(self._file)
+
+    def append(self, row: Mapping[str, Json]) -> None:
+        """Write one line; it is with the operating system when this returns.
+
+        Raises:
+            NotReadyError: After `close`.
+            OSError: The file cannot be written.
+        """
+        line = json.dumps(as_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        self.append_line(line.encode("utf-8", errors="replace"))
+
+    def append_line(self, line: bytes) -> None:
+        """Write one line that is JSON already, without its end.
+
+        Raises:
+            NotReadyError: After `close`.
+            OSError: The file cannot be written.
+        """
+        if self._file is None:
+            raise NotReadyError(f"{self.path} is closed; make a new JsonLinesWriter to append more.")
+        payload = line + b"\n"
+        if self._is_torn:
+            payload = b"\n" + payload
+        self._is_torn = True
+        view = memoryview(payload)
+        while view:
+            view = view[os.write(self._file, view) :]
+        self._is_torn = False
+
+    def close(self) -> None:
+        """Close the file. Can be called twice."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def read_json_lines(
+    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The objects that a file has now, in order, also while it is written.
+
+    Lines that are torn, too long or no JSON object are left out, with one warning; the last line, while it has no
+    line end, without one: it may be on its way.
+
+    Args:
+        path: The file; what is appended from now on is not read.
+        decode: Gives the object of a line, or None; `parse_line` when left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    decode = parse_line if decode is None else decode
+    num_bad = 0
+    first_bad = 0
+    for number, (line, is_ended) in enumerate(read_lines(path), start=1):
+        row = decode(line)
+        if row is not None:
+            yield row
+        elif is_ended and line.strip():
+            num_bad += 1
+            first_bad = first_bad or number
+    if num_bad:
+        log.warning("unreadable_lines", path=str(path), count=num_bad, first_line=first_bad)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object of one line; None when it is none. NaN and Infinity, which JSON has not, are numbers."""
+    try:
+        row = _ANYTHING.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        row = _parsed_leniently(line)
+    return row if isinstance(row, dict) else None
+
+
+_ANYTHING = msgspec.json.Decoder()
+
+
+def _parsed_leniently(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Lines without their ends, and whether they have one; of a line that is too long, what stands for it."""
+    with path.open("rb") as file:
+        missing = os.fstat(file.fileno()).st_size
+        rest = b""
+        is_too_long = False
+        while missing > 0 and (block := file.read(min(BLOCK_BYTES, missing))):
+            missing -= len(block)
+            first, *others = block.split(b"\n")
+            rest += first
+            if others:
+                yield TOO_LONG if is_too_long else rest, True
+                yield from ((line, True) for line in others[:-1])
+                rest, is_too_long = others[-1], False
+            if len(rest) > MAX_LINE_BYTES:
+                rest, is_too_long = b"", True
+        if rest and not is_too_long:
+            yield rest, False
+
+
+def number_or_nan(value: Any) -> float:
+    """The number that was read; NaN when it is none, or not finite."""
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def number_or_none(value: object) -> float | None:
+    """The number that was read; None when it is none (as True is), or not finite."""
+    number = math.nan if isinstance(value, bool) else number_or_nan(value)
+    return None if math.isnan(number) else number
+
+
+def _ends_torn(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def as_plain(value: Any) -> Json:
+    """The value as JSON: NaN and infinities are null, numpy scalars numbers, anything unknown its text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(part) for part in value]
+    if hasattr(value, "tolist"):
+        return as_plain(value.tolist())
+    return str(value)

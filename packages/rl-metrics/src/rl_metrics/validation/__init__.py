@@ -1,0 +1,1 @@
+"""Validation: estimates with confidence intervals from the responses to each prompt."""

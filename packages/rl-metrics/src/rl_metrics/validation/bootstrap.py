@@ -1,0 +1,107 @@
+"""Confidence intervals of means over prompts, by drawing prompts anew."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.errors import SettingsError
+from rl_metrics.validation.responses import Floats
+
+IntArray = NDArray[np.int64]
+
+CHUNK = 2_000_000
+"""Prompts that are drawn at once, over all draws: bounds the memory."""
+
+KEPT_BITS = 40
+"""Of a value, beside the largest of its metric. What is left out is not known: it would part prompts of one kind."""
+
+FEW_KINDS = 8
+"""Prompts of a kind, on average, from which on it is quicker to draw how many there are of each kind: the same law."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bootstrap:
+    """How intervals are drawn.
+
+    Attributes:
+        level: Share of the draws that lie within the interval.
+        num_draws: How often as many prompts as there are are drawn with replacement; 0 gives no intervals.
+        seed: Of the draws; the same values get the same intervals.
+    """
+
+    level: float = 0.95
+    num_draws: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            SettingsError: One of them is impossible.
+        """
+        if not 0 < self.level < 1:
+            raise SettingsError(f"level must be between 0 and 1, such as 0.95; found {self.level}.")
+        if self.num_draws < 0 or not 0 <= self.seed < 2**64:
+            raise SettingsError(
+                "num_draws must be at least 0 and seed from 0 to 2**64 - 1; found "
+                f"num_draws = {self.num_draws}, seed = {self.seed}."
+            )
+
+
+def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
+    """Percentile intervals of the means of several metrics of the same prompts.
+
+    Args:
+        values: [P, M] float, a number of each prompt and metric; NaN where a prompt does not count in the metric.
+        bootstrap: How they are drawn.
+
+    Returns:
+        [2, M] lower and upper ends; NaN for a metric in which less than two prompts count, or one is infinite.
+    """
+    num_prompts, num_metrics = values.shape
+    counted = ~np.isnan(values)
+    has_interval = (counted.sum(axis=0) >= 2) & ~np.isinf(values).any(axis=0)
+    if not bootstrap.num_draws or not has_interval.any():
+        return np.full((2, num_metrics), np.nan)
+    generator = np.random.Generator(np.random.Philox(key=np.array([bootstrap.seed, 0], dtype=np.uint64)))
+    columns = np.concatenate([_rounded(np.where(counted & has_interval, values, 0.0)), counted], axis=1)
+    kinds, counts = np.unique(columns, axis=0, return_counts=True)  # right or wrong, where a prompt has one response
+    per_chunk = max(1, CHUNK // num_prompts)
+    means = [
+        _resampled_means(kinds, counts, min(per_chunk, bootstrap.num_draws - start), generator)
+        for start in range(0, bootstrap.num_draws, per_chunk)
+    ]
+    tail = (1.0 - bootstrap.level) / 2.0
+    drawn = np.where(has_interval, np.concatenate(means), 0.0)
+    ends = np.nanquantile(drawn, [tail, 1.0 - tail], axis=0)
+    return np.where(has_interval, ends, np.nan)
+
+
+def _rounded(values: Floats) -> Floats:
+    """[P, M] without the last bits, so that draws do not depend on them."""
+    shifts = KEPT_BITS - np.frexp(np.abs(values).max(axis=0))[1]
+    rounded: Floats = np.ldexp(np.round(np.ldexp(values, shifts)), -shifts)
+    return rounded
+
+
+def _resampled_means(columns: Floats, counts: IntArray, num_draws: int, generator: np.random.Generator) -> Floats:
+    """[D, M] means of as many prompts; NaN where a draw has none that counts.
+
+    Args:
+        columns: [K, 2 M] kinds of prompts: values, and 1 where they count.
+        counts: [K] prompts of each kind.
+        num_draws: How often all are drawn.
+        generator: Draws.
+    """
+    num_kinds, num_metrics, num_prompts = len(columns), columns.shape[1] // 2, int(counts.sum())
+    if num_kinds * FEW_KINDS <= num_prompts:
+        times = generator.multinomial(num_prompts, counts / num_prompts, size=num_draws)
+    else:
+        chosen = np.repeat(np.arange(num_kinds), counts)[generator.integers(num_prompts, size=(num_draws, num_prompts))]
+        chosen += np.arange(num_draws)[:, None] * num_kinds
+        times = np.bincount(chosen.ravel(), minlength=num_draws * num_kinds).reshape(num_draws, num_kinds)
+    sums = times.astype(np.float64) @ columns
+    weights = sums[:, num_metrics:]
+    means: Floats = np.divide(sums[:, :num_metrics], weights, out=np.full(weights.shape, np.nan), where=weights > 0)
+    return means

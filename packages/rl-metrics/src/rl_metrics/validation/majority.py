@@ -1,0 +1,246 @@
+"""Majority votes over responses drawn with replacement: exactly how likely each prediction wins.
+
+How often predictions are drawn follows a multinomial distribution, which is that of independent Poisson variables
+given their sum. A product of their generating functions, cut off where another prediction would win, has the
+probability as one coefficient, which a short Fourier sum reads. The product of all predictions is evaluated once, and
+divided by the factor of each that may win.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.validation.responses import NO_VOTE, Floats, Ints, ResponseTable
+
+Complexes = NDArray[np.complex128]
+
+MAX_VOTES = 256
+"""Votes of more responses are not computed: they take long, and say hardly more."""
+
+NEGLIGIBLE = 1e-18
+"""Probabilities below this are not looked for."""
+
+CHUNK = 1 << 16
+"""Complex numbers at once: bounds the memory, and few enough that a processor keeps them at hand."""
+
+
+def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
+    """[V] how likely it is that the vote's value is that of each response; sums to 1 for each prompt that counts.
+
+    `num_votes` responses of a prompt are drawn with replacement. The prediction that is drawn most often wins, among
+    several that are drawn as often each is as likely, and the value is that of one of the drawn responses that
+    gave it. A response without a prediction casts no vote; where nobody votes the value is that of one of these.
+
+    Args:
+        table: With votes.
+        num_votes: At most MAX_VOTES; prompts with fewer responses get zeros.
+    """
+    if table.votes is None:
+        return np.zeros(len(table.values))
+    pairs = table.prompt_of * (int(table.votes.max(initial=0)) + 2) + (table.votes - NO_VOTE)
+    first, class_of, sizes = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)[1:]
+    prompts, has_vote = table.prompt_of[first], table.votes[first] != NO_VOTE
+    wins = np.zeros(len(sizes))
+    totals = table.counts[prompts]
+    for total in np.unique(totals[totals >= num_votes]):
+        here = np.flatnonzero(totals == total)
+        _, rows = np.unique(prompts[here], return_inverse=True)
+        patterns = np.zeros((int(rows.max()) + 1, int(total) + 1), dtype=np.int64)
+        voted = has_vote[here]
+        np.add.at(patterns, (rows[voted], sizes[here][voted]), 1)
+        patterns[rows[~voted], 0] = sizes[here][~voted]
+        as_bytes = patterns.view(f"V{patterns[0].nbytes}")[:, 0]  # np.unique with axis=0 is slow for many columns
+        _, kinds, kind_of = np.unique(as_bytes, return_index=True, return_inverse=True)
+        found = winning_probabilities(patterns[kinds], num_votes=num_votes)
+        wins[here] = found[kind_of[rows], np.where(voted, sizes[here], 0)]
+    weights: Floats = (wins / sizes)[class_of]
+    return weights
+
+
+def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
+    """How likely a prediction wins a vote, for several ways in which responses may be shared among predictions.
+
+    Args:
+        patterns: [Q, T+1] of T responses: column c is how many predictions have c responses, column 0 how many
+            responses have no prediction. Columns times (1, 1, 2, .., T) add up to T.
+        num_votes: Responses that are drawn with replacement.
+
+    Returns:
+        [Q, T+1] probability that one prediction of c responses wins, where there is one; in column 0 that nobody votes.
+    """
+    total = patterns.shape[1] - 1
+    silent, multiplicity = patterns[:, 0], patterns[:, 1:].astype(np.float64)
+    result = np.zeros(patterns.shape)
+    result[:, 0] = (silent / total) ** num_votes
+    sizes = np.flatnonzero(multiplicity.any(axis=0)) + 1
+    if not len(sizes):
+        return result
+    multiplicity = multiplicity[:, sizes - 1]
+    draws = _draws(sizes / total, num_votes)
+    silent_factors = np.exp((silent * (num_votes / total))[:, None] * (_fourier_roots(num_votes)[0][1] - 1.0))
+    can_win = _can_win(multiplicity, silent, draws=draws)
+    found = np.zeros(multiplicity.shape)
+    for nodes in _blocks(np.flatnonzero(can_win.any(axis=0)), multiplicity, num_votes=num_votes):
+        factors, coefficients = _factors(nodes, draws=draws), _coefficients(nodes, num_votes=num_votes)
+        readings = _parts(draws.terms[:, nodes.counts, None] / draws.chance_of_sum / factors)
+        rows = np.flatnonzero(can_win[:, nodes.counts].any(axis=1))
+        step = max(1, CHUNK // coefficients.size)
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            products = silent_factors[part, None] * coefficients
+            _multiply(products, factors, multiplicity[part])
+            found[part] += _parts(products.conj()) @ readings.T
+    result[:, sizes] = np.where(multiplicity > 0, found, 0.0)
+    return np.clip(result, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draws:
+    """How often predictions of several sizes are drawn, from 0 to n.
+
+    Attributes:
+        terms: [S, n+1] Poisson probabilities.
+        chances: [S, n+1] the binomial ones.
+        chance_of_sum: That Poisson variables of all predictions have the sum n.
+    """
+
+    terms: Floats
+    chances: Floats
+    chance_of_sum: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nodes:
+    """Where ties are integrated.
+
+    Attributes:
+        counts: [J] how often the winner is drawn, rising; as many times as it has nodes.
+        places: [J] from 0 to 1.
+        weights: [J] of the places.
+    """
+
+    counts: Ints
+    places: Floats
+    weights: Floats
+
+
+def _draws(shares: Floats, num_votes: int) -> _Draws:
+    return _Draws(
+        terms=_poisson(num_votes * shares, num_votes),
+        chances=_binomial(shares, num_votes),
+        chance_of_sum=float(_poisson(np.asarray([float(num_votes)]), num_votes)[0, num_votes]),
+    )
+
+
+def _can_win(multiplicity: Floats, silent: Ints, *, draws: _Draws) -> NDArray[np.bool_]:
+    """[Q, n+1] whether a winner may be drawn so often: some prediction is, and it is likely that no other is more."""
+    counts = np.arange(draws.terms.shape[1])
+    some: Floats = (multiplicity > 0).astype(np.float64) @ (draws.chances > NEGLIGIBLE)
+    none_above: Floats = multiplicity @ np.log(np.cumsum(draws.terms, axis=1)) - math.log(draws.chance_of_sum)
+    fewest = np.where(silent > 0, 1, np.ceil(counts[-1] / np.maximum(multiplicity.sum(axis=1), 1)))
+    can_win: NDArray[np.bool_] = (some > 0) & (none_above > math.log(NEGLIGIBLE)) & (counts >= fewest[:, None])
+    return can_win
+
+
+def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[_Nodes]:
+    """The nodes of all counts, as many at a time as CHUNK allows."""
+    most = int(multiplicity.sum(axis=1).max())
+    ties = [_tie_nodes(min(num_votes // count, most)) for count in counts.tolist()]
+    num_nodes = np.array([len(places) for places, _ in ties], dtype=np.int64)
+    num_roots = len(_fourier_roots(num_votes)[1])
+    block_of = np.cumsum(num_nodes * num_roots * multiplicity.shape[1]) // CHUNK
+    for block in np.unique(block_of):
+        here = np.flatnonzero(block_of == block)
+        yield _Nodes(
+            counts=np.repeat(counts[here], num_nodes[here]),
+            places=np.concatenate([ties[index][0] for index in here]),
+            weights=np.concatenate([ties[index][1] for index in here]),
+        )
+
+
+def _factors(nodes: _Nodes, *, draws: _Draws) -> Complexes:
+    """[S, J, L] generating functions of a prediction that is drawn less often than the winner, or is tied with it."""
+    roots, _ = _fourier_roots(draws.terms.shape[1] - 1)
+    first, last = nodes.counts[0], nodes.counts[-1]
+    below = np.empty((len(draws.terms), last - first + 1, roots.shape[1]), dtype=np.complex128)
+    below[:, 0] = draws.terms[:, :first] @ roots[:first] + 1e-300  # no factor is 0
+    np.multiply(draws.terms[:, first:last, None], roots[first:last], out=below[:, 1:])
+    factors: Complexes = below.cumsum(axis=1)[:, nodes.counts - first]
+    factors += (nodes.places * draws.terms[:, nodes.counts])[:, :, None] * roots[nodes.counts]
+    return factors
+
+
+def _coefficients(nodes: _Nodes, *, num_votes: int) -> Complexes:
+    """[J, L] what reads the coefficient of the votes that are left, when the winner has its own."""
+    roots, root_weights = _fourier_roots(num_votes)
+    return (nodes.weights[:, None] * root_weights) * roots[num_votes - nodes.counts].conj()
+
+
+def _multiply(products: Complexes, factors: Complexes, exponents: Floats) -> None:
+    """Multiply [Q, J, L] products by [S, J, L] factors to the powers [Q, S]."""
+    for factor, of_rows in zip(factors, exponents.T, strict=True):
+        for exponent in set(of_rows.tolist()) - {0.0}:
+            products[of_rows == exponent] *= factor if exponent == 1 else factor ** int(exponent)
+
+
+def _parts(numbers: Complexes) -> Floats:
+    """[X, ..] real and imaginary parts."""
+    parts: Floats = numbers.reshape(len(numbers), -1).view(np.float64)
+    return parts
+
+
+@lru_cache(maxsize=MAX_VOTES)
+def _tie_nodes(max_winners: int) -> tuple[Floats, Floats]:
+    """Nodes and weights that integrate from 0 to 1 exactly: with t others as often drawn, u**t gives 1 / (t + 1)."""
+    nodes, weights = np.polynomial.legendre.leggauss((max_winners - 1) // 2 + 1)
+    return (nodes + 1.0) / 2.0, weights / 2.0
+
+
+@lru_cache(maxsize=16)
+def _fourier_roots(num_votes: int) -> tuple[Complexes, Floats]:
+    """Powers 0 to n of half of the roots of unity, and weights that read a real coefficient.
+
+    There are so many roots, L, that no other coefficient mixes in.
+
+    Returns:
+        [n+1, L] and [L].
+    """
+    length = 3
+    while _poisson_tail(num_votes, length) > NEGLIGIBLE:
+        length += 2
+    half = np.arange(length // 2 + 1)
+    weights = np.where(half == 0, 1.0, 2.0) / length
+    return np.exp(2j * np.pi / length * (np.arange(num_votes + 1)[:, None] * half % length)), weights
+
+
+def _poisson_tail(mean: int, distance: int) -> float:
+    above = math.exp((mean + distance) * math.log(mean) - mean - math.lgamma(mean + distance + 1))
+    if distance > mean:
+        return above
+    return above + math.exp((mean - distance) * math.log(mean) - mean - math.lgamma(mean - distance + 1))
+
+
+def _log_factorials(largest: int) -> Floats:
+    sums: Floats = np.cumsum(np.log(np.maximum(np.arange(largest + 1), 1)))
+    return sums
+
+
+def _poisson(rates: Floats, largest: int) -> Floats:
+    """[C, largest+1] probabilities of 0 to largest, for each rate above 0."""
+    counts = np.arange(largest + 1)
+    chances: Floats = np.exp(counts * np.log(rates)[:, None] - rates[:, None] - _log_factorials(largest))
+    return chances
+
+
+def _binomial(chances: Floats, num_draws: int) -> Floats:
+    """[C, num_draws+1] probabilities of 0 to num_draws hits."""
+    counts, logs = np.arange(num_draws + 1), _log_factorials(num_draws)
+    choose = logs[-1] - logs - logs[::-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        misses = np.where(counts == num_draws, 0.0, (num_draws - counts) * np.log1p(-chances)[:, None])
+    found: Floats = np.exp(choose + counts * np.log(chances)[:, None] + misses)
+    return found

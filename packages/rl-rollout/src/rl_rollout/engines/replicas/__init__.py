@@ -1,0 +1,1 @@
+"""Several equal engines as one."""

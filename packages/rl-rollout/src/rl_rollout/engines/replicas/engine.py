@@ -1,0 +1,399 @@
+"""Several equal engines as one: requests are spread, and what a dead engine owed goes to the others."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import structlog
+
+from rl_core.data.records import FloatArray, IntArray
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
+from rl_core.weights.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport, check_receipt
+from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
+from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.gate import DRAIN_DEADLINE_S
+from rl_rollout.engines.process import EngineCalls, ProcessEngine
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replicas.replica import Published, Replica
+from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet
+from rl_rollout.engines.requests import aborted_generations, check_sequence, check_top_k
+from rl_rollout.engines.tickets import AbortedError, Ticket
+from rl_rollout.engines.waiting import Turn
+
+__all__ = ["ReplicatedEngine", "publish_to"]
+
+log = structlog.get_logger(__name__)
+
+NO_PREFIX = np.zeros(0, dtype=np.int32)
+"""What is scored is computed whole, whoever has computed its beginning before."""
+REMOVE_DEADLINE_S = 600.0
+"""How long a replica that is removed may go on with its requests; then they move."""
+
+
+class ReplicatedEngine:
+    """A `RolloutEngine` over equal engines.
+
+    A request goes to one of them (see `Router`), and to another when that one dies. A replica that was restarted
+    (`EnginePlacement.max_restarts`) or added gets the current weights with proof before it serves; one that missed an
+    update does not serve.
+    """
+
+    def __init__(self, replicas: Sequence[RolloutEngine], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Join engines that are not started yet.
+
+        Args:
+            replicas: The engines.
+            clock: Seconds, for `loads`.
+        """
+        if not replicas:
+            raise NotReadyError("a replicated engine needs at least one engine; found none.")
+        self._replicas = ReplicaSet(clock)
+        self._weights = self._replicas.weights
+        self._publishing = Turn()
+        self._bringing: list[asyncio.Future[PublishReport | None]] = []
+        self._is_paused = False
+        self._is_asleep = False
+        for engine in replicas:
+            self._enter(engine, is_joining=False)
+
+    @property
+    def traits(self) -> EngineTraits:
+        """Of one of them; the least of their limits."""
+        traits = [replica.engine.traits for replica in self._replicas.members if not replica.is_joining]
+        return replace(
+            traits[0],
+            name=traits[0].name if len(traits) == 1 else f"{len(traits)} x {traits[0].name}",
+            max_model_len=min(found.max_model_len for found in traits),
+            can_sleep=all(found.can_sleep for found in traits),
+            max_top_k=min(found.max_top_k for found in traits),
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that there are: also those that are being started or removed, or are dead."""
+        return len(self._replicas.members)
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that take requests now."""
+        return len(self._replicas.serving)
+
+    @property
+    def is_waiting_for_weights(self) -> bool:
+        """True while a replica needs a publication, because the weights that it missed are gone."""
+        return bool(self._weights.waiting)
+
+    def loads(self) -> list[EngineLoad]:
+        """What each replica does, and has done so far; those that were removed are not among them."""
+        return [replica.load for replica in self._replicas.members]
+
+    async def stacks(self, *, deadline_s: float) -> dict[int, str]:
+        """What the process of each replica does right now, answering or not; replicas in this process are left out."""
+        return await self._replicas.stacks(deadline_s=deadline_s)
+
+    async def start(self) -> None:
+        """Start all of them at once; where one cannot, none is left."""
+        engines = [replica.engine for replica in self._replicas.members]
+        started = await asyncio.gather(*(engine.start() for engine in engines), return_exceptions=True)
+        errors = [error for error in started if isinstance(error, BaseException)]
+        if errors:
+            await self.close()
+            raise errors[0]
+        for replica in self._replicas.members:
+            replica.meter.begin_life()
+
+    async def add(self, engine: RolloutEngine) -> int:
+        """Start one more, and give it the present weights with their proof; then it serves.
+
+        Args:
+            engine: Equal to the others, and not started yet; closed where this fails.
+
+        Returns:
+            Its index, which no other one gets.
+
+        Raises:
+            EngineError: It could not start, or is another model.
+            WeightProofError: It serves something else than the weights that it was given.
+            DeadlineError: The present weights are gone, and no others were published.
+        """
+        replica = self._enter(engine, is_joining=True)
+        try:
+            await engine.start()
+            self._check_equal(engine.traits)
+            await self._weights.bring_started(replica, engine)
+            await self._follow(engine)
+        except BaseException:
+            self._replicas.leave(replica)
+            await engine.close()
+            raise
+        replica.is_joining = False
+        replica.meter.begin_life()
+        self._replicas.changed()
+        log.info("engine_added", replica=replica.index)
+        return replica.index
+
+    async def remove(self, index: int, *, deadline_s: float = REMOVE_DEADLINE_S) -> EngineLoad:
+        """Let a replica end its requests, without new ones, and close it.
+
+        Args:
+            index: As `add` gave it; those of the beginning are numbered from 0.
+            deadline_s: Requests that it still has then begin anew on others, with the same seeds.
+
+        Returns:
+            What it has done in all.
+
+        Raises:
+            EngineError: There is no such replica, it is being removed already, or it is the last one that serves.
+        """
+        replica = self._replicas.get(index)
+        self._check_dispensable(replica)
+        replica.is_leaving = True
+        try:
+            await self._emptied(replica, deadline_s)
+        except BaseException:
+            replica.is_leaving = False
+            self._replicas.changed()
+            raise
+        async with replica.updating:
+            load = replica.load
+            self._replicas.leave(replica)
+            await replica.engine.close()
+        log.info("engine_removed", replica=index)
+        return load
+
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        ticket = Ticket(num_samples=request.num_samples, request_id=request.request_id)
+
+        async def ask(replica: Replica) -> list[Generation]:
+            generations = await replica.engine.generate(request)
+            replica.meter.num_tokens += sum(len(one.token_ids) for one in generations)
+            return generations
+
+        try:
+            generations: list[Generation] = await self._replicas.ask_one(ask, request.input_ids, ticket=ticket)
+        except AbortedError:
+            return aborted_generations(request)
+        return generations
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """See `RolloutEngine.score`."""
+        if not sequences:
+            return []
+        scores: list[FloatArray] = await self._replicas.ask_one(
+            lambda replica: replica.engine.score(sequences),
+            np.concatenate(list(sequences)),
+            ticket=Ticket(num_samples=len(sequences)),
+        )
+        return scores
+
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
+        """See `RolloutEngine.score_top_k`; the sequences are spread over the replicas, by load alone."""
+        check_top_k(top_k, self.traits)
+        for sequence in sequences:
+            check_sequence(sequence, self.traits)
+
+        async def score_one(sequence: IntArray) -> TokenScores:
+            (scores,) = await self._replicas.ask_one(
+                lambda replica: replica.engine.score_top_k([sequence], top_k=top_k),
+                NO_PREFIX,
+                ticket=Ticket(num_samples=1),
+            )
+            scored: TokenScores = scores
+            return scored
+
+        return list(await asyncio.gather(*map(score_one, sequences)))
+
+    async def publish(
+        self,
+        update: WeightUpdate,
+        *,
+        canary: Canary,
+        tolerances: ProofTolerances,
+        drain: bool = False,
+        drain_deadline_s: float = DRAIN_DEADLINE_S,
+    ) -> PublishReport:
+        """See `publish_to`; a replica that dies on the way gets the update when it is there again.
+
+        Each replica is drained by itself: those that have the update already take the requests that come.
+        """
+        if drain and self._is_paused:
+            raise EngineError("a paused engine does not end what it has: resume it, or publish without drain.")
+        published = Published(
+            update=update,
+            canary=canary,
+            tolerances=tolerances,
+            drain_deadline_s=drain_deadline_s if drain else None,
+        )
+        async with self._publishing:
+            try:
+                with self._weights.publishing(published):
+                    reports: list[PublishReport] = []
+                    for _ in range(MAX_DEATHS):  # all may die on the way, and come back
+                        reports = reports or await self._publish_to_all()
+                    if not reports:
+                        raise self._replicas.nobody_left()
+            finally:
+                if self._bringing:
+                    await asyncio.wait(self._bringing)  # after a failure others may still be at it
+        return replace(
+            reports[0],
+            probe_max_diff=max(report.probe_max_diff for report in reports),
+            canary_max_diff=max(report.canary_max_diff for report in reports),
+            update_s=max(report.update_s for report in reports),
+            proof_s=max(report.proof_s for report in reports),
+            drain_s=max(report.drain_s for report in reports),
+            stall_s=max(report.stall_s for report in reports),
+        )
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""
+        published = Published(update=update)
+
+        async def take(replica: Replica) -> WeightReceipt:
+            async with replica.updating:
+                receipt = await self._weights.take(replica, replica.engine, update)
+                replica.served = published
+            return receipt
+
+        async with self._publishing:
+            with self._weights.publishing(published):
+                receipts: dict[int, WeightReceipt] = await self._replicas.ask_all(take)
+                if not receipts:
+                    raise self._replicas.nobody_left()
+        return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        self._replicas.abort(request_ids)
+        await self._on_all(lambda engine: engine.abort(request_ids))
+
+    async def abort_all(self) -> None:
+        """See `RolloutEngine.abort_all`."""
+        self._replicas.abort(None)
+        await self._on_all(lambda engine: engine.abort_all())
+
+    async def pause(self) -> None:
+        """See `RolloutEngine.pause`."""
+        self._is_paused = True
+        await self._on_all(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._is_paused = False
+        await self._on_all(lambda engine: engine.resume())
+
+    async def reset_prefix_cache(self) -> None:
+        """See `RolloutEngine.reset_prefix_cache`."""
+        self._replicas.forget_prefixes()
+        await self._on_all(lambda engine: engine.reset_prefix_cache())
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._on_all(lambda engine: engine.sleep())
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await self._on_all(lambda engine: engine.wake())
+        self._is_asleep = False
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`; the first error is raised when all are closed."""
+        self._replicas.close()
+        engines = [replica.engine for replica in self._replicas.members]
+        closed = await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+        errors = [error for error in closed if isinstance(error, BaseException)]
+        if errors:
+            raise errors[0]
+
+    # -- inside
+
+    def _enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
+        replica = self._replicas.enter(engine, is_joining=is_joining)
+        if isinstance(engine, ProcessEngine):
+            engine.on_restart = self._reviver(replica)
+        return replica
+
+    def _check_equal(self, traits: EngineTraits) -> None:
+        present = self.traits
+        if traits.vocab_size != present.vocab_size or traits.max_model_len < present.max_model_len:
+            raise EngineError(
+                f"a replica must be equal to the others: a vocabulary of {present.vocab_size} tokens, max_model_len "
+                f"{present.max_model_len} or more; found {traits.vocab_size} and {traits.max_model_len} in "
+                f"{traits.name}."
+            )
+
+    def _check_dispensable(self, replica: Replica) -> None:
+        if replica.is_leaving or replica.is_joining:
+            doing = "removed" if replica.is_leaving else "added"
+            raise EngineError(f"replica {replica.index} is being {doing} already; wait for that.")
+        others = [other for other in self._replicas.members if other is not replica]
+        if any(other.is_staying for other in others):
+            return
+        if replica.is_staying or not any(other.is_coming_back or other.is_joining for other in others):
+            raise EngineError(
+                f"replica {replica.index} is the last of {self.num_replicas} that serves; add another one before it is "
+                "removed, or close the whole engine."
+            )
+
+    @staticmethod
+    async def _emptied(replica: Replica, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await replica.emptied()
+        except TimeoutError:
+            log.info("requests_move", replica=replica.index, num_requests=len(replica.tickets))
+            for ticket in list(replica.tickets):
+                ticket.stop()
+            await replica.emptied()
+
+    async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        await self._replicas.ask_all(lambda replica: ask(replica.engine))
+
+    async def _publish_to_all(self) -> list[PublishReport]:
+        async def one(replica: Replica) -> PublishReport | None:
+            await self._weights.restarted(replica)
+            incarnation = replica.incarnation
+            try:
+                return await self._weights.bring(replica)
+            except EngineDiedError as error:
+                self._replicas.note_death(replica, error, incarnation)
+                return None
+
+        found = self._replicas.running or self._replicas.coming_back
+        self._bringing = [asyncio.ensure_future(one(replica)) for replica in found]
+        reports = await asyncio.gather(*self._bringing)
+        return [report for report in reports if report is not None]
+
+    async def _follow(self, engine: RolloutEngine | EngineCalls) -> None:
+        """Let an engine that was just started pause and sleep as the others do."""
+        is_paused = is_asleep = False
+        while (is_paused, is_asleep) != (self._is_paused, self._is_asleep):
+            if is_paused != self._is_paused:
+                is_paused = self._is_paused
+                await (engine.pause() if is_paused else engine.resume())
+            if is_asleep != self._is_asleep:
+                is_asleep = self._is_asleep
+                await (engine.sleep() if is_asleep else engine.wake())
+
+    def _reviver(self, replica: Replica) -> Callable[[EngineCalls], Awaitable[None]]:
+        async def revive(calls: EngineCalls) -> None:
+            replica.begin_life()
+            await self._weights.bring_started(replica, calls)
+            await self._follow(calls)
+            replica.meter.num_restarts += 1
+            log.info("engine_restarted", replica=replica.index)
+
+        return revive
+
+
+def _is_right(update: WeightUpdate, receipt: WeightReceipt) -> bool:
+    try:
+        check_receipt(update, receipt, tolerances=BFLOAT16_TOLERANCES)
+    except WeightProofError:
+        return False
+    return True

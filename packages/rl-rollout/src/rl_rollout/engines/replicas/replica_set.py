@@ -1,0 +1,238 @@
+"""The replicas that there are, and who answers a request: one of them, or another one when it dies or goes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import structlog
+
+from rl_core.data.records import IntArray
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError
+from rl_rollout.engines.engine_load import LoadMeter
+from rl_rollout.engines.process import ProcessEngine
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines.replicas.replica import Replica
+from rl_rollout.engines.replicas.routing import Router
+from rl_rollout.engines.replicas.weights import ReplicaWeights
+from rl_rollout.engines.tickets import AbortedError, StoppedError, Ticket
+from rl_rollout.engines.waiting import Changes
+
+log = structlog.get_logger(__name__)
+
+MAX_DEATHS = 3
+"""Engines that may die under one request before it is given up as the cause."""
+
+
+class ReplicaSet:
+    """Replicas by their index, and the requests that are under way.
+
+    Attributes:
+        weights: What all of them must serve.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """There is none yet.
+
+        Args:
+            clock: Seconds, for the replicas' loads.
+        """
+        self._clock = clock
+        self._members: dict[int, Replica] = {}
+        self._router = Router(0)
+        self._changes = Changes()
+        self._tickets: set[Ticket] = set()
+        self._is_closed = False
+        self.weights = ReplicaWeights(self._changes)
+
+    def enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
+        """One more.
+
+        Raises:
+            NotReadyError: All are closed.
+        """
+        self._require_open()
+        meter = LoadMeter(self._clock)
+        replica = Replica(self._router.add(), engine, meter=meter, changes=self._changes, is_joining=is_joining)
+        self._members[replica.index] = replica
+        return replica
+
+    async def stacks(self, *, deadline_s: float) -> dict[int, str]:
+        """See `ReplicatedEngine.stacks`."""
+        asked = {index: one.engine for index, one in self._members.items() if isinstance(one.engine, ProcessEngine)}
+        found = await asyncio.gather(*(engine.stacks(deadline_s=deadline_s) for engine in asked.values()))
+        return dict(zip(asked, found, strict=True))
+
+    def leave(self, replica: Replica) -> None:
+        """One less."""
+        replica.is_gone = True
+        del self._members[replica.index]
+        self._router.forget(replica.index)
+        self._changes.announce()
+
+    def close(self) -> None:
+        """No request waits any longer."""
+        self._is_closed = True
+        self._changes.announce()
+
+    def changed(self) -> None:
+        """A replica takes requests now, or takes no more."""
+        self._changes.announce()
+
+    def get(self, index: int) -> Replica:
+        """By its index.
+
+        Raises:
+            EngineError: There is none.
+        """
+        if index not in self._members:
+            raise EngineError(f"there is no replica {index}; the replicas are {sorted(self._members)}.")
+        return self._members[index]
+
+    @property
+    def members(self) -> list[Replica]:
+        """All of them, those that are being added or removed as well."""
+        return list(self._members.values())
+
+    @property
+    def running(self) -> list[Replica]:
+        """Those that answer, though they may take no more requests."""
+        return [replica for replica in self.members if replica.is_running]
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that take requests now."""
+        return [replica for replica in self.members if replica.state == "serving"]
+
+    @property
+    def coming_back(self) -> list[Replica]:
+        """Those that will answer once they are there again.
+
+        Raises:
+            EngineDiedError: There is none.
+        """
+        found = [replica for replica in self.members if replica.is_coming_back]
+        if not found:
+            raise self.nobody_left()
+        return found
+
+    def forget_prefixes(self) -> None:
+        """Nothing that was computed is kept any more."""
+        for index in self._members:
+            self._router.forget(index)
+
+    async def ask_one(self, ask: Callable[[Replica], Awaitable[Any]], input_ids: IntArray, *, ticket: Ticket) -> Any:
+        """Ask a replica; another one when that dies, or has to go.
+
+        Raises:
+            EngineDiedError: None is left, or this request ends them.
+            AbortedError: It was aborted before any was asked.
+        """
+        deaths: list[EngineDiedError] = []
+        self._tickets.add(ticket)
+        try:
+            while not ticket.is_aborted:
+                try:
+                    async with ticket.stoppable():
+                        replica = await self._choose(input_ids)
+                        incarnation = replica.incarnation
+                        try:
+                            return await self._ask(replica, ask, ticket)
+                        except EngineDiedError as error:
+                            self.note_death(replica, error, incarnation)
+                            deaths.append(error)
+                except StoppedError:
+                    continue
+                if len(deaths) == MAX_DEATHS:
+                    raise EngineDiedError(
+                        f"{MAX_DEATHS} engines died under this request, which may be what ends them. The last: "
+                        f"{deaths[-1]}"
+                    ) from deaths[-1]
+            raise AbortedError("the request was aborted before an engine had begun with it.")
+        finally:
+            self._tickets.discard(ticket)
+
+    async def ask_all(self, ask: Callable[[Replica], Awaitable[Any]]) -> dict[int, Any]:
+        """Ask every replica that runs; those that die, or go, have no answer.
+
+        One that is started again is not waited for: it may itself wait for weights that the caller publishes next.
+        """
+
+        async def one(replica: Replica) -> Any:
+            if not replica.is_running:  # it may have died since it was listed
+                return None
+            incarnation = replica.incarnation
+            try:
+                return replica.index, await ask(replica)
+            except EngineDiedError as error:
+                self.note_death(replica, error, incarnation)
+            except (EngineError, NotReadyError):
+                if not replica.is_gone:
+                    raise
+            return None
+
+        answers = await asyncio.gather(*map(one, self.running), return_exceptions=True)  # none is left half way
+        found: list[Any] = [answer for answer in answers if answer is not None]
+        for answer in found:
+            if isinstance(answer, BaseException):
+                raise answer
+        return dict(found)
+
+    def abort(self, request_ids: Collection[str] | None) -> None:
+        """Let these requests, or all, wait no longer; those that run are for the engines to end."""
+        for ticket in list(self._tickets):
+            if request_ids is None or ticket.request_id in request_ids:
+                ticket.abort()
+
+    def note_death(self, replica: Replica, error: EngineDiedError, incarnation: int) -> None:
+        """A replica that was asked in this incarnation did not answer because it has died."""
+        if not replica.note_death(error, incarnation):
+            return
+        self._router.forget(replica.index)
+        self._changes.announce()
+        log.warning("engine_died", replica=replica.index, state=replica.state, error=str(error))
+
+    def nobody_left(self) -> EngineDiedError:
+        """Says how each has died."""
+        deaths = [(replica.index, replica.death) for replica in self.members]
+        said = "; ".join(f"replica {index}: {death}" for index, death in deaths if death is not None)
+        return EngineDiedError(f"none of {len(deaths)} engines serves any more. {said}")
+
+    # -- inside
+
+    async def _choose(self, input_ids: IntArray) -> Replica:
+        while not (found := self._askable()):
+            await self._changes.next()
+        return self._members[self._router.choose(input_ids, among=[replica.index for replica in found])]
+
+    def _askable(self) -> list[Replica]:
+        """Those that may get a request now; none where it has to wait.
+
+        Raises:
+            EngineDiedError: It would wait for ever.
+        """
+        self._require_open()
+        if found := [replica for replica in self.serving if self._may_begin(replica)]:
+            return found
+        restarting = [replica for replica in self.members if replica.is_coming_back]
+        if any(replica.is_staying or replica.is_joining for replica in self.members):
+            return [replica for replica in restarting if replica.served is self.weights.published]
+        return self.coming_back
+
+    def _may_begin(self, replica: Replica) -> bool:
+        """False where it would wait for weights, for requests under replaced ones, or begin under replaced ones."""
+        if replica.index in self.weights.waiting:
+            return False
+        published = self.weights.published
+        if published.drain_deadline_s is None or replica.served is published:
+            return True
+        return not replica.num_running and not replica.updating.is_taken
+
+    async def _ask(self, replica: Replica, ask: Callable[[Replica], Awaitable[Any]], ticket: Ticket) -> Any:
+        with replica.carrying(ticket), self._router.carrying(replica.index, ticket.num_samples):
+            await self.weights.bring_asked(replica)
+            with replica.answering(ticket):
+                return await ask(replica)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise NotReadyError("the engine is closed; make a new one.")

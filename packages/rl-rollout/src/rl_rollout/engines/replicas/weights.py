@@ -1,0 +1,223 @@
+"""What all replicas must serve, and how each gets there."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import structlog
+
+from rl_core.data.records import FloatArray, IntArray
+from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
+from rl_core.weights.publish import PublishReport, check_receipt, publish_weights
+from rl_core.weights.update import WeightReceipt, WeightReceiver, WeightUpdate
+from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
+from rl_rollout.engines.waiting import Changes
+
+GONE = (WeightProofError, WeightsGoneError)
+"""What an engine says that cannot get published weights any more: there are none, or those of another version."""
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.02
+NEWS_DEADLINE_S = 600.0
+"""Longest wait of an engine whose weights are gone for the next publication."""
+
+
+class ReplicaWeights:
+    """Brings replicas to the weights that are published.
+
+    Attributes:
+        published: What every replica must serve now.
+        waiting: Replicas that need another publication, as they could not get the weights of this one; and why.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        """Nothing is published yet.
+
+        Args:
+            changes: Where it is announced that something was published, or that a replica has it or is idle.
+        """
+        self.published = FROM_DISK
+        self.waiting: dict[int, Exception] = {}
+        self._num_waiting: Counter[int] = Counter()
+        self._changes = changes
+
+    @contextmanager
+    def publishing(self, published: Published) -> Iterator[None]:
+        """From now on replicas must serve this; what an engine refuses, or does not prove, is not published."""
+        before = self.published
+        self._set(published)
+        try:
+            yield
+        except BaseException:
+            self._set(before)
+            raise
+
+    def _set(self, published: Published) -> None:
+        self.published = published
+        self.waiting.clear()
+        self._changes.announce()
+
+    async def restarted(self, replica: Replica) -> None:
+        """Wait while a replica is started again, and gets what is published.
+
+        Raises:
+            WeightProofError: It got something else.
+            WeightsGoneError: It could not get that.
+        """
+        while replica.is_coming_back:
+            if replica.index in self.waiting:
+                raise self.waiting[replica.index]
+            await asyncio.sleep(TICK_S)
+
+    async def bring(self, replica: Replica) -> PublishReport | None:
+        """Give a replica what is published, where it serves something else.
+
+        Returns:
+            Of the proof, whenever that was; None without a canary.
+
+        Raises:
+            WeightProofError: It serves something else.
+            EngineDiedError: It died.
+            DeadlineError: It did not end its requests.
+        """
+        if replica.served is not self.published:
+            async with replica.updating:
+                try:
+                    while replica.served is not self.published and not replica.is_gone:
+                        await self._drain_and_give(replica)
+                finally:
+                    replica.is_draining = False
+                    self._changes.announce()
+        return replica.report
+
+    async def bring_started(self, replica: Replica, receiver: WeightReceiver) -> None:
+        """As `bring`, for one that was just started and that nobody asks yet.
+
+        It may find the next version's file already: then it waits until that is published.
+
+        Raises:
+            DeadlineError: That did not come.
+        """
+        while replica.served is not (published := self.published):
+            try:
+                await self._give(replica, receiver)
+            except GONE as error:
+                await self._wait_for_news(replica, published, error)
+
+    async def bring_asked(self, replica: Replica) -> None:
+        """As `bring`, before a request; where the published weights are gone, it waits for the next ones.
+
+        They are gone where a publication failed after some replicas had its weights, or the learner died in it.
+
+        Raises:
+            WeightProofError: Nothing was published that it could serve.
+            EngineDiedError: It died.
+            DeadlineError: It did not end its requests, or no others were published.
+        """
+        while True:
+            published = self.published
+            try:
+                await self.restarted(replica)
+                await self.bring(replica)
+                return
+            except GONE as error:
+                if published.update is None:
+                    raise
+                await self._wait_for_news(replica, published, error)
+
+    async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
+        """Give a replica an update, and nothing else."""
+        before, replica.served, replica.report = replica.served, None, None
+        try:
+            return await receiver.update_weights(update)
+        except EngineDiedError:
+            raise
+        except EngineError:  # refused: it has touched nothing
+            replica.served = before
+            raise
+
+    async def _drain_and_give(self, replica: Replica) -> None:
+        published, began_at = self.published, time.perf_counter()
+        replica.is_draining = published.drain_deadline_s is not None
+        if published.drain_deadline_s is not None:
+            try:
+                async with asyncio.timeout(published.drain_deadline_s):
+                    while replica.num_running and self.published is published:
+                        await self._changes.next()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"replica {replica.index} had not ended {replica.num_running} samples "
+                    f"{published.drain_deadline_s:g} s after new requests were held back, and was not updated. Give it "
+                    "longer, shorten responses, or publish without drain."
+                ) from None
+        if self.published is not published:
+            return
+        drain_s = time.perf_counter() - began_at
+        await self._give(replica, replica.engine)
+        if replica.report is not None and replica.is_draining:
+            stall_s = time.perf_counter() - began_at - drain_s
+            replica.report = replace(replica.report, drain_s=drain_s, stall_s=stall_s)
+
+    async def _give(self, replica: Replica, receiver: WeightReceiver) -> None:
+        published, incarnation = self.published, replica.incarnation
+        if published.update is None:
+            raise WeightProofError(
+                f"replica {replica.index} serves weights that were not proven, and none were published before them. "
+                "Publish again."
+            )
+        taking = _Taking(self, replica, receiver)
+        report = None
+        try:
+            if published.canary is None:
+                receipt = await taking.update_weights(published.update)
+                check_receipt(published.update, receipt, tolerances=published.tolerances)
+            else:
+                report = await publish_weights(
+                    published.update, [taking], canary=published.canary, tolerances=published.tolerances
+                )
+        except WeightProofError as error:
+            raise WeightProofError(f"replica {replica.index}: {error}", tensor=error.tensor) from None
+        if replica.incarnation != incarnation:
+            raise EngineDiedError(f"replica {replica.index} was started again while it took weights.")
+        replica.served, replica.report = published, report
+        self._changes.announce()
+
+    async def _wait_for_news(self, replica: Replica, published: Published, error: Exception) -> None:
+        if self.published is not published:
+            return
+        if replica.index not in self.waiting:
+            log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
+        self.waiting[replica.index] = error
+        self._num_waiting[replica.index] += 1
+        try:
+            async with asyncio.timeout(NEWS_DEADLINE_S):
+                while self.published is published:
+                    await self._changes.next()
+        except TimeoutError:
+            raise DeadlineError(
+                f"replica {replica.index} could not get the present weights: {error} It waited "
+                f"{NEWS_DEADLINE_S:g} s for the next publication, and none came."
+            ) from None
+        finally:
+            self._num_waiting[replica.index] -= 1
+            if not self._num_waiting[replica.index]:  # who comes now may try again
+                self.waiting.pop(replica.index, None)
+                self._changes.announce()
+
+
+class _Taking:
+    """A replica while it takes weights: what it serves is not known before they are proven."""
+
+    def __init__(self, weights: ReplicaWeights, replica: Replica, receiver: WeightReceiver) -> None:
+        self._weights = weights
+        self._replica = replica
+        self._receiver = receiver
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        return await self._weights.take(self._replica, self._receiver, update)
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        return await self._receiver.score(sequences)

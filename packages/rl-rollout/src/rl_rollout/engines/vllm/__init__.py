@@ -1,0 +1,44 @@
+"""vLLM as a rollout engine, wholly in the calling process, on CPUs or GPUs by which vLLM is installed."""
+
+from pathlib import Path
+
+from rl_core.errors import MissingExtraError
+from rl_rollout.engines.model_folder import require_model_folder
+from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.stepped import SteppedEngine, Stepper
+
+__all__ = ["VLLMEngine", "VLLMOptions"]
+
+
+class VLLMEngine(SteppedEngine):
+    """vLLM in this process: no process is started, and a debugger works.
+
+    A learner of the same process is made before the engine is started: both share torch.distributed, which
+    must have a world size of 1. A process holds one such engine at a time; others go into processes of their
+    own (`rl_rollout.engines.process`).
+    """
+
+    def __init__(self, model_dir: Path, options: VLLMOptions | None = None) -> None:
+        """Choose a model; `start` loads it.
+
+        Args:
+            model_dir: A Hugging Face folder with safetensors.
+            options: How it runs.
+        """
+        self._model_dir = Path(model_dir)
+        self._options = options or VLLMOptions()
+        super().__init__(self._load, in_thread=True)
+
+    def _load(self) -> Stepper:
+        require_model_folder(self._model_dir)
+        try:
+            from rl_rollout.engines.vllm.environment import prepare_environment
+
+            prepare_environment()
+            from rl_rollout.engines.vllm.stepper import VLLMStepper
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the vLLM engine needs vLLM, which cannot be imported here: {error}. Install "
+                "'rl-rollout[vllm]' for GPUs, or locks/cpu.txt for CPUs."
+            ) from error
+        return VLLMStepper(self._model_dir, self._options)

@@ -1,0 +1,58 @@
+"""Environment variables that vLLM reads when it is imported, and what it changes in its process."""
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is made for the first one
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # a sequence of max_model_len is scored as a prompt, with one token to spare
+    "VLLM_LOGGING_LEVEL": "ERROR",  # a dozen warnings at each start on a CPU say nothing that a user can act on
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Defaults; what is set already stays."""
+
+_LEAKED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+"""Set by vLLM for processes of its own; they would reach every child process of ours."""
+
+
+def prepare_environment() -> None:
+    """Set the variables; called before vllm is first imported."""
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns at each start that there is no Triton
+
+
+@contextmanager
+def unchanged_process(num_threads: int) -> Iterator[None]:
+    """Undo what vLLM's start does to its process: it seeds the global generators, and keeps torch's threads for itself.
+
+    Args:
+        num_threads: torch threads of the calling thread afterwards.
+    """
+    set_num_threads = torch.set_num_threads
+    variables = {name: os.environ.get(name) for name in _LEAKED_VARIABLES}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,171 @@
+"""What vLLM's live layers serve, asked on each rank and put together.
+
+vLLM's CPU layers pack their weights and drop the originals, GPU layers fuse them, and tensor parallel gives each rank
+a part. So what is served is not read but asked: each live layer is applied to the probe vector, and its output is
+split where the Hugging Face tensors were joined. A rank says which rows of a tensor's probe it serves; a layer that is
+split along its input gives a summand of all rows. Rows that several ranks serve (norms, replicated key and value heads)
+must be right on each of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from rl_core.data.records import FloatArray
+from rl_core.weights.update import probe_tensor, probe_vector
+
+LiveParts = dict[str, "list[LivePart]"]
+"""What one rank serves of each tensor, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivePart:
+    """What one rank serves of a tensor's probe.
+
+    Attributes:
+        values: [n] float32.
+        start: Row of the whole probe that the first value is of.
+        num_rows: Of the whole probe.
+        is_summand: The values of all ranks add up; otherwise they stand side by side.
+    """
+
+    values: FloatArray
+    start: int
+    num_rows: int
+    is_summand: bool = False
+
+
+def live_parts(model: torch.nn.Module) -> LiveParts:
+    """What this rank's layers serve, by the checkpoint's names as the model's loader knows them."""
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    parts: LiveParts = {}
+    for name, part in _named_parts(model, packed):
+        parts.setdefault(name, []).append(part)
+    return parts
+
+
+def join_parts(ranks: Sequence[LiveParts], expected: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """The probe of each tensor as all ranks together serve it.
+
+    Args:
+        ranks: What each rank serves; every rank has the same names.
+        expected: The probes that were sent. Of rows that several ranks serve, the ones farthest from these are taken:
+            a single stale copy is enough to make rollouts wrong.
+
+    Returns:
+        [out] by name; rows that no rank serves are NaN.
+    """
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {
+        name: _joined([part for rank in ranks for part in rank.get(name, ())], expected.get(name)) for name in names
+    }
+
+
+def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArray:
+    num_rows = parts[0].num_rows
+    if parts[0].is_summand:
+        total = np.zeros(num_rows, np.float32)
+        for part in parts:
+            total[part.start : part.start + len(part.values)] += part.values
+        return total
+    whole, worst = np.full(num_rows, np.nan, np.float32), np.full(num_rows, -1.0)
+    if expected is None or expected.shape != whole.shape:
+        expected = np.zeros(num_rows, np.float32)
+    for part in parts:
+        rows = slice(part.start, part.start + len(part.values))
+        distance = np.nan_to_num(np.abs(part.values - expected[rows]), nan=np.inf)
+        whole[rows] = np.where(distance > worst[rows], part.values, whole[rows])
+        worst[rows] = np.maximum(distance, worst[rows])
+    return whole
+
+
+def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
+    for path, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            yield from _linear_parts(path, module, packed)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield f"{path}.weight", _vocabulary_part(module)
+        else:
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                probe = probe_tensor(parameter)
+                yield name, LivePart(values=probe, start=0, num_rows=len(probe))
+
+
+def _linear_parts(path: str, module: LinearBase, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
+    own_name = path.rpartition(".")[2]
+    parent = path.removesuffix(own_name)
+    names = packed.get(own_name, [own_name])
+    yield from _split(module, _apply(module, *_input_range(module)), [f"{parent}{name}.weight" for name in names])
+    if module.bias is not None:
+        bias = module.bias.detach().float().cpu()
+        yield from _split(module, bias, [f"{parent}{name}.bias" for name in names], is_summand=False)
+
+
+def _input_range(module: LinearBase) -> tuple[int, int, int]:
+    """First and last input of this rank, and how many there are on all ranks."""
+    if not isinstance(module, RowParallelLinear):
+        return 0, module.input_size, module.input_size
+    size = module.input_size_per_partition
+    return module.tp_rank * size, (module.tp_rank + 1) * size, module.input_size
+
+
+def _split(
+    module: LinearBase, outputs: torch.Tensor, names: Sequence[str], *, is_summand: bool | None = None
+) -> Iterator[tuple[str, LivePart]]:
+    """Where this rank's outputs belong: joined layers are one behind the other on each rank, and in a joined tensor."""
+    if isinstance(module, RowParallelLinear):
+        sums = module.tp_size > 1 if is_summand is None else is_summand
+        yield names[0], LivePart(values=outputs.numpy(), start=0, num_rows=len(outputs), is_summand=sums)
+        return
+    sizes: list[int] = list(module.output_partition_sizes)
+    wholes = [size * _num_parts(module, index) for index, size in enumerate(sizes)]
+    before = [0] * len(sizes) if len(names) > 1 else [sum(wholes[:index]) for index in range(len(sizes))]
+    for index, part in enumerate(torch.split(outputs, sizes)):
+        yield (
+            names[index] if len(names) > 1 else names[0],
+            LivePart(
+                values=part.numpy(),
+                start=before[index] + _part_index(module, index) * sizes[index],
+                num_rows=wholes[index] if len(names) > 1 else sum(wholes),
+            ),
+        )
+
+
+def _num_parts(module: LinearBase, index: int) -> int:
+    """In how many parts the layer's joined tensor `index` (such as q, k, v) is split."""
+    if isinstance(module, ReplicatedLinear):
+        return 1
+    num_parts: int = module.tp_size // _num_copies(module, index)
+    return num_parts
+
+
+def _part_index(module: LinearBase, index: int) -> int:
+    part: int = 0 if isinstance(module, ReplicatedLinear) else module.tp_rank // _num_copies(module, index)
+    return part
+
+
+def _num_copies(module: LinearBase, index: int) -> int:
+    """Ranks that serve the same key and value head, where there are more ranks than heads."""
+    return module.num_kv_head_replicas if isinstance(module, QKVParallelLinear) and index > 0 else 1
+
+
+def _vocabulary_part(module: VocabParallelEmbedding) -> LivePart:
+    """This rank's rows; padding is dropped."""
+    indices = module.shard_indices
+    if isinstance(module, ParallelLMHead):
+        rows = _apply(module, 0, module.embedding_dim, module.embedding_dim)[: indices.num_org_elements].numpy()
+    else:
+        rows = probe_tensor(module.weight[: indices.num_org_elements])
+    return LivePart(values=rows, start=indices.org_vocab_start_index, num_rows=module.org_vocab_size)
+
+
+def _apply(module: Any, first: int, last: int, num_inputs: int) -> torch.Tensor:
+    """[out] float32: the live layer, packed as it is, on its part of the probe vector."""
+    vector = probe_vector(num_inputs)[first:last].to(device=module.weight.device, dtype=module.weight.dtype)
+    output: torch.Tensor = module.quant_method.apply(module, vector.unsqueeze(0))
+    return output.squeeze(0).float().cpu()

@@ -1,0 +1,360 @@
+"""vLLM's core as a `Stepper`. Importing this imports vLLM, which takes seconds."""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm import __version__ as vllm_version
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.outputs import LogprobsTensors
+
+from rl_core.data.records import FinishReason as OurFinishReason
+from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
+from rl_core.weights.broadcast import BroadcastReceiver
+from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_rollout.engines.model_folder import end_token_ids, max_positions
+from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams, TokenScores
+from rl_rollout.engines.stepped import Sample
+from rl_rollout.engines.vllm.environment import unchanged_process
+from rl_rollout.engines.vllm.live_weights import join_parts
+from rl_rollout.engines.vllm.update import expected_probes, join_arrived, receive_request, update_shapes, workers_source
+from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
+from rl_rollout.engines.weight_checks import check_update, tensor_shapes
+
+FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
+MAX_IDLE_STEPS = 100
+"""Steps without any computation, while samples run, after which the scheduler is stuck."""
+
+MAX_SCORING_STEPS = 2
+"""Steps' worth of tokens to score that vLLM is given at once: requests that come later do not wait for more."""
+
+_engines_in_process: set[int] = set()
+
+
+class VLLMStepper:
+    """One vLLM core, driven step by step.
+
+    Requests go straight to the core and tokens come straight from it: vLLM's own front end, made for text
+    and streams, takes as long as the model when responses are short.
+    """
+
+    def __init__(self, model_dir: Path, options: VLLMOptions) -> None:
+        """Load the model.
+
+        Raises:
+            EngineError: This process cannot hold the engine.
+        """
+        _require_room()
+        self._owns_process_group = not torch.distributed.is_initialized()
+        self._is_cpu = current_platform.is_cpu()
+        self._seeds = np.random.default_rng(options.seed)
+        self._end_token_ids = end_token_ids(model_dir)
+        self._shapes = tensor_shapes(model_dir)
+        self._running: dict[str, tuple[Sample, Any]] = {}
+        self._to_score: deque[Sample] = deque()
+        self._num_scoring_tokens = 0
+        self._max_scoring_tokens = MAX_SCORING_STEPS * options.max_num_batched_tokens
+        self._num_requests = 0
+        self._num_idle_steps = 0
+        self._version = 0
+        self._num_ranks = options.tensor_parallel_size
+        self._receiver = BroadcastReceiver(num_workers=self._num_ranks)
+        self._engine = self._start_engine(model_dir, options)
+        _engines_in_process.add(id(self))
+        self._client: Any = self._engine.engine_core
+        self._core: Any = self._client.engine_core
+        self._watch = self._take_workers()
+        self._core.collective_rpc("score_in_pieces")
+        if self._is_cpu:
+            self._core.collective_rpc("draw_by_seed_and_position")
+        model_config = self._engine.model_config
+        device = current_platform.device_type
+        self._traits = EngineTraits(
+            name=f"vllm {vllm_version} ({device}, {options.dtype})",
+            max_model_len=model_config.max_model_len - 1,
+            vocab_size=model_config.get_vocab_size(),
+            can_sleep=options.can_sleep and not self._is_cpu,
+            max_top_k=min(options.max_top_k, model_config.get_vocab_size()),
+        )
+
+    @property
+    def traits(self) -> EngineTraits:
+        """See `Stepper.traits`."""
+        return self._traits
+
+    def admit(self, samples: Sequence[Sample]) -> None:
+        """See `Stepper.admit`; what is to be scored waits here for its turn."""
+        for sample in samples:
+            if sample.sampling is None:
+                self._to_score.append(sample)
+            else:
+                self._add(sample)
+
+    def step(self) -> list[Sample]:
+        """See `Stepper.step`."""
+        self._add_scoring()
+        outputs, is_executed = self._core.step_fn()
+        self._core.post_step(is_executed)
+        self._watch_progress(is_executed)
+        finished = []
+        for client_outputs in (outputs or {}).values():
+            for output in client_outputs.outputs:
+                sample = self._take(output)
+                if sample is not None:
+                    finished.append(sample)
+        return finished
+
+    def remove(self, samples: Sequence[Sample]) -> None:
+        """See `Stepper.remove`."""
+        leaving = set(samples)
+        self._to_score = deque(sample for sample in self._to_score if sample not in leaving)
+        ids = [request_id for request_id, (sample, _) in self._running.items() if sample in leaving]
+        self._core.abort_requests(ids)
+        for request_id in ids:
+            self._drop(request_id)
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """See `Stepper.update_weights`."""
+        check_update(update, update_shapes(update), self._shapes)
+        ranks = self._replace_weights(update)
+        self.reset_prefix_cache()
+        self._version = update.version
+        parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
+        live = join_parts(parts, expected_probes(update))
+        return WeightReceipt(version=update.version, arrived=join_arrived(ranks, update), live=live)
+
+    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, int]]:
+        """What arrived at each rank."""
+        if update.broadcast is None:
+            with workers_source(update, is_shared=self._num_ranks > 1) as source:
+                ranks = self._core.collective_rpc("replace_all_weights", args=(source, list(update.tied)))
+        else:
+            try:
+                meeting = self._receiver.announce(update)
+            except (TransferError, DeadlineError) as error:  # nothing is replaced yet
+                raise WeightsGoneError(str(error)) from error
+            args = (meeting, self._receiver.name, receive_request(update))
+            ranks = self._core.collective_rpc("receive_all_weights", args=args)
+        arrived: list[dict[str, int]] = ranks
+        return arrived
+
+    def reset_prefix_cache(self) -> None:
+        """See `Stepper.reset_prefix_cache`; running requests compute theirs again."""
+        self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def sleep(self) -> None:
+        """See `Stepper.sleep`: weights go to the host, the KV cache goes."""
+        self.reset_prefix_cache()
+        self._core.model_executor.sleep(1)
+
+    def wake(self) -> None:
+        """See `Stepper.wake`."""
+        self._core.model_executor.wake_up()
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        self._watch.stop()
+        with _kept_process_group(is_kept=not self._owns_process_group):
+            self._client.shutdown()
+        _engines_in_process.discard(id(self))
+        self._running.clear()
+        self._to_score.clear()
+        del self._engine, self._client, self._core
+        gc.collect()
+
+    def _start_engine(self, model_dir: Path, options: VLLMOptions) -> LLMEngine:
+        num_threads = options.num_threads or torch.get_num_threads()
+        with (
+            unchanged_process(num_threads),
+            worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
+            self._shut_down_on_error(),
+        ):
+            return LLMEngine.from_engine_args(_engine_args(model_dir, options))
+
+    def _take_workers(self) -> WorkerWatch:
+        """Watch the workers' processes, and let nothing of them outlive them."""
+        executor = self._core.model_executor
+        if self._num_ranks > 1:
+            self._core.collective_rpc("unlink_shared")
+            unlink_queues([executor.rpc_broadcast_mq, *executor.response_mqs])
+        return WorkerWatch(executor)
+
+    @contextmanager
+    def _shut_down_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            with _kept_process_group(is_kept=not self._owns_process_group):
+                cleanup_dist_env_and_memory()
+            raise
+
+    def _add_scoring(self) -> None:
+        """Give vLLM what is to be scored, as much of it as its next steps can take; one sequence at least."""
+        while self._to_score and self._num_scoring_tokens < self._max_scoring_tokens:
+            sample = self._to_score.popleft()
+            self._num_scoring_tokens += len(sample.input_ids)
+            self._add(sample)
+
+    def _add(self, sample: Sample) -> None:
+        self._num_requests += 1
+        request = EngineCoreRequest(
+            request_id=str(self._num_requests),
+            prompt_token_ids=sample.input_ids,
+            mm_features=None,
+            sampling_params=self._sampling_params(sample),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        core_request, wave = self._core.preprocess_add_request(request)
+        self._core.add_request(core_request, wave)
+        self._running[request.request_id] = (sample, core_request)
+
+    def _drop(self, request_id: str) -> None:
+        sample, _ = self._running.pop(request_id)
+        if sample.sampling is None:
+            self._num_scoring_tokens -= len(sample.input_ids)
+
+    def _sampling_params(self, sample: Sample) -> VLLMSamplingParams:
+        sampling = sample.sampling
+        if sampling is None:
+            return VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=sample.top_k, detokenize=False)
+        seed = sample.seed
+        if self._is_cpu and seed is None:
+            seed = int(self._seeds.integers(2**63))
+        return VLLMSamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or 0,
+            seed=None if self._is_cpu else seed,
+            extra_args={"seed": seed} if self._is_cpu else None,
+            stop_token_ids=self._stop_token_ids(sampling),
+            logprobs=0 if sampling.temperature else None,
+            detokenize=False,
+            skip_clone=True,
+        )
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> list[int]:
+        return [*self._end_token_ids, *sampling.stop_token_ids]
+
+    def _take(self, output: EngineCoreOutput) -> Sample | None:
+        """Give the new tokens to their sample; the sample when it is finished."""
+        entry = self._running.get(output.request_id)
+        if entry is None:
+            return None
+        sample, core_request = entry
+        if sample.sampling is None:
+            sample.scores = _scores(output, sample.top_k)
+        else:
+            sample.token_ids.extend(output.new_token_ids)
+            sample.policy_versions.extend([self._version] * len(output.new_token_ids))
+            if output.new_logprobs is not None:
+                sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+        if output.finish_reason is None:
+            return None
+        self._drop(output.request_id)
+        if output.finish_reason not in FINISH_REASONS:
+            raise RuntimeError(f"vLLM ended a request with {output.finish_reason!s}: {output.stop_reason}")
+        sample.finish_reason = FINISH_REASONS[output.finish_reason]
+        sample.num_preempted = core_request.num_preemptions
+        return sample
+
+    def _watch_progress(self, is_executed: bool) -> None:
+        self._num_idle_steps = 0 if is_executed or not self._running else self._num_idle_steps + 1
+        if self._num_idle_steps > MAX_IDLE_STEPS:
+            raise RuntimeError(
+                f"vLLM's scheduler made {MAX_IDLE_STEPS} empty steps while {len(self._running)} samples wait; "
+                "its KV cache may be too small for one of them."
+            )
+
+
+def _require_room() -> None:
+    if _engines_in_process:
+        raise EngineError(
+            "this process holds a vLLM engine already, and vLLM's state is global. Close it first, or put one of "
+            "the two into a process of its own (rl_rollout.engines.process)."
+        )
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise EngineError(
+            "a vLLM engine shares torch.distributed with the learner of its process, which must have a world size of "
+            f"1; found {torch.distributed.get_world_size()}. Put the engine into a process of its own."
+        )
+
+
+def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
+    is_cpu = current_platform.is_cpu()
+    kv_cache_gib = 1.0 if options.kv_cache_gib is None and is_cpu else options.kv_cache_gib
+    return EngineArgs(
+        model=str(model_dir),
+        skip_tokenizer_init=True,
+        load_format="safetensors",
+        use_tqdm_on_load=False,
+        dtype=options.dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
+        max_model_len=(options.max_model_len or max_positions(model_dir)) + 1,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_logprobs=options.max_top_k,
+        kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        block_size=32 if options.block_size is None and is_cpu else options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enforce_eager=options.enforce_eager,
+        seed=options.seed,
+        enable_sleep_mode=options.can_sleep and not is_cpu,
+        logprobs_mode="processed_logprobs",
+        async_scheduling=False,
+        disable_log_stats=True,
+        worker_extension_cls="rl_rollout.engines.vllm.worker.WorkerExtension",
+        kv_transfer_config=_prompt_sharing() if is_cpu and options.enable_prefix_caching else None,
+    )
+
+
+def _prompt_sharing() -> KVTransferConfig:
+    module = "rl_rollout.engines.vllm.prompt_sharing"
+    return KVTransferConfig(kv_connector="PromptSharing", kv_connector_module_path=module, kv_role="kv_consumer")
+
+
+def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:
+    found = output.new_prompt_logprobs_tensors
+    if found is None:  # a sequence of one token
+        found = LogprobsTensors.empty_cpu(0, top_k + 1)
+    return TokenScores.after_first(found.logprob_token_ids.numpy(), found.logprobs.numpy())
+
+
+@contextmanager
+def _kept_process_group(*, is_kept: bool) -> Iterator[None]:
+    """Keep the default process group, where it is the learner's: vLLM's shutdown destroys it."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_others(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    if is_kept:
+        torch.distributed.destroy_process_group = destroy_others
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy

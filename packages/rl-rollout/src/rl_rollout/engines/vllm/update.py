@@ -1,0 +1,94 @@
+"""A weight update on its way to vLLM's workers, and what they say of it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rl_core.data.records import FloatArray
+from rl_core.errors import EngineError, WeightsGoneError
+from rl_core.weights.broadcast_group import TensorSpec
+from rl_core.weights.transports import SHARED_MEMORY, make_locked_folder
+from rl_core.weights.update import WeightUpdate
+from rl_rollout.engines.vllm.broadcast import ReceiveRequest
+
+WeightSource = Mapping[str, torch.Tensor] | Path
+"""Where workers take tensors from: this process, or a safetensors file."""
+
+
+def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
+    """An empty tensor for each one of the update, with its shape.
+
+    Raises:
+        EngineError: The update has no tensors.
+        WeightsGoneError: Its file is gone or torn.
+    """
+    if update.broadcast is not None:
+        return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
+    if update.tensors is not None:
+        return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
+    if update.file is None:
+        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
+    try:
+        with safe_open(update.file, framework="pt") as tensors:
+            return {
+                name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+                for name in tensors.keys()  # noqa: SIM118 - not a mapping
+            }
+    except (OSError, SafetensorError) as error:
+        raise WeightsGoneError(
+            f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
+            "engine has taken it."
+        ) from error
+
+
+@contextmanager
+def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightSource]:
+    """What workers read an update from.
+
+    Args:
+        update: With tensors or a file.
+        is_shared: The workers are other processes: tensors of this one are written to shared memory meanwhile.
+    """
+    if update.tensors is None:
+        if update.file is None:
+            raise EngineError(f"weight update {update.version} has neither tensors nor a file.")
+        yield update.file
+    elif not is_shared:
+        yield update.tensors
+    else:
+        folder, lock_fd = make_locked_folder(SHARED_MEMORY)
+        try:
+            file = Path(folder.name) / "weights.safetensors"
+            save_file({name: tensor.detach().contiguous().cpu() for name, tensor in update.tensors.items()}, file)
+            yield file
+        finally:
+            folder.cleanup()
+            if lock_fd is not None:
+                os.close(lock_fd)
+
+
+def receive_request(update: WeightUpdate) -> ReceiveRequest:
+    """What workers are told of an update that is broadcast."""
+    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
+    return ReceiveRequest(specs=specs, tied=list(update.tied))
+
+
+def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
+    """The probes that were sent, by name; of a tied name, its source's."""
+    probes = {name: digest.probe for name, digest in update.digests.items()}
+    tied = {name: probes[source] for name, source in update.tied.items() if source in probes}
+    return probes | tied
+
+
+def join_arrived(ranks: Sequence[Mapping[str, int]], update: WeightUpdate) -> dict[str, int]:
+    """Checksums of the tensors as they arrived; where ranks differ, one that is not what was sent."""
+    sent = {name: digest.crc32c for name, digest in update.digests.items()}
+    return {
+        name: next((rank[name] for rank in ranks if rank[name] != sent.get(name)), first)
+        for name, first in ranks[0].items()
+    }

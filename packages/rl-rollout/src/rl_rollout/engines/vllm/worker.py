@@ -1,0 +1,155 @@
+"""What runs inside vLLM's workers: replacing all weights, and asking the live layers what they serve.
+
+With tensor parallel each rank is a process of its own, to which no tensor is passed: it reads the update's file.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from rl_core.weights.update import Broadcast, tensor_crc32c
+from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all
+from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
+from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
+from rl_rollout.engines.vllm.worker_processes import unlink_what_workers_share
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; called with `collective_rpc`."""
+
+    model_runner: Any
+    device: torch.device
+    distributed_init_method: str
+
+    @torch.inference_mode()
+    def replace_all_weights(self, source: Mapping[str, torch.Tensor] | Path, tied: Iterable[str]) -> dict[str, int]:
+        """Load every tensor of the model, by Hugging Face name.
+
+        Args:
+            source: The tensors, or a safetensors file that holds them.
+            tied: Names among them that the model serves from another tensor.
+
+        Returns:
+            crc32c of each tensor as this rank got it.
+        """
+        model = self.model_runner.get_model()
+        sums: dict[str, Future[int]] = {}
+        with _opened(source) as tensors, ThreadPoolExecutor(1, "checksums of weights") as thread:
+            initialize_layerwise_reload(model)
+            model.load_weights(_arriving(tensors, set(tied), thread, sums))
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+            repack_output_head(model)
+            return {name: checksum.result() for name, checksum in sums.items()}
+
+    @torch.inference_mode()
+    def receive_all_weights(self, meeting: Broadcast, engine: str, request: ReceiveRequest) -> dict[str, int]:
+        """As `replace_all_weights`, of tensors that a sender broadcasts; see `receive_all`."""
+        arrived = receive_all(self, meeting, engine, request)
+        repack_output_head(self.model_runner.get_model())
+        return arrived
+
+    @torch.inference_mode()
+    def probe_live_weights(self, names: Iterable[str]) -> LiveParts:
+        """What this rank serves of each named Hugging Face tensor; names that have no live layer are left out."""
+        model = self.model_runner.get_model()
+        live = live_parts(model)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        if mapper is not None:
+            mapper = replace(mapper, orig_to_new_stacked={})  # the probes are split, hence named as in the checkpoint
+        found = {name: live.get(_vllm_name(mapper, name)) for name in names}
+        return {name: parts for name, parts in found.items() if parts is not None}
+
+    def unlink_shared(self) -> None:
+        """Let nothing stay in shared memory or the temporary folder when this process is killed."""
+        is_cpu = self.device.type == "cpu"  # on GPUs a communicator may be made later
+        unlink_what_workers_share(self.distributed_init_method if is_cpu else None)
+
+    def score_in_pieces(self) -> None:
+        """Score prompts with a bounded number of logits at a time, and rank no token; see `vllm_prompt_scores`."""
+        score_in_pieces(self.model_runner)
+
+    def draw_by_seed_and_position(self) -> None:
+        """Let the sampler on a CPU draw each token by its sample's seed and its position in the response alone.
+
+        vLLM keeps a generator for each seeded request, which on CPUs fails when a prompt is computed in pieces (it
+        cannot be wound back), and draws anew what a preemption repeats. Seeds come in `extra_args`, so that vLLM
+        makes no generators.
+        """
+        runner = self.model_runner
+
+        def draw(
+            logits: torch.Tensor, _generators: object, k: torch.Tensor | None, p: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = apply_top_k_top_p(logits, k, p)
+            tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), _row_seeds(runner, len(logits)))
+            return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
+
+        runner.sampler.topk_topp_sampler.forward = draw
+
+
+def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:
+    """[N] int64: for each request of the batch a number that its seed and the position of its next token decide."""
+    batch = runner.input_batch
+    if num_rows != batch.num_reqs:
+        raise RuntimeError(f"vLLM samples {num_rows} rows for {batch.num_reqs} requests; expected one a request.")
+    extras = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
+    seeds = np.array([extra["seed"] % 2**64 if extra else 0 for extra in extras], dtype=np.uint64)
+    positions = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
+    mixed = _splitmix64(_splitmix64(seeds) + positions.astype(np.uint64))
+    return torch.from_numpy((mixed >> np.uint64(1)).astype(np.int64))
+
+
+def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of each number (Steele et al. 2014), so that neighbours have nothing in common."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@contextmanager
+def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    """The tensors one by one; a file's are read when they are asked for."""
+    if isinstance(source, Mapping):
+        yield source.items()
+        return
+    with safe_open(source, framework="pt") as file:
+        yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
+
+
+def _arriving(
+    tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str], thread: Executor, sums: dict[str, Future[int]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Have each tensor summed up as it passes, and drop those that the model serves from another."""
+    last: Future[int] | None = None
+    for name, tensor in tensors:
+        if last is not None:
+            last.result()  # no more than one tensor is kept for its checksum
+        last = sums[name] = thread.submit(tensor_crc32c, tensor)
+        if name not in tied:
+            yield name, tensor
+
+
+def repack_output_head(model: torch.nn.Module) -> None:
+    """Pack the output head anew: vLLM's reload leaves one that is tied to the embeddings stale on CPUs."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _vllm_name(mapper: Any, name: str) -> str:
+    if mapper is None:
+        return name
+    names: list[str] = mapper.apply_list([name])
+    return names[0] if names else name

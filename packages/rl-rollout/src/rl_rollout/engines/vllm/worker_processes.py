@@ -1,0 +1,104 @@
+"""vLLM's worker processes under tensor parallel: what they run with, and that nothing of them stays behind."""
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, util
+from multiprocessing.synchronize import SemLock
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+from rl_core.weights.transports import SHARED_MEMORY
+
+CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+@contextmanager
+def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> Iterator[None]:
+    """Variables that workers are started with.
+
+    On CPUs vLLM binds each worker to a memory node of its own, and refuses to start with fewer nodes than workers:
+    here they share what there is, unless the variable is set.
+
+    Args:
+        num_workers: 1 sets nothing: the worker is this process.
+        num_threads: For all of them together.
+        is_cpu: Threads are those of a CPU's worker.
+    """
+    wanted = {}
+    if num_workers > 1 and is_cpu:
+        wanted = {"OMP_NUM_THREADS": str(max(1, num_threads // num_workers))}
+        wanted |= {} if CPU_BINDING in os.environ else {CPU_BINDING: "nobind"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class WorkerWatch:
+    """Ends all workers when one has died.
+
+    vLLM gives the others seconds to end by themselves, which they spend waiting for the dead one inside a collective;
+    meanwhile whoever asked them waits too.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        """Watch the workers of vLLM's executor, where it has processes."""
+        self._processes: Sequence[Any] = [worker.proc for worker in getattr(executor, "workers", ())]
+        self._is_over = False
+        if self._processes:
+            Thread(target=self._watch, name="watch vLLM's workers", daemon=True).start()
+
+    def stop(self) -> None:
+        """They are about to be ended."""
+        self._is_over = True
+
+    def _watch(self) -> None:
+        connection.wait([process.sentinel for process in self._processes])
+        if not self._is_over:
+            for process in self._processes:
+                process.kill()
+
+
+def unlink_queues(queues: Iterable[MessageQueue | None]) -> None:
+    """Take the names from queues that everybody has opened: memory without a name ends with its last process."""
+    for queue in queues:
+        if queue is None:
+            continue
+        if queue.buffer is not None and queue.buffer.is_creator:
+            queue.buffer.is_creator = False  # it would be unlinked again when it is collected
+            queue.buffer.shared_memory.unlink()
+        for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr):
+            if address is not None:
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def unlink_what_workers_share(init_method: str | None) -> None:
+    """Take every name from what a worker shares, once all ranks have met.
+
+    A worker that is killed removes nothing, and vLLM's memory for collectives on CPUs stays even after a clean end.
+
+    Args:
+        init_method: Where the ranks met, such as "file:///tmp/vllm_dist_..."; None where they may meet again.
+    """
+    unlink_queues(item for item in gc.get_objects() if type(item) is MessageQueue)  # vLLM does not say where they are
+    finalizers: list[Any] = list(util._finalizer_registry.values())  # type: ignore[attr-defined] # private
+    for finalizer in finalizers:
+        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined] # removes the name of a lock
+            finalizer()
+    if init_method is None:
+        return
+    meeting_point = Path(init_method.removeprefix("file://"))
+    for segment in SHARED_MEMORY.glob(f"{meeting_point.name}-*"):
+        segment.unlink(missing_ok=True)
+    meeting_point.unlink(missing_ok=True)
