@@ -95,6 +95,7 @@ def test_a_collector_that_never_ends_does_not_hang_the_watchdog(tmp_path):
     assert "could not be asked within 0.01 s" in report.verdict
     assert "in collect" in report.roles[0].stack
     assert report.roles[0].is_answering
+    wait_until(watched.path.exists, "the report, which may take longer than 0.01 s to write", deadline_s=FAR_S)
     assert read_hang_report(watched.path).causes == report.causes
 
 
