@@ -1,6 +1,7 @@
 """A program that is forked from the server of warm starts sees what it sees when it is started cold."""
 
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -95,3 +96,9 @@ def test_other_programs_and_other_threads_start_cold(
     monkeypatch.setattr(warm_start, "_start", pytest.fail)
     process = WarmPopen([sys.executable, *words], stderr=subprocess.DEVNULL, **options)
     process.wait(60)
+
+
+def test_every_module_that_is_named_exists() -> None:
+    """One that is missing would be left out without a word, and each process would be slow again."""
+    ours = (*warm_start.PRELOADED, *(name for name in warm_start.MODULES if "." in name))
+    assert [name for name in ours if importlib.util.find_spec(name) is None] == []
