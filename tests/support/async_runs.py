@@ -100,4 +100,4 @@ def run_states(folder: Path) -> dict[str, str]:
     from rl_core.queue.journal.inspection import inspect_journal
 
     report = inspect_journal(folder / QUEUE)
-    return {prompt.uid: prompt.state for prompt in report.prompts if prompt.partition == "train"}
+    return {prompt.uid: prompt.state for prompt in report.prompts}

@@ -10,7 +10,6 @@ from rl_core.errors import DataError, DeadlineError, NothingToLeaseError
 from rl_core.testing import FakeClock
 
 NUM_SESSIONS = 2
-PARTITIONS = ("train", "eval")
 LEASE_S = 10
 
 
@@ -27,7 +26,6 @@ def tasks_of(max_staleness):
             max_staleness=max_staleness,
         ),
         "log": TaskSpec(name="log", needs=frozenset({"reward"})),
-        "eval": TaskSpec(name="eval", needs=frozenset({"reward"}), order="issue", partition="eval"),
     }
 
 
@@ -36,7 +34,6 @@ class Group:
     """What should be known of a prompt; `rows` has the versions of each session's rows, None for no version."""
 
     uid: str
-    partition: str = "train"
     attempt: int = 1
     rows: dict = field(default_factory=dict)
     failures: dict = field(default_factory=dict)
@@ -53,7 +50,7 @@ class Group:
     def state(self):
         if self.is_dropped:
             return "dropped"
-        is_done = self.acked == ({"eval"} if self.partition == "eval" else {"reference", "train", "log"})
+        is_done = self.acked == {"reference", "train", "log"}
         return "issued" if self.missing else "done" if is_done else "settled"
 
     @property
@@ -112,16 +109,14 @@ class QueueModel:
 
     def is_ready(self, group, task):
         is_given = task != "train" or "reference" in group.acked
-        is_there = group.state == "settled" and is_given and group.partition == self.tasks[task].partition
-        return is_there and task not in group.acked and group not in self.taken(task)
+        return group.state == "settled" and is_given and task not in group.acked and group not in self.taken(task)
 
     def is_stale(self, group, task):
         bound = self.tasks[task].max_staleness
         return bound is not None and group.versions is not None and self.version - group.versions[0] > bound
 
     def possible(self, task):
-        seen = [group for group in self.open_groups() if group.partition == self.tasks[task].partition]
-        return [group for group in seen if task not in group.acked]
+        return [group for group in self.open_groups() if task not in group.acked]
 
     def queue_of(self, task):
         """Groups that may come next, in the task's order; one that is not ready holds up those after it."""

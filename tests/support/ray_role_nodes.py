@@ -19,7 +19,7 @@ ECHO = "cluster_conformance.role:EchoRole"
 
 
 def node_of(role):
-    return role._life._hello.node
+    return role._current._hello.node
 
 
 async def refused(work):
@@ -48,10 +48,10 @@ async def main(nodes):
 
         far = next(role for role in learners if node_of(role) == nodes[0].node_id)
         await far.call("say", "last words from afar")
-        said = await asyncio.to_thread(read_there, far._life._hello, DEADLINE_S)
+        said = await asyncio.to_thread(read_there, far._current._hello, DEADLINE_S)
         say("afar", "last words from afar" in said)
         asked = await far.stacks(deadline_s=DEADLINE_S)
-        dumped = await asyncio.to_thread(dump_there, far._life._hello, far._life._mark, DEADLINE_S)
+        dumped = await asyncio.to_thread(dump_there, far._current._hello, far._current._mark, DEADLINE_S)
         say("stacks", "its event loop turns" in asked, "What a signal had it write" in dumped, "Thread 0x" in dumped)
         os.kill(far.pid, signal.SIGKILL)
         error = await far.wait_death()

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from rl_core.cluster import Cluster, ClusterOptions, RoleSpec, open_cluster
-from rl_core.cluster.local import ProcessLauncher
+from rl_core.cluster.local import LocalLauncher
 from rl_core.cluster.processes.guard import Family, descendants, family_members, is_running
 from rl_core.cluster.processes.incarnation import describe_exit
 from rl_core.cluster.role_spec import load_factory
@@ -136,7 +136,7 @@ def test_a_role_that_stands_still_holds_up_nobody():
     with_role(use, close_deadline_s=0.2)
 
 
-class HangingLauncher(ProcessLauncher):
+class HangingLauncher(LocalLauncher):
     """A place that does not answer, such as a Ray cluster that is not there."""
 
     place = "the cluster at nowhere:1"

@@ -66,16 +66,6 @@ def test_tasks_need_columns_that_something_gives():
         InProcessQueue([TaskSpec(name="reference", needs=frozenset(), gives=frozenset({"reference_logprob"}))])
 
 
-def test_a_task_needs_columns_of_its_partition():
-    give = TaskSpec(name="give", needs=frozenset(), gives=frozenset({"values"}))
-    need = TaskSpec(name="need", needs=frozenset({"values"}))
-    InProcessQueue([give, need]).close()
-    with pytest.raises(SettingsError, match=r"'need' needs \['values'\]"):
-        InProcessQueue([give, replace(need, partition="eval")])
-    with pytest.raises(SettingsError, match="partition of task 'need' must be a name; found ''"):
-        InProcessQueue([give, replace(need, partition="")])
-
-
 def test_thousands_of_groups_cost_each_put_the_same():
     """Eight times the groups take about eight times as long, not 64 times, in processor time."""
     few, many = _time_puts(250), _time_puts(2000)

@@ -6,7 +6,6 @@ import random
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
@@ -142,12 +141,12 @@ def test_a_prompt_that_is_not_json_is_refused_and_the_queue_goes_on(tmp_path, op
 def test_a_forgotten_uid_may_be_issued_again_at_once(tmp_path):
     journal = SqliteJournal(tmp_path, [TRAIN], QueueOptions(), clock=FakeClock())
     core = QueueCore([TRAIN], QueueOptions())
-    core.issue([("p0", make_prompt("p0"))], num_sessions=1, partition="train", now=0.0)
+    core.issue([("p0", make_prompt("p0"))], num_sessions=1, now=0.0)
     journal.write(core)
     core.dirty.clear()
     core.drop(core.groups.find_open("p0"), "too easy", reissue=False, now=0.0)
     core.forget_finished()
-    core.issue([("p0", make_prompt("p0"))], num_sessions=2, partition="train", now=0.0)
+    core.issue([("p0", make_prompt("p0"))], num_sessions=2, now=0.0)
     journal.write(core)  # all of it between two writes, as a server may be asked to
     (group,) = journal.load({}).groups
     assert (group.uid, group.num_sessions, group.state) == ("p0", 2, "issued")
@@ -227,9 +226,9 @@ def test_a_queue_that_is_closed_twice_closes_no_file_of_others(tmp_path, opened)
 def test_another_format_is_refused(tmp_path, opened):
     opened(tmp_path).close()
     with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"3",))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"4",))
     connection.close()
-    with pytest.raises(JournalError, match=r"has format 3; expected one of \(1, 2\)"):
+    with pytest.raises(JournalError, match=r"has format 4; expected one of \(1, 2, 3\)"):
         opened(tmp_path)
 
 
@@ -367,50 +366,49 @@ def test_a_finish_that_was_lost_on_its_way_is_done_when_it_is_repeated(tmp_path,
     assert queue.ledger()[0].state == "done"
 
 
-# -- partitions
+# -- journals of older formats
 
 
-def test_groups_stay_in_their_partition(tmp_path, opened):
-    tasks = [TRAIN, replace(TRAIN, name="eval", partition="eval")]
-    queue = ready(opened(tmp_path / "q", *tasks), num_prompts=2)
-    queue.issue([make_prompt(uid) for uid in ("e0", "e1", "e2")], num_sessions=1, partition="eval")
-    for uid in ("e1", "e0"):
-        put(queue, uid)
-    queue.finish("eval", ["e1"])
-    before = entries(queue)
-    assert [entry["partition"] for entry in before] == ["train", "train", "eval", "eval", "eval"]
-    again = opened(crashed(tmp_path / "q"), *tasks)
-    assert entries(again) == before
-    assert uids_of(again.lease("train", groups=9, deadline_s=0, allow_fewer=True)) == ["p0", "p1"]
-    assert uids_of(again.lease("eval", groups=1, deadline_s=0)) == ["e0"]
-    assert [prompt.uid for prompt in again.claim(prompts=9, deadline_s=0, partition="eval").prompts] == ["e2"]
-    assert again.stats()["partition_groups/eval/done"] == 1
+def as_format(directory, version, partition):
+    """Change a journal into what an older format would have, whose records named a partition from format 2 on."""
+    key = {} if partition is None else {"partition": partition}
+    with sqlite3.connect(directory / DATABASE) as connection:
+        records = connection.execute("SELECT number, record FROM groups").fetchall()
+        for number, record in records:
+            old = json.dumps(json.loads(record) | key).encode()
+            connection.execute("UPDATE groups SET record = ? WHERE number = ?", (old, number))
+        ((tasks,),) = connection.execute("SELECT value FROM meta WHERE key = 'tasks'").fetchall()
+        old_tasks = json.dumps([task | key for task in json.loads(tasks)]).encode()
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'tasks'", (old_tasks,))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(version).encode(),))
+    connection.close()
+    return len(records)
 
 
-def test_a_journal_without_partitions_is_gone_on_with(tmp_path, opened):
+@pytest.mark.parametrize(("version", "partition"), [(1, None), (2, "train")])
+def test_a_journal_of_an_older_format_is_resumed(tmp_path, opened, version, partition):
     queue = ready(opened(tmp_path, REFERENCE, LATE), num_prompts=3, large=True)
     lease = queue.lease("reference", groups=2, deadline_s=0)
     queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])})
     before = entries(queue)
     queue.close()
-    with sqlite3.connect(tmp_path / DATABASE) as connection:  # as it was written by format 1
-        records = connection.execute("SELECT number, record FROM groups").fetchall()
-        for number, record in records:
-            old = {key: value for key, value in json.loads(record).items() if key != "partition"}
-            connection.execute("UPDATE groups SET record = ? WHERE number = ?", (json.dumps(old).encode(), number))
-        ((tasks,),) = connection.execute("SELECT value FROM meta WHERE key = 'tasks'").fetchall()
-        old_tasks = [{key: value for key, value in task.items() if key != "partition"} for task in json.loads(tasks)]
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'tasks'", (json.dumps(old_tasks).encode(),))
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"1",))
-    connection.close()
-    assert len(records) == 3
+    assert as_format(tmp_path, version, partition) == 3
     report = inspect_journal(tmp_path)
-    assert (report.format_version, [prompt.partition for prompt in report.prompts]) == (1, ["train"] * 3)
-    assert report.partitions == {"train": {"settled": 3}}
+    assert (report.format_version, report.states) == (version, {"settled": 3})
     queue = opened(tmp_path, REFERENCE, LATE)
     assert entries(queue) == before
     assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-    assert inspect_journal(tmp_path).format_version == 2
+    assert inspect_journal(tmp_path).format_version == 3
+
+
+def test_a_journal_with_partitions_is_refused(tmp_path, opened):
+    ready(opened(tmp_path), num_prompts=1).close()
+    as_format(tmp_path, 2, "eval")
+    message = r"must be a queue without partitions; found tasks of partitions \['eval'\]\. Finish its prompts"
+    with pytest.raises(JournalError, match=message):
+        opened(tmp_path)
+    with pytest.raises(JournalError, match=message):
+        inspect_journal(tmp_path)
 
 
 def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
@@ -428,9 +426,3 @@ def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
     queue = opened(tmp_path)
     assert entries(queue) == before
     assert "sessions_left_out" not in queue.stats()
-
-
-def test_tasks_of_other_partitions_are_refused(tmp_path, opened):
-    opened(tmp_path, TRAIN, replace(TRAIN, name="eval", partition="eval")).close()
-    with pytest.raises(JournalError, match=r"tasks \['eval \(partition eval\)', 'train'\]; found \['eval', 'train'\]"):
-        opened(tmp_path, TRAIN, replace(TRAIN, name="eval"))

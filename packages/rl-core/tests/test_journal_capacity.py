@@ -238,7 +238,7 @@ def test_an_ack_whose_lease_runs_out_while_it_writes_keeps_no_room(tmp_path):
 def test_a_put_that_was_written_is_told_so_when_it_is_said_again(tmp_path):
     journal = SqliteJournal(tmp_path, [TRAIN], QueueOptions(), clock=FakeClock())
     core = QueueCore([TRAIN], QueueOptions())
-    core.issue([("p0", make_prompt("p0"))], num_sessions=1, partition="train", now=0.0)
+    core.issue([("p0", make_prompt("p0"))], num_sessions=1, now=0.0)
     core.put(Put([("p0", [0])], [PartInfo("p0", 0, 1, 5, 100)], ["input_ids"], b"x", "put-1", 0, 1.0))
     journal.write(core)
     again = journal.load({})

@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -139,25 +139,6 @@ def test_the_table_has_a_line_for_each_prompt(tmp_path, capsys):
     assert cells[0] == ["p0", "done", "1", "2/2", "0", "0", "0", "0", "-", "score,train", "-"]
     assert cells[2] == ["p2", "issued", "1", "1/2", "0", "1", "1", "5", "0", "-", "-"]
     assert cells[3][:6] == ["p3", "dropped", "1", "2/2", "2", "0"]
-
-
-def test_partitions_are_shown_where_there_are_several(tmp_path, capsys):
-    queue = make_queue(tmp_path / "queue", [TRAIN_ALONE, replace(TRAIN_ALONE, name="eval", partition="ev\x1bal")])
-    queue.issue(make_prompts(2), num_sessions=1)
-    queue.issue([make_prompt("e0")], num_sessions=1, partition="ev\x1bal")
-    queue.put("e0", 0, [make_trajectory("e0", 0)])
-    queue.close()
-    report = inspect_journal(tmp_path / "queue")
-    assert report.partitions == {"train": {"issued": 2}, "ev\x1bal": {"settled": 1}}
-    assert [prompt.partition for prompt in report.prompts] == ["train", "train", "ev\x1bal"]
-    assert main(["queue", "inspect", str(tmp_path / "queue")]) == 0
-    text = capsys.readouterr().out
-    assert "train: 2 issued\n" in text
-    assert r"ev\x1bal: 1 settled" in text
-    assert r"eval: needs reward; partition ev\x1bal; order arrival" in text
-    head, *rows = text.partition("\n\n")[2].splitlines()
-    assert head.split()[:3] == ["uid", "partition", "state"]
-    assert [row.split()[:3] for row in rows[1:]] == [["p1", "train", "issued"], ["e0", r"ev\x1bal", "settled"]]
 
 
 def test_the_json_is_the_report(tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from queue_model import LEASE_S, NUM_SESSIONS, PARTITIONS, Group, Held, QueueModel, tasks_of
+from queue_model import LEASE_S, NUM_SESSIONS, Group, Held, QueueModel, tasks_of
 
 from rl_core import Batch, InProcessQueue, QueueOptions
 from rl_core.data.records import NO_VERSION
@@ -36,11 +36,11 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     # -- producers
 
-    @rule(num_prompts=st.integers(1, 3), partition=st.sampled_from(PARTITIONS))
-    def issue(self, num_prompts, partition):
-        new = [Group(f"p{len(self.known) + i}", partition) for i in range(num_prompts)]
+    @rule(num_prompts=st.integers(1, 3))
+    def issue(self, num_prompts):
+        new = [Group(f"p{len(self.known) + i}") for i in range(num_prompts)]
         prompts = [make_prompt(group.uid) for group in new]
-        self.queue.issue(prompts, num_sessions=NUM_SESSIONS, partition=partition)
+        self.queue.issue(prompts, num_sessions=NUM_SESSIONS)
         self.groups += new
         self.known += new
 
@@ -81,7 +81,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     @rule(num_prompts=st.integers(1, 3), behind=st.integers(-1, 2), is_reversed=st.booleans())
     def make_ready(self, num_prompts, behind, is_reversed):
         """Whole groups with the reference's column, so that there is something to train on."""
-        self.issue(num_prompts, "train")
+        self.issue(num_prompts)
         num_missing = sum(len(group.missing) for group in self.open_groups())
         self.settle_many([[behind]] * num_missing, is_reversed)
         ready = [group for group in self.groups if self.is_ready(group, "reference")]
@@ -116,17 +116,17 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         with pytest.raises(AlreadySettledError if group.is_open else DataError):
             self.queue.put(group.uid, session, [make_trajectory(group.uid, session)], deadline_s=0)
 
-    @rule(num_prompts=st.integers(1, 3), partition=st.sampled_from(PARTITIONS))
-    def claim(self, num_prompts, partition):
+    @rule(num_prompts=st.integers(1, 3))
+    def claim(self, num_prompts):
         self.expire()
         taken = self.taken("generate")
-        issued = [group for group in self.groups if group.state == "issued" and group.partition == partition]
+        issued = [group for group in self.groups if group.state == "issued"]
         expected = [group for group in issued if group not in taken][:num_prompts]
         if not expected:
             with pytest.raises(DeadlineError):
-                self.queue.claim(prompts=num_prompts, deadline_s=0, partition=partition)
+                self.queue.claim(prompts=num_prompts, deadline_s=0)
             return
-        claim = self.queue.claim(prompts=num_prompts, deadline_s=0, claim_s=LEASE_S, partition=partition)
+        claim = self.queue.claim(prompts=num_prompts, deadline_s=0, claim_s=LEASE_S)
         assert [prompt.uid for prompt in claim.prompts] == [group.uid for group in expected]
         assert claim.sessions == tuple(tuple(group.missing) for group in expected)
         self.held[claim.lease_id] = Held(claim, "generate", expected, claim.expires_at)
@@ -134,7 +134,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
     # -- consumers
 
     @rule(
-        task=st.sampled_from(["reference", "train", "log", "eval"]),
+        task=st.sampled_from(["reference", "train", "log"]),
         num_groups=st.integers(1, 4),
         allow_fewer=st.booleans(),
     )
@@ -145,7 +145,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(
-        task=st.sampled_from(["reference", "train", "train", "log", "eval"]),
+        task=st.sampled_from(["reference", "train", "train", "log"]),
         picks=st.lists(INDEX, min_size=1, max_size=3),
         are_ready=st.sampled_from([True, True, False]),
     )
@@ -189,7 +189,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         return {"reference_logprobs": ragged_like(held.lease.batch, "reference_logprobs", values)}
 
     @rule(
-        task=st.sampled_from(["reference", "train", "train", "log", "eval"]),
+        task=st.sampled_from(["reference", "train", "train", "log"]),
         amount=st.integers(1, 3),
         more=st.sampled_from([0, 0, 1, 2]),
         seconds=st.sampled_from([0, 0, 0, LEASE_S]),
@@ -223,7 +223,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(
-        task=st.sampled_from(["reference", "train", "train", "log", "eval"]),
+        task=st.sampled_from(["reference", "train", "train", "log"]),
         picks=st.lists(INDEX, min_size=1, max_size=3),
         are_ready=st.sampled_from([True, True, True, False]),
     )
@@ -297,10 +297,10 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         self.clock.advance(seconds)
         self.expire()
 
-    @rule(partition=st.sampled_from([None, *PARTITIONS]))
-    def forget(self, partition):
-        finished = [group for group in self.groups if not group.is_open and partition in (None, group.partition)]
-        assert self.queue.forget_finished(partition) == len(finished)
+    @rule()
+    def forget(self):
+        finished = [group for group in self.groups if not group.is_open]
+        assert self.queue.forget_finished() == len(finished)
         self.groups = [group for group in self.groups if group not in finished]
 
     def teardown(self):
@@ -318,8 +318,6 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         assert (stats["leases"], stats["claims"]) == (len(self.held) - claims, claims)
         for state, count in Counter(group.state for group in self.groups).items():
             assert stats[f"groups/{state}"] == count
-        for (partition, state), count in Counter((group.partition, group.state) for group in self.groups).items():
-            assert stats[f"partition_groups/{partition}/{state}"] == count
         for reason, count in self.drops.items():
             assert stats[f"drops/{reason}"] == count
         assert stats["reissued"] == self.counts["reissued"]
@@ -330,7 +328,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         assert [entry.prompt_uid for entry in entries] == [group.uid for group in self.groups]
         for entry, group in zip(entries, self.groups, strict=True):
             assert (entry.state, entry.attempt, entry.reason) == (group.state, group.attempt, group.reason)
-            assert (entry.acked_by, entry.partition) == (group.acked, group.partition)
+            assert entry.acked_by == group.acked
             if group.is_open:
                 assert entry.num_rows == len(group.keys)
                 assert entry.policy_versions == group.versions
@@ -339,10 +337,10 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @invariant()
     def what_is_missing_is_listed(self):
-        found = [(u.prompt.uid, list(u.sessions), u.attempt, u.is_claimed, u.partition) for u in self.queue.unsettled()]
+        found = [(u.prompt.uid, list(u.sessions), u.attempt, u.is_claimed) for u in self.queue.unsettled()]
         claimed = self.taken("generate")
         issued = [group for group in self.groups if group.state == "issued"]
-        expected = [(group.uid, group.missing, group.attempt, group in claimed, group.partition) for group in issued]
+        expected = [(group.uid, group.missing, group.attempt, group in claimed) for group in issued]
         assert found == expected
 
 

@@ -7,7 +7,7 @@ import pytest
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.queue.prometheus import prometheus_text
-from rl_core.testing import FakeClock, make_prompt, make_prompts, make_trajectory
+from rl_core.testing import FakeClock, make_prompts, make_trajectory
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -86,23 +86,13 @@ def test_labels_are_on_every_line():
     assert all(r'queue="roll\"outs"' in line for line in lines)
 
 
-def test_partitions_have_families_of_their_own():
-    queue = InProcessQueue([TRAIN, TaskSpec(name="eval", needs=frozenset(), partition="eval/math")])
-    queue.issue(make_prompts(3), num_sessions=1, partition="eval/math")
-    queue.issue([make_prompt("t0")], num_sessions=1)
-    found = samples_of(prometheus_text(queue.stats()))
-    assert found["rl_queue_groups", "state=issued"] == 4
-    assert found["rl_queue_partition_groups", "partition=eval/math", "state=issued"] == 3
-    assert found["rl_queue_partition_groups", "partition=train", "state=issued"] == 1
-
-
-@pytest.mark.parametrize("name", ["state", "partition", "reason", "a-b", "9a", "", "__name__", 'a="1",b'])
+@pytest.mark.parametrize("name", ["state", "reason", "a-b", "9a", "", "__name__", 'a="1",b'])
 def test_impossible_labels_are_refused(name):
     with pytest.raises(SettingsError, match="a label must be named"):
         prometheus_text({}, labels={name: "x"})
 
 
-@pytest.mark.parametrize("key", ["surprise", "rows/", "groups", "leases/now", "partition_rows/train"])
+@pytest.mark.parametrize("key", ["surprise", "rows/", "groups", "leases/now"])
 def test_unknown_statistics_are_refused(key):
     with pytest.raises(DataError, match="unknown statistic"):
         prometheus_text({key: 1.0})

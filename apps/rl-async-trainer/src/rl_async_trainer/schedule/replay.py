@@ -102,7 +102,7 @@ def issue_replayed(
     Raises:
         SettingsError: The recorded run had other prompts.
     """
-    known = sum(entry.partition == "train" for entry in queue.ledger())
+    known = len(queue.ledger())
     prompts = supply.next(len(plan.issued) - known)
     for prompt, uid in zip(prompts, plan.issued[known:], strict=True):
         if prompt.uid != uid:

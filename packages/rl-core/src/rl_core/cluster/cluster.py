@@ -5,7 +5,7 @@ from types import TracebackType
 
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.incarnation import Launcher
-from rl_core.cluster.local import InlineLauncher, ProcessLauncher
+from rl_core.cluster.local import LocalLauncher
 from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.pools import Slot, own_pool
 from rl_core.cluster.ray.session import import_ray
@@ -118,10 +118,8 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
         SettingsError: Ray was imported before it could be told to authenticate, or a token is missing.
     """
     options = options or ClusterOptions()
-    if options.kind == "inline":
-        return Cluster(InlineLauncher(options))
-    if options.kind == "process":
-        return Cluster(ProcessLauncher(options))
+    if options.kind != "ray":
+        return Cluster(LocalLauncher(options))
     import_ray(options.ray)
     from rl_core.cluster.ray.roles import RayLauncher  # it wraps an optional backend
 

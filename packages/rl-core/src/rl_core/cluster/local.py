@@ -10,55 +10,33 @@ from rl_core.cluster.pools import LOCAL_POOLS, LOCAL_RESERVER
 from rl_core.cluster.processes.incarnation import ProcessIncarnation
 
 
-class InlineLauncher:
-    """Objects of this process. They see all its GPUs, and print where it prints."""
+class LocalLauncher:
+    """Child processes of this one; or its own objects, which see all its GPUs, and print where it prints."""
 
     place = "this machine"
     pools = LOCAL_POOLS
     reserver = LOCAL_RESERVER
-    settle_s = 0.0  # nobody dies
 
     def __init__(self, options: ClusterOptions) -> None:
-        """Make objects as these options say."""
+        """Start roles as these options say."""
         self._options = options
+        self._is_inline = options.kind == "inline"
+        self.settle_s = 0.0 if self._is_inline else 1.0  # nobody dies here
 
     async def open(self) -> None:
         """See `Launcher.open`."""
 
     def pack(self, call: Call) -> Any:
         """See `Launcher.pack`."""
-        return call.args, dict(call.kwargs)
+        return (call.args, dict(call.kwargs)) if self._is_inline else call.pack()
 
     async def launch(self, birth: Birth) -> Incarnation:
         """See `Launcher.launch`."""
-        return await InlineIncarnation.start(birth, self._options)
-
-    async def close(self) -> None:
-        """See `Launcher.close`."""
-
-
-class ProcessLauncher:
-    """Child processes of this one."""
-
-    place = "this machine"
-    pools = LOCAL_POOLS
-    reserver = LOCAL_RESERVER
-    settle_s = 1.0
-
-    def __init__(self, options: ClusterOptions) -> None:
-        """Start processes as these options say."""
-        self._options = options
-
-    async def open(self) -> None:
-        """See `Launcher.open`."""
-
-    def pack(self, call: Call) -> Any:
-        """See `Launcher.pack`."""
-        return call.pack()
-
-    async def launch(self, birth: Birth) -> Incarnation:
-        """See `Launcher.launch`."""
-        return await ProcessIncarnation.start(birth, self._options)
+        if self._is_inline:
+            return await InlineIncarnation.start(birth, self._options)
+        incarnation = ProcessIncarnation(birth, self._options)
+        await incarnation.start()
+        return incarnation
 
     async def close(self) -> None:
         """See `Launcher.close`."""

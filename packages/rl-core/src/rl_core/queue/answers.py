@@ -27,7 +27,6 @@ def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
                     now - group.issued_at,
                     group.attempt,
                     GENERATE in group.leased,
-                    group.partition,
                 )
                 for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
             ]
@@ -76,7 +75,7 @@ def _visible(core: QueueCore, lease: RunningLease) -> frozenset[str]:
 
     Groups may differ in the late columns that other tasks have given so far, which this task did not ask for.
     """
-    giving = (task.spec.gives for task in core.groups.tasks_in(lease.task.partition))
+    giving = (task.spec.gives for task in core.groups.tasks.values())
     late = frozenset().union(*giving) - ROLLOUT_COLUMNS
     common = frozenset.intersection(*(group.columns for group in lease.groups))
     return frozenset(name for name in common if name in lease.task.needs or name not in late)

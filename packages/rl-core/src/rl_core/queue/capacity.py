@@ -1,7 +1,7 @@
 """Capacity of a queue: what is held, what is reserved for rows that are being written, and who may come in."""
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Protocol
 
 from rl_core.errors import NotReadyError
@@ -68,20 +68,16 @@ class Capacity:
         """Who writes."""
         return sorted({held.client for held in self._reservations.values()})
 
-    def fits(
-        self, core: QueueCore, num_rows: int, size_bytes: int, *, prompt_uids: Iterable[str], waiting_tasks: Set[str]
-    ) -> bool:
+    def fits(self, core: QueueCore, num_rows: int, size_bytes: int, *, waiting_tasks: Set[str]) -> bool:
         """True when rows fit, or when waiting for them to fit could last for ever.
 
         That is so while nothing is settled, and while no consumer is at work and each task for which something is
-        ready has one that waits for more than there is. Each partition is judged by itself: the consumers of another
-        one may wait for what comes of this one.
+        ready has one that waits for more than there is.
 
         Args:
             core: What is held, and the bounds.
             num_rows: Rows that want in.
             size_bytes: Their bytes.
-            prompt_uids: Prompts that they are of.
             waiting_tasks: Tasks of which a consumer waits.
         """
         groups, options = core.groups, core.options
@@ -90,8 +86,12 @@ class Capacity:
         fits_bytes = options.capacity_bytes is None or size <= options.capacity_bytes
         if (fits_rows and fits_bytes) or num_rows == 0:
             return True
-        partitions = {groups.find_open(uid).partition for uid in prompt_uids}
-        return any(_may_wait_for_ever(core, partition, waiting_tasks) for partition in partitions)
+        if groups.num_in("settled") == 0:
+            return True
+        waiting = waiting_tasks & groups.tasks.keys()
+        with_ready = {name for name, task in groups.tasks.items() if task.num_ready}
+        is_worked_on = any(lease.task.name != GENERATE for lease in core.leases.values())
+        return bool(waiting) and with_ready <= waiting and not is_worked_on
 
     def reserve(self, request: Reserve, client: str) -> tuple[int, Any]:
         """Count rows that will be written; gives the reservation's number and a place.
@@ -147,15 +147,3 @@ class Capacity:
         """A segment is needed no longer."""
         if self._store is not None:
             self._store.free(place)
-
-
-def _may_wait_for_ever(core: QueueCore, partition: str, waiting_tasks: Set[str]) -> bool:
-    if core.groups.num_in(partition, "settled") == 0:
-        return True
-    tasks = core.groups.tasks_in(partition)
-    waiting = waiting_tasks & {task.name for task in tasks}
-    with_ready = {task.name for task in tasks if task.num_ready}
-    is_worked_on = any(
-        lease.task.name != GENERATE and lease.task.partition == partition for lease in core.leases.values()
-    )
-    return bool(waiting) and with_ready <= waiting and not is_worked_on

@@ -22,7 +22,6 @@ from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LEASE_S,
-    DEFAULT_PARTITION,
     AnyLease,
     Claim,
     Lease,
@@ -83,10 +82,10 @@ class QueueClient(ABC):
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         """Carry a request to the queue's server and its answer back, waiting that long and a little longer."""
 
-    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int, partition: str = DEFAULT_PARTITION) -> None:
+    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """See `TransferQueue.issue`."""
         number = whole(num_sessions, "num_sessions")
-        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number, partition=partition))
+        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number))
 
     def claim(
         self,
@@ -94,11 +93,10 @@ class QueueClient(ABC):
         prompts: int,
         deadline_s: float = DEFAULT_DEADLINE_S,
         claim_s: float = DEFAULT_LEASE_S,
-        partition: str = DEFAULT_PARTITION,
     ) -> Claim:
         """See `TransferQueue.claim`."""
         number = whole(prompts, "prompts")
-        request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True, partition=partition)
+        request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
         try:
             unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
@@ -228,18 +226,17 @@ class QueueClient(ABC):
                 age_s=age_s,
                 attempt=attempt,
                 is_claimed=claimed,
-                partition=partition,
             )
-            for prompt, sessions, age_s, attempt, claimed, partition in self._ask("unsettled")
+            for prompt, sessions, age_s, attempt, claimed in self._ask("unsettled")
         ]
 
     def ledger(self) -> list[LedgerEntry]:
         """See `TransferQueue.ledger`."""
         return msgspec.convert(self._ask("ledger"), list[LedgerEntry])
 
-    def forget_finished(self, partition: str | None = None) -> int:
+    def forget_finished(self) -> int:
         """See `TransferQueue.forget_finished`."""
-        return int(self._ask("forget_finished", partition))
+        return int(self._ask("forget_finished"))
 
     def stats(self) -> dict[str, float]:
         """See `TransferQueue.stats`."""
@@ -264,8 +261,8 @@ class QueueClient(ABC):
     def _unpack(self, prompt: Any) -> Prompt:
         return prompt if isinstance(prompt, Prompt) else decode_prompt(prompt)
 
-    def _ask(self, what: str, partition: str | None = None) -> Any:
-        return self._expect(self._call(Ask(what, partition)), Done).value
+    def _ask(self, what: str) -> Any:
+        return self._expect(self._call(Ask(what)), Done).value
 
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
         reserve = Reserve(put.sessions, len(batch), batch.size_bytes, 0, put.put_id, deadline_s)

@@ -39,10 +39,6 @@ class QueueCore:
         self.options = options
         self.specs = {task.name: task for task in tasks}
         self.groups = GroupIndex(tasks)
-        self._acking = {
-            partition: frozenset(task.name for task in self.groups.tasks_in(partition))
-            for partition in self.groups.partitions
-        }
         self.leases: dict[int, RunningLease] = {}
         self.segments = SegmentTable()
         self.policy_version = 0
@@ -58,9 +54,8 @@ class QueueCore:
 
     # -- prompts and sessions
 
-    def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, partition: str, now: float) -> None:
+    def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, now: float) -> None:
         """Enter prompts, all or none."""
-        self.groups.check_partition(partition)
         if num_sessions < 1:
             raise DataError(f"num_sessions must be at least 1; found {num_sessions}.")
         counts = Counter(uid for uid, _ in prompts)
@@ -74,7 +69,6 @@ class QueueCore:
                 num_sessions=num_sessions,
                 prompt=prompt,
                 issued_at=now,
-                partition=partition,
             )
             self.groups.add(group)
             self.dirty[uid] = group
@@ -146,11 +140,9 @@ class QueueCore:
             group.state = "dropped"
         self._changed(group)
 
-    def forget_finished(self, partition: str | None = None) -> int:
-        """Take done and dropped prompts out, of one partition or of all."""
-        if partition is not None:
-            self.groups.check_partition(partition)
-        finished = self.groups.remove_finished(partition)
+    def forget_finished(self) -> int:
+        """Take done and dropped prompts out."""
+        finished = self.groups.remove_finished()
         for group in finished:
             self.dirty.pop(group.uid, None)
         self.forgotten += [group.order for group in finished]
@@ -339,7 +331,7 @@ class QueueCore:
 
     def _count_ack(self, group: QueuedGroup, task: str, number: int) -> None:
         group.acked[task] = number
-        if group.acked.keys() >= self._acking[group.partition]:
+        if group.acked.keys() >= self.specs.keys():
             group.state = "done"
             self._free_rows(group)
         self._changed(group)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rl_core.queue.interface import DEFAULT_PARTITION, LedgerEntry, PromptState
+from rl_core.queue.interface import LedgerEntry, PromptState
 
 NO_COLUMNS: frozenset[str] = frozenset()
 
@@ -46,7 +46,6 @@ class QueuedGroup:
     num_sessions: int
     prompt: Any
     issued_at: float
-    partition: str = DEFAULT_PARTITION
     attempt: int = 1
     state: PromptState = "issued"
     reason: str | None = None
@@ -130,5 +129,4 @@ class QueuedGroup:
             num_rows=self.num_rows,
             num_tokens=self.num_tokens,
             policy_versions=(self.oldest, self.newest) if self.newest >= 0 else None,
-            partition=self.partition,
         )

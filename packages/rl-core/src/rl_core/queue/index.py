@@ -29,9 +29,6 @@ class Counted(NamedTuple):
     possible: int
 
 
-StateKey = tuple[str, PromptState]
-"""A partition and a state."""
-
 NOT_COUNTED = Counted("issued", 0, 0, 0, 0)
 
 
@@ -118,31 +115,25 @@ class TaskGroups:
 
 
 class GroupIndex:
-    """Groups by uid, by state, and by readiness for each task; a task sees the groups of its partition alone."""
+    """Groups by uid, by state, and by readiness for each task."""
 
     def __init__(self, tasks: Sequence[TaskSpec]) -> None:
-        """Start empty, for these tasks and, in each of their partitions, for claims."""
-        partitions = dict.fromkeys(task.partition for task in tasks)
-        claims = [
-            TaskSpec(name=GENERATE, needs=frozenset(), order="issue", partition=partition) for partition in partitions
-        ]
-        every = [TaskGroups(spec, 1 << i) for i, spec in enumerate((*tasks, *claims))]
-        self.tasks = {task.name: task for task in every if not task.is_of_claims}
-        self._claims = {task.spec.partition: task for task in every if task.is_of_claims}
-        self._seeing = {
-            partition: tuple(task for task in every if task.spec.partition == partition) for partition in partitions
-        }
+        """Start empty, for these tasks and for claims."""
+        claims = TaskSpec(name=GENERATE, needs=frozenset(), order="issue")
+        self._every = tuple(TaskGroups(spec, 1 << i) for i, spec in enumerate((*tasks, claims)))
+        self.tasks = {task.name: task for task in self._every if not task.is_of_claims}
+        self._claims = self._every[-1]
         self._orders = itertools.count()
         self._groups: dict[str, QueuedGroup] = {}
-        self._groups_in: Counter[StateKey] = Counter()
-        self._rows_in: Counter[StateKey] = Counter()
-        self._bytes_in: Counter[StateKey] = Counter()
+        self._groups_in: Counter[PromptState] = Counter()
+        self._rows_in: Counter[PromptState] = Counter()
+        self._bytes_in: Counter[PromptState] = Counter()
         self._finished: dict[int, QueuedGroup] = {}
         self.issued: dict[int, QueuedGroup] = {}
         self.num_rows = 0
         self.size_bytes = 0
         self._arrivals = itertools.count()
-        self._arrival_bits = sum(task.bit for task in every if task.spec.order == "arrival")
+        self._arrival_bits = sum(task.bit for task in self._every if task.spec.order == "arrival")
 
     def __iter__(self) -> Iterator[QueuedGroup]:
         """Groups in issue order."""
@@ -169,25 +160,13 @@ class GroupIndex:
             raise DataError(f"prompt {prompt_uid!r} is {group.state}{why}; nothing more can be done with it.")
         return group
 
-    @property
-    def partitions(self) -> tuple[str, ...]:
-        """Those that tasks have."""
-        return tuple(self._seeing)
-
-    def tasks_in(self, partition: str) -> list[TaskGroups]:
-        """Tasks that see a partition, without claims."""
-        return [task for task in self._seeing[partition] if not task.is_of_claims]
-
     def task_of(self, request: LeaseRequest) -> TaskGroups:
         """What a lease is of, or a claim.
 
         Raises:
-            DataError: There is no such task, or partition.
+            DataError: There is no such task.
         """
-        if request.task == GENERATE:
-            self.check_partition(request.partition)
-            return self._claims[request.partition]
-        return self.find_task(request.task)
+        return self._claims if request.task == GENERATE else self.find_task(request.task)
 
     def find_task(self, name: str) -> TaskGroups:
         """A task that was declared.
@@ -198,15 +177,6 @@ class GroupIndex:
         if name not in self.tasks:
             raise DataError(f"unknown task {name!r}; declared tasks: {sorted(self.tasks)}.")
         return self.tasks[name]
-
-    def check_partition(self, partition: str) -> None:
-        """Refuse one of which there is no task.
-
-        Raises:
-            DataError: There is none.
-        """
-        if partition not in self._seeing:
-            raise DataError(f"no task is of partition {partition!r}; tasks have partitions {sorted(self._seeing)}.")
 
     def next_order(self) -> int:
         """Number of the next prompt."""
@@ -229,20 +199,19 @@ class GroupIndex:
     def refresh(self, group: QueuedGroup) -> None:
         """Count a group again; call it after every change of one."""
         ready = possible = 0
-        seeing = self._seeing[group.partition]
-        for task in seeing:
+        for task in self._every:
             is_ready, is_possible = task.bits(group)
             ready |= is_ready
             possible |= is_possible
         old = group.counted
         new = Counted(group.state, group.num_rows, group.size_bytes, ready, possible)
         if old is None:
-            self._groups_in[group.partition, new.state] += 1
+            self._groups_in[new.state] += 1
         if new != old:
-            self._count(group.partition, old or NOT_COUNTED, new, is_new=old is None)
+            self._count(old or NOT_COUNTED, new, is_new=old is None)
             group.counted = new
             self._place(group)
-        for task in seeing:
+        for task in self._every:
             task.offer(group)
 
     def _place(self, group: QueuedGroup) -> None:
@@ -254,69 +223,62 @@ class GroupIndex:
             if not group.is_open:
                 self._finished[group.order] = group
 
-    def remove_finished(self, partition: str | None) -> list[QueuedGroup]:
-        """Take done and dropped groups out, of one partition or of all."""
-        finished = [group for group in self._finished.values() if partition in (None, group.partition)]
+    def remove_finished(self) -> list[QueuedGroup]:
+        """Take done and dropped groups out."""
+        finished = list(self._finished.values())
+        self._finished.clear()
         for group in finished:
-            self._groups_in[group.partition, group.state] -= 1
+            self._groups_in[group.state] -= 1
             del self._groups[group.uid]
-            del self._finished[group.order]
         return finished
 
-    def num_in(self, partition: str, state: PromptState) -> int:
-        """How many groups of a partition are in a state."""
-        return self._groups_in[partition, state]
+    def num_in(self, state: PromptState) -> int:
+        """How many groups are in a state."""
+        return self._groups_in[state]
 
     def counts(self) -> dict[str, float]:
-        """Groups, rows and bytes in each state that has any; for each partition as well, where there are several."""
-        found: Counter[str] = Counter()
-        for name, counter in {"groups": self._groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}.items():
-            for (partition, state), count in sorted(counter.items()):
-                found[f"{name}/{state}"] += count
-                if len(self._seeing) > 1:
-                    found[f"partition_{name}/{partition}/{state}"] += count
-        return {key: count for key, count in found.items() if count}
+        """Groups, rows and bytes in each state that has any."""
+        counters = {"groups": self._groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}
+        return {
+            f"{name}/{state}": count
+            for name, counter in counters.items()
+            for state, count in sorted(counter.items())
+            if count
+        }
 
-    def describe_states(self, partition: str | None = None) -> str:
-        """Such as "3 issued, 1 settled", in one partition or in all."""
-        found: Counter[str] = Counter()
-        for (of_partition, state), count in self._groups_in.items():
-            found[state] += count if partition in (None, of_partition) else 0
-        return ", ".join(f"{n} {state}" for state, n in sorted(found.items()) if n) or "nothing issued"
+    def describe_states(self) -> str:
+        """Such as "3 issued, 1 settled"."""
+        return ", ".join(f"{n} {state}" for state, n in sorted(self._groups_in.items()) if n) or "nothing issued"
 
     def describe_wait(self, task: TaskGroups, *, now: float) -> str:
         """Why a task, or a producer, does not get more groups."""
-        name, partition = task.name, task.spec.partition
-        parts = [f"{task.num_ready} ready", self.describe_states(partition)]
-        if len(self._seeing) > 1:
-            parts[1] += f" in partition {partition!r}"
-        first = next((group for group in self.issued.values() if group.partition == partition), None)
+        parts = [f"{task.num_ready} ready", self.describe_states()]
+        first = next(iter(self.issued.values()), None)
         if first is not None:
             lacking_s = now - first.issued_at
             parts.append(f"prompt {first.uid!r} lacks sessions {first.missing_sessions} since {lacking_s:.1f} s")
-        settled = [group for group in self if group.state == "settled" and group.partition == partition]
+        settled = [group for group in self if group.state == "settled"]
         lacking = [task.spec.needs - group.columns for group in settled]
         columns = sorted(frozenset().union(*lacking))
         if columns:
             parts.append(f"{sum(map(bool, lacking))} groups lack columns {columns}")
-        num_leased = sum(name in group.leased for group in self if group.partition == partition)
+        num_leased = sum(task.name in group.leased for group in self)
         if num_leased:
             parts.append(f"{num_leased} leased by another consumer of this task")
         return ", ".join(parts)
 
-    def _count(self, partition: str, old: Counted, new: Counted, *, is_new: bool) -> None:
-        was_in, is_in = (partition, old.state), (partition, new.state)
-        if was_in != is_in and not is_new:
-            self._groups_in[was_in] -= 1
-            self._groups_in[is_in] += 1
+    def _count(self, old: Counted, new: Counted, *, is_new: bool) -> None:
+        if old.state != new.state and not is_new:
+            self._groups_in[old.state] -= 1
+            self._groups_in[new.state] += 1
         if old[:3] != new[:3]:
-            self._rows_in[was_in] -= old.num_rows
-            self._rows_in[is_in] += new.num_rows
-            self._bytes_in[was_in] -= old.size_bytes
-            self._bytes_in[is_in] += new.size_bytes
+            self._rows_in[old.state] -= old.num_rows
+            self._rows_in[new.state] += new.num_rows
+            self._bytes_in[old.state] -= old.size_bytes
+            self._bytes_in[new.state] += new.size_bytes
             self.num_rows += new.num_rows - old.num_rows
             self.size_bytes += new.size_bytes - old.size_bytes
-        for task in self._seeing[partition]:
+        for task in self._every:
             task.num_ready += bool(new.ready & task.bit) - bool(old.ready & task.bit)
             could, can = bool(old.possible & task.bit), bool(new.possible & task.bit)
             task.num_possible += can - could

@@ -10,7 +10,6 @@ from rl_core.data.records import Prompt, Trajectory
 
 DEFAULT_DEADLINE_S = 1800.0
 DEFAULT_LEASE_S = 3600.0
-DEFAULT_PARTITION = "train"
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 
@@ -27,8 +26,6 @@ class TaskSpec:
             group waits for those before it, and the same prompts give the same order in every run.
         max_staleness: Groups whose oldest token is of a policy version further behind the queue's than this are
             dropped when they would be leased.
-        partition: The prompts that the task sees, those that were issued to it; a group is done when every task of
-            its partition has acked.
     """
 
     name: str
@@ -36,7 +33,6 @@ class TaskSpec:
     gives: frozenset[str] = frozenset()
     order: Literal["arrival", "issue"] = "arrival"
     max_staleness: int | None = None
-    partition: str = DEFAULT_PARTITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +101,6 @@ class Unsettled:
         age_s: Seconds since it was issued, the last time.
         attempt: 1, and one more each time that it was issued again.
         is_claimed: A producer holds it.
-        partition: The one that it was issued to.
     """
 
     prompt: Prompt
@@ -113,7 +108,6 @@ class Unsettled:
     age_s: float
     attempt: int
     is_claimed: bool
-    partition: str = DEFAULT_PARTITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +116,8 @@ class LedgerEntry:
 
     Attributes:
         prompt_uid: Which prompt.
-        state: "issued" while sessions are missing, "settled" when all are there, "done" when every task of
-            its partition has acked, or "dropped".
+        state: "issued" while sessions are missing, "settled" when all are there, "done" when every task has
+            acked, or "dropped".
         sessions_settled: Sessions that gave rows or failed.
         sessions_failed: Reason of each failed session, by its index.
         acked_by: Tasks that have acked.
@@ -132,7 +126,6 @@ class LedgerEntry:
         num_rows: Rows held.
         num_tokens: Tokens of these rows.
         policy_versions: Oldest and newest policy version of its sampled tokens; None without any.
-        partition: The one that it was issued to.
     """
 
     prompt_uid: str
@@ -145,7 +138,6 @@ class LedgerEntry:
     num_rows: int = 0
     num_tokens: int = 0
     policy_versions: tuple[int, int] | None = None
-    partition: str = DEFAULT_PARTITION
 
 
 class TransferQueue(Protocol):
@@ -155,11 +147,11 @@ class TransferQueue(Protocol):
     threads.
     """
 
-    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int, partition: str = DEFAULT_PARTITION) -> None:
-        """Enter prompts, each to be settled by `num_sessions` sessions, for the tasks of one partition.
+    def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
+        """Enter prompts, each to be settled by `num_sessions` sessions.
 
         Raises:
-            DataError: A prompt uid was issued before, whatever its partition, or no task is of this partition.
+            DataError: A prompt uid was issued before.
         """
         ...
 
@@ -169,9 +161,8 @@ class TransferQueue(Protocol):
         prompts: int,
         deadline_s: float = DEFAULT_DEADLINE_S,
         claim_s: float = DEFAULT_LEASE_S,
-        partition: str = DEFAULT_PARTITION,
     ) -> Claim:
-        """Take up to so many prompts of a partition to generate for, in the order of issue; waits for the first.
+        """Take up to so many prompts to generate for, in the order of issue; waits for the first.
 
         A producer that dies loses its claim by time (or at once, where the backend notices), and what it had not yet
         put is handed out again. `put` needs no claim.
@@ -285,12 +276,12 @@ class TransferQueue(Protocol):
         """Where every prompt stands, in issue order."""
         ...
 
-    def forget_finished(self, partition: str | None = None) -> int:
-        """Take done and dropped prompts, of one partition or of all, out of the ledger, and say how many."""
+    def forget_finished(self) -> int:
+        """Take done and dropped prompts out of the ledger, and say how many."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Rows, bytes and groups by state (and by partition, if tasks have several), leases, waits, drops by reason."""
+        """Rows, bytes and groups by state, leases, waits, drops by reason."""
         ...
 
     def close(self) -> None:

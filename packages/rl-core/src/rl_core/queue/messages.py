@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 
-from rl_core.queue.interface import DEFAULT_PARTITION
-
 GENERATE = "generate"
 """Task name of claims."""
 
@@ -48,7 +46,6 @@ class Issue(Message):
     prompts: list[tuple[str, Any]]
     num_sessions: int
     is_retry: bool = False
-    partition: str = DEFAULT_PARTITION
 
 
 class Reserve(Message):
@@ -96,7 +93,7 @@ class Drop(Message):
 
 
 class LeaseRequest(Message):
-    """So many groups for a task, or those of the prompts that are named; `partition` is that of a claim."""
+    """So many groups for a task, or those of the prompts that are named."""
 
     task: str
     groups: int
@@ -104,7 +101,6 @@ class LeaseRequest(Message):
     deadline_s: float
     allow_fewer: bool
     prompts: list[str] = msgspec.field(default_factory=list)
-    partition: str = DEFAULT_PARTITION
 
 
 class Extend(Message):
@@ -165,10 +161,9 @@ class SetPolicyVersion(Message):
 
 
 class Ask(Message):
-    """For "stats", "ledger", "unsettled", "recovery", "forget_finished"; of one partition, where that can be asked."""
+    """For "stats", "ledger", "unsettled", "recovery", "forget_finished"."""
 
     what: str
-    partition: str | None = None
 
 
 Request = (

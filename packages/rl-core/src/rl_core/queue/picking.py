@@ -97,7 +97,7 @@ def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
             f"{len(acked)} of {len(found)} prompts were acked by task {task.name!r} before: {listed(acked)}. Nothing "
             "is acked now; each task acks a prompt once."
         )
-    named = [_seen_group(groups, task, uid) for uid in finish.prompts]
+    named = [groups.find_open(uid) for uid in finish.prompts]
     lacking = [_why_not_ready(task, group) for group in named if not task.is_ready(group)]
     if lacking:
         raise DataError(
@@ -111,9 +111,9 @@ def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup
     """A group that a task has not acked yet.
 
     Raises:
-        DataError: It has, or there is no such group, or it is done, dropped or of another partition.
+        DataError: It has, or there is no such group, or it is done or dropped.
     """
-    group = _seen_group(groups, task, uid)
+    group = groups.find_open(uid)
     if task.name in group.acked:
         raise DataError(f"prompt {uid!r} was acked by task {task.name!r} before; each task acks a prompt once.")
     return group
@@ -142,16 +142,6 @@ def listed(items: list[str], *, quoted: bool = True) -> str:
     """The first of some items, and how many there are besides."""
     shown = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
     return shown + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
-
-
-def _seen_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup:
-    group = groups.find_open(uid)
-    if group.partition != task.spec.partition:
-        raise DataError(
-            f"prompt {uid!r} was issued to partition {group.partition!r}; task {task.name!r} is of "
-            f"{task.spec.partition!r}."
-        )
-    return group
 
 
 def _why_not_ready(task: TaskGroups, group: QueuedGroup) -> str:

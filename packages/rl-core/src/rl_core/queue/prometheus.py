@@ -11,16 +11,15 @@ if TYPE_CHECKING:
 
 PREFIX = "rl_queue_"
 STATES = ("issued", "settled", "done", "dropped")
-PARTITION_AND_STATE = ("partition", "state")
 NO_LABELS: Mapping[str, str] = {}
 
 
 class _Family(NamedTuple):
-    """Name after the prefix, what it says, the labels that tell its members apart, and whether it only grows."""
+    """Name after the prefix, what it says, the label that tells its members apart, and whether it only grows."""
 
     name: str
     meaning: str
-    labels: tuple[str, ...] = ()
+    label: str = ""
     is_counter: bool = False
 
 
@@ -39,16 +38,13 @@ SINGLE = {
     "reissued": _Family("prompts_reissued", "Prompts that were issued again.", is_counter=True),
 }
 BY_LABEL = {
-    "groups": _Family("groups", "Groups in each state.", ("state",)),
-    "rows": _Family("rows", "Rows of the groups in each state.", ("state",)),
-    "size_bytes": _Family("size_bytes", "Bytes of the columns of the groups in each state.", ("state",)),
-    "partition_groups": _Family("partition_groups", "Groups of each partition in each state.", PARTITION_AND_STATE),
-    "partition_rows": _Family("partition_rows", "Rows of these groups.", PARTITION_AND_STATE),
-    "partition_size_bytes": _Family("partition_size_bytes", "Bytes of their columns.", PARTITION_AND_STATE),
-    "waiting": _Family("waiting", "Requests that wait: puts for capacity, leases and claims for groups.", ("kind",)),
-    "waited_s": _Family("waited_seconds", "Time that answered requests had waited.", ("kind",), is_counter=True),
-    "acks": _Family("acks", "Groups that each task has acked.", ("task",), is_counter=True),
-    "drops": _Family("drops", "Prompts dropped, by the beginning of their reason.", ("reason",), is_counter=True),
+    "groups": _Family("groups", "Groups in each state.", "state"),
+    "rows": _Family("rows", "Rows of the groups in each state.", "state"),
+    "size_bytes": _Family("size_bytes", "Bytes of the columns of the groups in each state.", "state"),
+    "waiting": _Family("waiting", "Requests that wait: puts for capacity, leases and claims for groups.", "kind"),
+    "waited_s": _Family("waited_seconds", "Time that answered requests had waited.", "kind", is_counter=True),
+    "acks": _Family("acks", "Groups that each task has acked.", "task", is_counter=True),
+    "drops": _Family("drops", "Prompts dropped, by the beginning of their reason.", "reason", is_counter=True),
 }
 
 
@@ -98,7 +94,7 @@ def _families(stats: Mapping[str, float], labels: Mapping[str, str]) -> "list[Me
 def _family_of(key: str) -> tuple[_Family, str]:
     stem, _, member = key.partition("/")
     family = SINGLE.get(key) or (BY_LABEL.get(stem) if member else None)
-    if family is None or member.count("/") < len(family.labels) - 1:
+    if family is None:
         known = ", ".join([*SINGLE, *(f"{name}/..." for name in BY_LABEL)])
         raise DataError(f"unknown statistic {key!r}; a queue gives {known}.")
     return family, member
@@ -107,16 +103,16 @@ def _family_of(key: str) -> tuple[_Family, str]:
 def _metric(family: _Family, members: list[tuple[str, float]], labels: Mapping[str, str]) -> "Metric":
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+    own = [family.label] if family.label else []
     kind: Any = CounterMetricFamily if family.is_counter else GaugeMetricFamily
-    metric: Metric = kind(PREFIX + family.name, family.meaning, labels=[*labels, *family.labels])
+    metric: Metric = kind(PREFIX + family.name, family.meaning, labels=[*labels, *own])
     for member, value in members:
-        own = member.rsplit("/", len(family.labels) - 1) if family.labels else []  # the first may have slashes
-        metric.add_metric([*labels.values(), *map(_utf8, own)], value)  # type: ignore[attr-defined]
+        metric.add_metric([*labels.values(), *(_utf8(member) for _ in own)], value)  # type: ignore[attr-defined]
     return metric
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
-    taken = {label for family in BY_LABEL.values() for label in family.labels}
+    taken = {family.label for family in BY_LABEL.values()}
     for name in labels:
         if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name) or name in taken:
             raise SettingsError(

@@ -209,7 +209,7 @@ class QueueService:
         match request:
             case Issue():
                 if not (request.is_retry and all(uid in core.groups for uid, _ in request.prompts)):
-                    core.issue(request.prompts, num_sessions=request.num_sessions, partition=request.partition, now=now)
+                    core.issue(request.prompts, num_sessions=request.num_sessions, now=now)
                 self._note(f"issue of {len(request.prompts)} prompts")
             case Put():
                 pass  # it is there already: its first answer was lost
@@ -276,7 +276,7 @@ class QueueService:
             return msgspec.to_builtins(self._recovery)
         if request.what == "forget_finished":
             self._is_changed = True
-            return self.core.forget_finished(request.partition)
+            return self.core.forget_finished()
         return answer_of(self.core, request.what, now=self._clock())
 
     def _stats(self) -> dict[str, float]:
@@ -343,7 +343,7 @@ class QueueService:
         if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
             raise NothingToLeaseError(
                 f"task {request.task!r} asked for {request.groups} groups, but nothing that was issued can "
-                f"become ready for it: {self.core.groups.describe_states(task.spec.partition)}."
+                f"become ready for it: {self.core.groups.describe_states()}."
             )
         return None
 
@@ -364,11 +364,11 @@ class QueueService:
             return self._has_put(request)
         if isinstance(request, Put):
             size_bytes = sum(part.size_bytes for part in request.parts)
-            if not self._fits(request, sum(part.num_rows for part in request.parts), size_bytes):
+            if not self._fits(sum(part.num_rows for part in request.parts), size_bytes):
                 return None
             self.core.put(request)
             return self._has_put(request)
-        if not self._fits(request, request.num_rows, request.size_bytes):
+        if not self._fits(request.num_rows, request.size_bytes):
             return None
         return Reserved(*self._capacity.reserve(request, client))
 
@@ -381,10 +381,9 @@ class QueueService:
     def _is_settled_put(self, request: Any) -> bool:
         return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
 
-    def _fits(self, request: Reserve | Put, num_rows: int, size_bytes: int) -> bool:
+    def _fits(self, num_rows: int, size_bytes: int) -> bool:
         waiting = {waiting.request.task for waiting in self._leases}  # type: ignore[union-attr]
-        uids = [uid for uid, _ in request.sessions]
-        return self._capacity.fits(self.core, num_rows, size_bytes, prompt_uids=uids, waiting_tasks=waiting)
+        return self._capacity.fits(self.core, num_rows, size_bytes, waiting_tasks=waiting)
 
     def _give_up_reservation(self, request: Any) -> None:
         """Free what was reserved for a request that is refused; its client reserves again."""

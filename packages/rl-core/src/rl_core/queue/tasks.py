@@ -26,8 +26,8 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
 
     Raises:
         DataError: A task names a column that is not in the table of columns.
-        SettingsError: Two tasks share a name, or one needs a column that neither rollouts nor tasks before it, of its
-            partition, give.
+        SettingsError: Two tasks share a name, or one needs a column that neither rollouts nor tasks before it
+            give.
     """
     names = [task.name for task in tasks]
     if len(set(names)) != len(names):
@@ -38,16 +38,8 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
         raise SettingsError(f"{GENERATE!r} is the name of producers' claims; choose another one for the task.")
     for task in tasks:
         _check_numbers(task)
-        if not isinstance(task.partition, str) or not task.partition:
-            raise SettingsError(f"partition of task {task.name!r} must be a name; found {task.partition!r}.")
     for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
         column_spec(name)
-    for partition in dict.fromkeys(task.partition for task in tasks):
-        _check_columns([task for task in tasks if task.partition == partition])
-
-
-def _check_columns(tasks: Sequence[TaskSpec]) -> None:
-    """Refuse tasks of a partition that would wait for a column for ever."""
     own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may put them
     available, waiting = ROLLOUT_COLUMNS | own.difference(*(task.gives for task in tasks)), list(tasks)
     while waiting:

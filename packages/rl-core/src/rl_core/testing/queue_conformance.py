@@ -6,7 +6,6 @@ from rl_core.testing.queue_claims import ClaimChecks
 from rl_core.testing.queue_columns import ColumnChecks
 from rl_core.testing.queue_leases import LeaseChecks
 from rl_core.testing.queue_names import NameChecks
-from rl_core.testing.queue_partitions import PartitionChecks
 from rl_core.testing.queue_payload import PayloadChecks
 from rl_core.testing.queue_sessions import SessionChecks
 from rl_core.testing.queue_staleness import StalenessChecks
@@ -30,7 +29,6 @@ class QueueConformance(
     ClaimChecks,
     StalenessChecks,
     CapacityChecks,
-    PartitionChecks,
 ):
     """The whole suite; pytest runs it for each subclass that says how a queue is made.
 

@@ -264,13 +264,6 @@ QUEUE = (
     ),
     one("queue/size_bytes", "bytes", "Memory that the queue's rows take."),
     one("queue/size_bytes/{state}", "bytes", "Of this, the part of groups in this state; also leased, and reserved."),
-    one(
-        "queue/partition_groups/{partition}/{state}",
-        "groups",
-        "Groups of this partition in this state, where there are several.",
-    ),
-    one("queue/partition_rows/{partition}/{state}", "rows", "Rows of this partition's groups in this state."),
-    one("queue/partition_size_bytes/{partition}/{state}", "bytes", "Memory that these rows take."),
     one("queue/leases", "leases", "Leases that run now."),
     one("queue/claims", "claims", "Claims of producers that run now."),
     one("queue/oldest_lease_s", "s", "Age of the oldest lease that runs now."),

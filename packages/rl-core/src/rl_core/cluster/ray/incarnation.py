@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import os
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,17 +13,19 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.calls import STACKS, Call, Calls, describe_call
+from rl_core.cluster.calls import STACKS, Call
 from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
-from rl_core.cluster.options import ClusterOptions, RestartPolicy
-from rl_core.cluster.processes.guard import MARK_VARIABLE, Family, end_family, is_running
+from rl_core.cluster.options import ClusterOptions
+from rl_core.cluster.processes.guard import Family, end_family, is_running
 from rl_core.cluster.processes.output import log_path, quote
 from rl_core.cluster.processes.packing import Packed
-from rl_core.cluster.processes.stack_dump import ask_then_dump, dump_of
+from rl_core.cluster.processes.stack_dump import dump_of
 from rl_core.cluster.ray.actor import QUESTIONS, Door, Hello, RoleActor, is_seen_here, read_printed, to_wire
 from rl_core.cluster.ray.pools import free_pools_of, ray_nodes, say_free
-from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError, RoleError
+from rl_core.cluster.remote import RemoteIncarnation, role_environment
+from rl_core.cluster.role_spec import RoleSpec
+from rl_core.errors import RoleError
 
 MAX_WAITING = 100_000
 """Calls that may wait in an actor at once."""
@@ -36,49 +35,20 @@ SUSPECTED_S = 3.0
 LAST_LINES_S = 2.0
 
 
-class RayIncarnation:
+class RayIncarnation(RemoteIncarnation):
     """A role whose object lives in an actor."""
 
     def __init__(self, birth: Birth, options: ClusterOptions) -> None:
         """Ask for the actor; `start` also waits until the object is made."""
-        self._birth = birth
-        self._spec = birth.spec
-        self._close_deadline_s = options.close_deadline_s
-        self._mark = uuid.uuid4().hex
-        self._calls = Calls(self._spec)
-        self._outgoing: list[tuple[int, Any]] = []
+        super().__init__(birth, options)
         self._num_frames = 0
-        self._because: str | None = None
-        self._is_closed = False
-        self._watchers: list[Callable[[RLError], None]] = []
-        self._lock = threading.Lock()
-        self._has_died = False
         self._is_suspected = False
         self._is_reported = False
         self._end_text = ""
-        self._gone: Future[None] = Future()
-        self._gone.set_running_or_notify_cancel()
         self._hello: Hello | None = None
         self._is_here = False
         self._actor = make_actor(birth, options, self._mark)
-        self._actor.lives.remote().future().add_done_callback(self._has_ended)
-
-    async def start(self) -> None:
-        """Wait until the role's object is made; see `Launcher.launch`."""
-        spec = replace(self._spec, restart=RestartPolicy())  # whose hook may be local to a function
-        limit = asyncio.timeout(self._birth.deadline_s)
-        try:
-            async with limit:
-                self._hello = await self._ask("", self._actor.hello.remote())
-                self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
-                context = replace(self._birth.context, address=self._hello.address)
-                await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
-        except BaseException as error:
-            text = await asyncio.to_thread(self._say_late) if isinstance(error, TimeoutError) else ""
-            await self.kill("was ended, as its start failed")
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise named(DeadlineError(text), spec) from None
-            raise
+        self._actor.lives.remote().future().add_done_callback(self._has_died)
 
     @property
     def lost_its_node(self) -> bool:
@@ -90,71 +60,22 @@ class RayIncarnation:
         """See `Incarnation.pid`."""
         return 0 if self._hello is None else self._hello.pid
 
-    @property
-    def is_alive(self) -> bool:
-        """See `Incarnation.is_alive`."""
-        return self._because is None and not self._gone.done()
+    async def _make(self, spec: RoleSpec) -> None:
+        self._hello = await self._ask("", self._actor.hello.remote())
+        self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
+        context = replace(self._birth.context, address=self._hello.address)
+        await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
 
-    @property
-    def last_heard(self) -> str:
-        """See `Incarnation.last_heard`."""
-        return self._calls.last_heard
-
-    @property
-    def under_way(self) -> str:
-        """See `Incarnation.under_way`."""
-        return self._calls.under_way
-
-    async def stacks(self, deadline_s: float) -> str:
-        """See `Incarnation.stacks`: a thread of the actor answers, else its handler of a signal."""
-
-        async def ask() -> str:
-            return str(await self._ask(STACKS, self._actor.stacks.remote()))
-
-        return await ask_then_dump(ask, self._dump, deadline_s)
-
-    async def call(self, method: str, parcel: Any) -> Any:
-        """See `Incarnation.call`."""
-        number, future = self._calls.begin(method)
-        try:
-            if not future.done():
-                if not self._outgoing:
-                    asyncio.get_running_loop().call_soon(self._flush)
-                self._outgoing.append((number, parcel))
-            return await asyncio.wrap_future(future)
-        finally:
-            self._calls.forget(number)
-
-    def watch(self, callback: Callable[[RLError], None]) -> None:
-        """See `Incarnation.watch`."""
-        with self._lock:
-            has_died = self._has_died
-            if not has_died:
-                self._watchers.append(callback)
-        if has_died and self._because is None:
-            callback(self._failure(None))
-
-    async def close(self) -> None:
-        """See `Incarnation.close`."""
-        if self._because is None:
-            self._because, self._is_closed = "was closed; start it again before calling it", True
-        try:
-            if not self._gone.done():
-                async with asyncio.timeout(self._close_deadline_s):
-                    await asyncio.wrap_future(self._actor.end.remote().future())
-        except TimeoutError:
-            pass  # it is killed
-        except ray.exceptions.RayError:
-            pass  # it died on the way
-        finally:
-            await self._end()
-
-    async def kill(self, because: str) -> None:
-        """See `Incarnation.kill`."""
-        self._because = self._because or because
-        await self._end()
-
-    # -- inside
+    async def _say_late(self) -> str:
+        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s, and was ended; "
+        if self._hello is None:
+            free = await asyncio.to_thread(say_free)
+            return f"{late}Ray had no place, or no process, for its actor: {free}."
+        output = await asyncio.to_thread(self._output)
+        return (
+            f"{late}{self._spec.factory} was still running in pid {self._hello.pid} on {self._hello.address}. Give it "
+            f"a longer deadline. {output}"
+        )
 
     async def _ask(self, method: str, answer: Any) -> Any:
         """Wait for what the actor says of itself, as for a call."""
@@ -165,11 +86,21 @@ class RayIncarnation:
         finally:
             self._calls.forget(number)
 
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
+    async def _ask_stacks(self) -> str:
+        return str(await self._ask(STACKS, self._actor.stacks.remote()))
+
+    async def _dump(self, deadline_s: float) -> str:
+        hello = self._hello
+        if hello is None:
+            return "It has not said yet where it is."
+        if self._is_here:
+            return await asyncio.to_thread(dump_of, hello.pid, self._mark, deadline_s=deadline_s)
+        return await asyncio.to_thread(dump_there, hello, self._mark, deadline_s)
+
+    def _send(self, calls: list[tuple[int, Any]]) -> None:
         frame, self._num_frames = self._num_frames, self._num_frames + 1
-        parcels = [parcel for _, parcel in outgoing]
-        for index, (number, _) in enumerate(outgoing):
+        parcels = [parcel for _, parcel in calls]
+        for index, (number, _) in enumerate(calls):
             is_first = index == 0
             answer = self._actor.run.remote(frame, index, *(parcels if is_first else ()))
             answer.future().add_done_callback(self._settler(number, frame if is_first else None))
@@ -201,20 +132,17 @@ class RayIncarnation:
             timer.daemon = True
             timer.start()
 
-    async def _dump(self, deadline_s: float) -> str:
-        hello = self._hello
-        if hello is None:
-            return "It has not said yet where it is."
-        if self._is_here:
-            return await asyncio.to_thread(dump_of, hello.pid, self._mark, deadline_s=deadline_s)
-        return await asyncio.to_thread(dump_there, hello, self._mark, deadline_s)
+    async def _close_object(self) -> None:
+        if not self._ended.done():
+            with contextlib.suppress(ray.exceptions.RayError):  # it died on the way
+                await asyncio.wrap_future(self._actor.end.remote().future())
 
     async def _end(self) -> None:
         with contextlib.suppress(Exception):  # Ray is gone
             ray.kill(self._actor)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
-                await asyncio.wrap_future(self._gone)
+                await asyncio.wrap_future(self._ended)
         if self._is_here:
             await asyncio.to_thread(self._end_here)
 
@@ -224,7 +152,7 @@ class RayIncarnation:
             time.sleep(0.01)
         end_family(Family(self._mark))
 
-    def _has_ended(self, lived: "Future[Any]") -> None:
+    def _has_died(self, lived: "Future[Any]") -> None:
         """Ray says so, in one of its threads, which must not wait."""
         threading.Thread(target=self._report, args=(lived.exception(),), name=f"end {self._spec}", daemon=True).start()
 
@@ -237,36 +165,12 @@ class RayIncarnation:
             ray.kill(self._actor)  # where Ray cannot reach it, and nobody can call it any more
         free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
-        with self._lock:
-            self._end_text = f"{output} Ray says: {_shorten(error)}"
-            self._has_died = True
-            watchers = self._watchers if self._because is None else []
-        for callback in watchers:
-            callback(self._failure(None))
-        self._calls.fail_all(self._failure)
-        self._gone.set_result(None)
+        self._end_text = f"{output} Ray says: {_shorten(error)}"
+        self._tell_end()
 
-    def _failure(self, method: str | None) -> RLError:
-        if self._is_closed:
-            return NotReadyError(f"{self._spec} {self._because}.")
-        call = f" while {describe_call(method)} was waited for" if method is not None else ""
+    def _describe_end(self) -> tuple[str, str]:
         where = "" if self._hello is None else f" (pid {self._hello.pid} on {self._hello.address})"
-        text = (
-            f"the actor of {self._spec}{where} ended{call}; the last thing heard from it was {self.last_heard}. "
-            f"{self._end_text}"
-        )
-        if self._because is not None:
-            text = f"{self._spec} {self._because}."
-        return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
-
-    def _say_late(self) -> str:
-        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s, and was ended; "
-        if self._hello is None:
-            return f"{late}Ray had no place, or no process, for its actor: {say_free()}."
-        return (
-            f"{late}{self._spec.factory} was still running in pid {self._hello.pid} on {self._hello.address}. Give it "
-            f"a longer deadline. {self._output()}"
-        )
+        return f"the actor of {self._spec}{where} ended", self._end_text
 
     def _output(self) -> str:
         """Its last lines, from the node where they are."""
@@ -287,12 +191,6 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
     """Ask Ray for an actor; nothing is waited for."""
     spec, slot = birth.spec, birth.slot
     log = None if options.log_directory is None else str(log_path(options.log_directory.absolute(), spec))
-    paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
-    environment = {
-        **spec.environment,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        MARK_VARIABLE: f"{os.environ.get(MARK_VARIABLE, '')}:{mark}",
-    }
     wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
     if slot is not None:
         wanted = {"num_cpus": slot.taken.cpus, "num_gpus": sum(slot.taken.gpus.values())}
@@ -305,7 +203,7 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         max_concurrency=MAX_WAITING,
         max_restarts=0,
         max_task_retries=0,
-        runtime_env={"env_vars": environment},
+        runtime_env={"env_vars": role_environment(spec, mark)},
         **wanted,
     ).remote(Door(str(spec), birth.context.incarnation, mark, log))
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -23,16 +23,18 @@ from rl_core.errors import JournalError, RLError, SegmentError
 from rl_core.queue.capacity import SegmentStore
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import LatePart, Part, QueuedGroup
-from rl_core.queue.interface import DEFAULT_PARTITION, PromptState, QueueOptions, TaskSpec
+from rl_core.queue.interface import PromptState, QueueOptions, TaskSpec
 from rl_core.queue.journal.wal import read_wal
 from rl_core.queue.prompts import encode_prompt
 
 DATABASE = "queue.sqlite3"
 SEGMENTS = "segments"
-FORMAT_VERSION = 2
-"""The second has partitions."""
+FORMAT_VERSION = 3
+"""The second had partitions; a queue that used none but the default one is still resumed."""
 
-READABLE_VERSIONS = (1, FORMAT_VERSION)
+READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
+DEFAULT_PARTITION: Final = "train"
+"""Of format 2."""
 EPOCH_LEASES = 1 << 40
 """Numbers of leases, and of segments, of one life of a queue; those of the next follow."""
 
@@ -59,8 +61,11 @@ ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.rec
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock."""
+class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock.
+
+    `partition` is of format 2, and never written.
+    """
 
     num_sessions: int
     issued_at: float
@@ -71,7 +76,7 @@ class GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
     parts: list[tuple[int, int, int, int, int, int, int, list[str]]]
     late: list[tuple[int, int, int, int, str, list[str]]]
     acked: dict[str, int]
-    partition: str = DEFAULT_PARTITION
+    partition: Literal["train"] = DEFAULT_PARTITION
 
 
 class Counts(msgspec.Struct, forbid_unknown_fields=True):
@@ -222,7 +227,6 @@ class SqliteJournal:
             parts=[(*part[:7], sorted(part.columns)) for part in group.parts],
             late=[(*part[:5], sorted(part.columns)) for part in group.late],
             acked=group.acked,
-            partition=group.partition,
         )
         return group.order, group.uid, group.state, prompt, msgspec.json.encode(record)
 
@@ -236,6 +240,7 @@ class SqliteJournal:
             raise JournalError(f"{self._directory} has a record that cannot be read: {error}.") from error
         if version not in READABLE_VERSIONS:
             raise JournalError(f"{self._directory} has format {version}; expected one of {READABLE_VERSIONS}.")
+        refuse_partitions(meta.get("tasks", tasks), self._directory)
         if names != expected:
             raise JournalError(
                 f"{self._directory} is the queue of tasks {names}; found {expected}. "
@@ -338,7 +343,6 @@ def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) ->
         settled=found.settled,
         failures=found.failures,
         acked=found.acked,
-        partition=found.partition,
     )
     for part in found.parts:
         group.add_part(Part(*part[:7], frozenset(part[7])))
@@ -349,15 +353,29 @@ def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) ->
 
 def _task_names(encoded: bytes) -> list[str]:
     return sorted(
-        task["name"] + _in_brackets(task["gives"], task.get("partition", DEFAULT_PARTITION))
+        task["name"] + (f" (gives {', '.join(sorted(task['gives']))})" if task["gives"] else "")
         for task in msgspec.json.decode(encoded)
     )
 
 
-def _in_brackets(gives: Sequence[str], partition: str) -> str:
-    said = [f"gives {', '.join(sorted(gives))}"] if gives else []
-    said += [f"partition {partition}"] if partition != DEFAULT_PARTITION else []
-    return f" ({'; '.join(said)})" if said else ""
+def refuse_partitions(tasks: bytes, directory: Path) -> None:
+    """Refuse a queue of format 2 whose tasks were of several partitions.
+
+    Args:
+        tasks: As the journal has them.
+        directory: Of the queue.
+
+    Raises:
+        JournalError: It is one.
+    """
+    found = msgspec.json.decode(tasks, type=list[dict[str, Any]])
+    others = {str(task.get("partition", DEFAULT_PARTITION)) for task in found} - {DEFAULT_PARTITION}
+    if others:
+        raise JournalError(
+            f"{directory} must be a queue without partitions; found tasks of partitions {sorted(others)}. Finish "
+            "its prompts with the version of rl-core that wrote it, or choose another directory, and give each "
+            "partition a queue of its own."
+        )
 
 
 def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:

@@ -27,6 +27,7 @@ from rl_core.queue.journal.database import (
     Recovery,
     group_of,
     read_meta,
+    refuse_partitions,
 )
 from rl_core.queue.journal.report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
 from rl_core.queue.journal.wal import read_wal
@@ -61,9 +62,7 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
         if isinstance(error, JournalError):
             raise
         raise JournalError(f"the queue in {directory} cannot be read: {error.strerror or error}.") from error
-    prompts, partitions = found.prompts, {task.partition: Counter[str]() for task in found.tasks}
-    for prompt in prompts:
-        partitions.setdefault(prompt.partition, Counter())[prompt.state] += 1
+    prompts = found.prompts
     return JournalReport(
         directory=str(directory),
         format_version=found.format_version,
@@ -71,7 +70,6 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
         tasks=found.tasks,
         policy_version=found.counts.policy_version,
         states=Counter(prompt.state for prompt in prompts),
-        partitions=partitions,
         num_rows=sum(prompt.num_rows for prompt in prompts),
         num_tokens=sum(prompt.num_tokens for prompt in prompts),
         size_bytes=sum(prompt.size_bytes for prompt in prompts),
@@ -210,6 +208,7 @@ def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
     meta = read_meta(connection)
     if "tasks" not in meta:
         raise JournalError(f"the queue in {directory} is damaged: it does not say its tasks.")
+    refuse_partitions(meta["tasks"], directory)
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
     recovery = msgspec.json.decode(meta["recovery"], type=Recovery) if "recovery" in meta else None
@@ -256,7 +255,6 @@ def _prompt_of(group: QueuedGroup) -> InspectedPrompt:
         acked_by=tuple(sorted(group.acked)),
         reason=group.reason,
         issued_at=group.issued_at,
-        partition=group.partition,
     )
 
 

@@ -26,7 +26,6 @@ class InspectedPrompt:
         acked_by: Tasks that have acked.
         reason: Why it was dropped, or issued again.
         issued_at: Seconds since 1970.
-        partition: The one that it was issued to.
     """
 
     uid: str
@@ -43,7 +42,6 @@ class InspectedPrompt:
     acked_by: tuple[str, ...]
     reason: str | None
     issued_at: float
-    partition: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,6 @@ class JournalReport:
         tasks: As the queue was opened last.
         policy_version: The newest that the journal has.
         states: Prompts in each state.
-        partitions: The same for each partition that a task has.
         num_rows: Rows held.
         num_tokens: Tokens of these rows.
         size_bytes: Bytes of these rows' columns.
@@ -120,7 +117,6 @@ class JournalReport:
     tasks: tuple[TaskSpec, ...]
     policy_version: int
     states: Mapping[str, int]
-    partitions: Mapping[str, Mapping[str, int]]
     num_rows: int
     num_tokens: int
     size_bytes: int

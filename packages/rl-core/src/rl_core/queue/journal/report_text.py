@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from rl_core.queue.interface import DEFAULT_PARTITION, TaskSpec
+from rl_core.queue.interface import TaskSpec
 from rl_core.queue.journal.database import Recovery
 from rl_core.queue.journal.report import InspectedPrompt, JournalReport
 from rl_core.terminal_text import bytes_text, printable, table_lines
@@ -10,7 +10,6 @@ from rl_core.terminal_text import bytes_text, printable, table_lines
 MAX_DAMAGED = 10
 COLUMNS = (
     "uid",
-    "partition",
     "state",
     "attempt",
     "settled",
@@ -42,9 +41,6 @@ def _head(report: JournalReport) -> Iterator[str]:
 def _facts(report: JournalReport) -> Iterator[tuple[str, str]]:
     yield "policy version", str(report.policy_version)
     yield "prompts", f"{sum(report.states.values())}: {_states(report.states)}"
-    if len(report.partitions) > 1:
-        for partition, states in report.partitions.items():
-            yield "", f"{printable(partition)}: {_states(states)}"
     yield "held", f"{report.num_rows} rows, {report.num_tokens} tokens, {bytes_text(report.size_bytes)} of columns"
     yield "acks", _counts(report.acks)
     yield "drops", _counts(report.drops)
@@ -58,8 +54,6 @@ def _task(task: TaskSpec) -> str:
     said = [f"{printable(task.name)}: needs {_names(task.needs)}"]
     if task.gives:
         said.append(f"gives {_names(task.gives)}")
-    if task.partition != DEFAULT_PARTITION:
-        said.append(f"partition {printable(task.partition)}")
     said.append(f"order {task.order}")
     if task.max_staleness is not None:
         said.append(f"max_staleness {task.max_staleness}")
@@ -109,9 +103,7 @@ def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
 
 def _table(report: JournalReport) -> Iterator[str]:
     if report.prompts:
-        shown = [place for place, name in enumerate(COLUMNS) if name != "partition" or len(report.partitions) > 1]
-        header, *rows = ([row[place] for place in shown] for row in (COLUMNS, *map(_row, report.prompts)))
-        yield from table_lines(header, rows, right=RIGHT)
+        yield from table_lines(COLUMNS, [_row(prompt) for prompt in report.prompts], right=RIGHT)
     if report.num_prompts_left_out:
         yield f"and {report.num_prompts_left_out} more prompts; --limit N shows more"
     elif not report.prompts:
@@ -122,7 +114,6 @@ def _row(prompt: InspectedPrompt) -> tuple[str, ...]:
     versions = prompt.policy_versions
     return (
         printable(prompt.uid),
-        printable(prompt.partition),
         prompt.state,
         str(prompt.attempt),
         f"{prompt.sessions_settled}/{prompt.num_sessions}",

@@ -1,0 +1,190 @@
+"""The caller's side of a role that lives elsewhere: what is the same for a process and for an actor of Ray."""
+
+import asyncio
+import os
+import sys
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from rl_core.cluster.calls import Calls, describe_call
+from rl_core.cluster.incarnation import Birth
+from rl_core.cluster.messages import named
+from rl_core.cluster.options import ClusterOptions, RestartPolicy
+from rl_core.cluster.processes.guard import MARK_VARIABLE
+from rl_core.cluster.processes.stack_dump import ask_then_dump
+from rl_core.cluster.role_spec import RoleSpec
+from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
+
+
+class RemoteIncarnation(ABC):
+    """An `Incarnation` whose calls travel; those made in one turn of the event loop travel together.
+
+    A subclass makes the process, carries the calls, and calls `_tell_end` once it is gone.
+    """
+
+    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+        """Nothing runs yet."""
+        self._birth = birth
+        self._spec = birth.spec
+        self._close_deadline_s = options.close_deadline_s
+        self._mark = uuid.uuid4().hex
+        self._calls = Calls(self._spec)
+        self._outgoing: list[tuple[int, Any]] = []
+        self._because: str | None = None
+        self._is_closed = False
+        self._watchers: list[Callable[[RLError], None]] = []
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()
+
+    async def start(self) -> None:
+        """Wait until the role's object is made; see `Launcher.launch`."""
+        spec = replace(self._spec, restart=RestartPolicy())  # whose hook may be local to a function
+        limit = asyncio.timeout(self._birth.deadline_s)
+        try:
+            async with limit:
+                await self._make(spec)
+        except BaseException as error:
+            is_late = isinstance(error, TimeoutError) and limit.expired()
+            text = await self._say_late() if is_late else ""
+            await self.kill("was ended, as its start failed")
+            if is_late:
+                raise named(DeadlineError(text), spec) from None
+            raise
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """See `Incarnation.pid`."""
+
+    @property
+    def is_alive(self) -> bool:
+        """See `Incarnation.is_alive`."""
+        return self._because is None and not self._has_ended
+
+    @property
+    def last_heard(self) -> str:
+        """See `Incarnation.last_heard`."""
+        return self._calls.last_heard
+
+    @property
+    def under_way(self) -> str:
+        """See `Incarnation.under_way`."""
+        return self._calls.under_way
+
+    async def stacks(self, deadline_s: float) -> str:
+        """See `Incarnation.stacks`: a thread of the process answers, else its handler of a signal."""
+        return await ask_then_dump(self._ask_stacks, self._dump, deadline_s)
+
+    async def call(self, method: str, parcel: Any) -> Any:
+        """See `Incarnation.call`."""
+        number, future = self._calls.begin(method)
+        try:
+            if not future.done():
+                if not self._outgoing:
+                    asyncio.get_running_loop().call_soon(self._flush)
+                self._outgoing.append((number, parcel))
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.forget(number)
+
+    def watch(self, callback: Callable[[RLError], None]) -> None:
+        """See `Incarnation.watch`."""
+        with self._lock:
+            has_ended = self._has_ended
+            if not has_ended:
+                self._watchers.append(callback)
+        if has_ended and self._because is None:
+            callback(self._death(None))
+
+    async def close(self) -> None:
+        """See `Incarnation.close`."""
+        if self._because is None:
+            self._because, self._is_closed = "was closed; start it again before calling it", True
+        try:
+            async with asyncio.timeout(self._close_deadline_s):
+                await self._close_object()
+        except TimeoutError:
+            pass  # it is killed
+        finally:
+            await self._end()
+
+    async def kill(self, because: str) -> None:
+        """See `Incarnation.kill`."""
+        self._because = self._because or because
+        await self._end()
+
+    # -- what a place does in its own way
+
+    @abstractmethod
+    async def _make(self, spec: RoleSpec) -> None:
+        """Have the object made, by the call of an empty name."""
+
+    @abstractmethod
+    async def _say_late(self) -> str:
+        """Why it was not ready in time; it may be ended for that."""
+
+    @abstractmethod
+    async def _ask_stacks(self) -> str: ...
+
+    @abstractmethod
+    async def _dump(self, deadline_s: float) -> str: ...
+
+    @abstractmethod
+    def _send(self, calls: list[tuple[int, Any]]) -> None:
+        """Send calls, with their numbers, that begin together there."""
+
+    @abstractmethod
+    async def _close_object(self) -> None:
+        """Have the object closed, and wait for that."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """Kill what is still there, and wait until it is gone."""
+
+    @abstractmethod
+    def _describe_end(self) -> tuple[str, str]:
+        """How it ended, such as "the process of engine[0] was killed", and what else is known of it."""
+
+    # -- inside
+
+    def _flush(self) -> None:
+        calls, self._outgoing = self._outgoing, []
+        self._send(calls)
+
+    def _tell_end(self) -> None:
+        """It is gone: tell who watches it, and then who waits for answers."""
+        with self._lock:
+            self._has_ended = True
+            watchers = self._watchers if self._because is None else []
+        for callback in watchers:
+            callback(self._death(None))
+        self._calls.fail_all(self._death)
+        self._ended.set_result(None)
+
+    def _death(self, method: str | None) -> RLError:
+        if self._is_closed:
+            return NotReadyError(f"{self._spec} {self._because}.")
+        if self._because is not None:
+            text = f"{self._spec} {self._because}."
+        else:
+            call = f" while {describe_call(method)} was waited for" if method is not None else ""
+            how, more = self._describe_end()
+            text = f"{how}{call}; the last thing heard from it was {self.last_heard}. {more}"
+        return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
+
+
+def role_environment(spec: RoleSpec, mark: str) -> dict[str, str]:
+    """The role's own variables, this process's import path, and the mark of its descendants."""
+    paths = [*spec.environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    return {
+        **spec.environment,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        MARK_VARIABLE: f"{os.environ.get(MARK_VARIABLE, '')}:{mark}",
+    }
