@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_sync_trainer.main import main
 from rl_trainer.run.policies import export_policy, find_policy
@@ -18,11 +18,11 @@ def run(tmp_path: Path) -> Path:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=5)
     for step in (3, 12):
 
-        def write_learner(folder: Path, step: int = step) -> SavedTogether:
+        def write_learner(folder: Path, step: int = step) -> PendingSave:
             (folder / "policy").mkdir()
             (folder / "policy" / "config.json").write_text("{}")
             (folder / "policy" / "model.safetensors").write_text(f"weights of step {step}")
-            return SavedTogether()
+            return PendingSave()
 
         store.begin(step, {"step": step}, write_learner)
     store.close()

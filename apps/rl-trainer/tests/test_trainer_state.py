@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_trainer.run.checkpoints import TrainerState, read_trainer_state
 
@@ -23,7 +23,7 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
         unlogged={"actor/entropy": 0.1},
     )
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
-    store.begin(7, asdict(state), lambda folder: SavedTogether())
+    store.begin(7, asdict(state), lambda folder: PendingSave())
     store.wait()
     assert read_trainer_state(tmp_path / "checkpoints" / "step_7") == state
 

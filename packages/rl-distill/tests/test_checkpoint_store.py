@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
 from rl_core.files.durable import write_durably
-from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.checkpoints.plain_files import file_crc32c
 from rl_distill.checkpoints.store import CheckpointStore, Saved, read_state, verify_checkpoint
 
@@ -311,13 +311,13 @@ def test_several_saves_are_one() -> None:
         ended.append("second")
         raise OSError("torn")
 
-    together = SavedTogether(
+    together = saved_together(
         Pending(lambda: ended.append("first")), Pending(fail), Pending(lambda: ended.append("third"))
     )
     with pytest.raises(OSError, match="torn"):
         together.wait()
     assert ended == ["first", "second", "third"]
-    SavedTogether().wait()
+    saved_together().wait()
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new", "replaced"])

@@ -172,7 +172,7 @@ class TorchLearner:
         write_contents(directory / STATE_FOLDER, [write_pieces(directory / STATE_FOLDER, pieces, rank=0, num_ranks=1)])
         write_saved_policy(directory, self._source, list(self._mains), dtype=parameter_dtype(self._options))
         write_header(directory, source=self._source, options=self._options, step=self._step)
-        return _Written()
+        return PendingSave()
 
     def load(self, directory: Path) -> None:
         """Continue from `save`.
@@ -274,13 +274,6 @@ class TorchLearner:
         before = (rows, (steps - 1).clamp_min(0))
         logprobs = distribution[before].gather(-1, micro_batch.input_ids[:, None]).squeeze(-1)
         return torch.where(is_scored, logprobs, 0.0), torch.where(is_scored, entropy[before], 0.0), logits[before]
-
-
-class _Written:
-    """A checkpoint that was written at once."""
-
-    def wait(self) -> None:
-        """It is whole."""
 
 
 def _piece(name: str, tensor: Tensor) -> Piece:

@@ -9,7 +9,7 @@ from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.cluster.ray.session import RayOptions
 from rl_core.cluster.shares import visible_gpus
 from rl_core.errors import SettingsError
-from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 from rl_distill.options import LearnerOptions
 from rl_trainer.settings.schema import Settings
@@ -49,7 +49,7 @@ class Learners:
         pending = [self.policy.save(folder, in_background=in_background)]
         if self.critic is not None:
             pending.append(self.critic.save(folder / CRITIC_FOLDER, in_background=in_background))
-        return SavedTogether(*pending)
+        return saved_together(*pending)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`.

@@ -1,10 +1,17 @@
 """Checkpoints on their way to the disk."""
 
-from typing import Protocol
+from collections.abc import Callable
+from threading import Lock
 
 
-class PendingSave(Protocol):
+class PendingSave:
     """A checkpoint on its way to the disk."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        """Say what finishes it; None where it is whole already."""
+        self._finish = finish
+        self._lock = Lock()
+        self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Wait until it is whole; any thread may. Can be called twice.
@@ -14,21 +21,29 @@ class PendingSave(Protocol):
             CheckpointError: Likewise, where torch said so.
             RoleError: A rank died before it had written its part.
         """
-        ...
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                try:
+                    finish()
+                except BaseException as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error
 
 
-class SavedTogether:
-    """Several saves as one, such as those of a policy and its critic in one checkpoint."""
+def saved_together(*parts: PendingSave) -> PendingSave:
+    """Several saves as one, such as those of a policy and its critic in one checkpoint.
 
-    def __init__(self, *parts: PendingSave) -> None:
-        """Name them."""
-        self._parts = parts
+    All of them are waited for, also where one fails; what the first that failed raised is raised.
+    """
 
-    def wait(self) -> None:
-        """Wait for all of them, also where one fails; raises what the first that failed raised."""
-        errors = [error for part in self._parts if (error := _error_of(part)) is not None]
+    def finish() -> None:
+        errors = [error for part in parts if (error := _error_of(part)) is not None]
         if errors:
             raise errors[0]
+
+    return PendingSave(finish)
 
 
 def _error_of(part: PendingSave) -> Exception | None:

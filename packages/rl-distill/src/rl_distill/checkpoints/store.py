@@ -3,9 +3,9 @@
 import json
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl_core.errors import CheckpointError, DeadlineError, SettingsError
 from rl_core.files.durable import sync_file, sync_folder, write_durably
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
+from rl_distill.daemon_thread import in_daemon_thread
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +66,7 @@ class CheckpointStore:
         self._directory = directory
         self._keep = keep
         self._on_saved = on_saved
-        self._saving: _Saving | None = None
+        self._saving: tuple[int, Future[None]] | None = None
 
     def begin(self, step: int, state: Mapping[str, Json], write: Callable[[Path], PendingSave]) -> None:
         """Begin a checkpoint; after a crash at any point the old or the new one is whole.
@@ -76,7 +77,7 @@ class CheckpointStore:
             step: Names the checkpoint; one of the same step is replaced.
             state: The trainer's own; as it is now.
             write: Copies what learners hold, and begins to write it into the folder that it is given, such as
-                `lambda folder: learner.save(folder, in_background=True)`; see also `SavedTogether`.
+                `lambda folder: learner.save(folder, in_background=True)`; see also `saved_together`.
 
         Raises:
             CheckpointError: The one before could not be written.
@@ -100,7 +101,7 @@ class CheckpointStore:
                 took_s = time.perf_counter() - started
                 self._on_saved(Saved(step=step, folder=self._folder(step), took_s=took_s))
 
-        self._saving = _Saving(step, finish)
+        self._saving = step, in_daemon_thread(finish, name=f"checkpoint-{step}")
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Wait until what was begun is whole; returns at once where nothing is.
@@ -112,20 +113,18 @@ class CheckpointStore:
             CheckpointError: It could not be written; said once.
             DeadlineError: The time ran out; it is still being written.
         """
-        saving = self._saving
-        if saving is None:
+        if self._saving is None:
             return
-        saving.join(deadline_s)
-        if saving.is_alive():
+        step, saving = self._saving
+        if not wait([saving], deadline_s).done:
             raise DeadlineError(
-                f"waited {deadline_s:g} s for the checkpoint of step {saving.step}, which is still being written."
+                f"waited {deadline_s:g} s for the checkpoint of step {step}, which is still being written."
             )
         self._saving = None
-        if saving.error is not None:
-            error = saving.error
+        error = saving.exception()
+        if error is not None:
             raise CheckpointError(
-                f"the checkpoint of step {saving.step} was not written into {self._directory}: "
-                f"{type(error).__name__}: {error}"
+                f"the checkpoint of step {step} was not written into {self._directory}: {type(error).__name__}: {error}"
             ) from error
 
     def close(self) -> None:
@@ -197,24 +196,6 @@ class CheckpointStore:
                 shutil.rmtree(old)
             else:
                 old.rename(final)
-
-
-class _Saving(threading.Thread):
-    """Finishes one checkpoint."""
-
-    def __init__(self, step: int, finish: Callable[[], None]) -> None:
-        super().__init__(name=f"checkpoint-{step}", daemon=True)
-        self.step = step
-        self.error: BaseException | None = None
-        self._finish = finish
-        self.start()
-
-    def run(self) -> None:
-        """Finish it, and keep what went wrong."""
-        try:
-            self._finish()
-        except BaseException as error:  # raised where the checkpoint is waited for
-            self.error = error
 
 
 def verify_checkpoint(folder: Path) -> None:

@@ -4,9 +4,10 @@ Every rank of a learner gets the same calls in the same order; what one does alo
 """
 
 import asyncio
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
+from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.convert import Block
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import Place, Rendezvous, StoreListener, initialize_groups, join_ranks
@@ -52,38 +54,6 @@ class WeightBlock:
         return torch.from_numpy(content).view(getattr(torch, self.dtype)).view(self.sizes)
 
 
-class _Saving(threading.Thread):
-    """Writes a rank's pieces while the rank goes on."""
-
-    def __init__(self, directory: Path, pieces: Sequence[Piece], *, rank: int, num_ranks: int) -> None:
-        super().__init__(name="save", daemon=True)
-        self._job = (directory, pieces, rank, num_ranks)
-        self._written: Written | None = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Write, and keep what came of it."""
-        directory, pieces, rank, num_ranks = self._job
-        try:
-            self._written = write_pieces(directory, pieces, rank=rank, num_ranks=num_ranks)
-        except BaseException as error:  # raised where the result is asked for
-            self._error = error
-
-    def result(self) -> Written:
-        """Wait for it.
-
-        Raises:
-            OSError: The disk would not take it.
-        """
-        self.join()
-        if self._error is not None:
-            raise self._error
-        if self._written is None:
-            raise NotReadyError("a rank's thread ended without writing its part of the checkpoint.")
-        return self._written
-
-
 class RankHost:
     """One rank of a learner, and the models on it."""
 
@@ -98,7 +68,7 @@ class RankHost:
         """
         self._parallel, self._seed, self._context = parallel, seed, context
         self._models: dict[str, RankModel] = {}
-        self._savings: dict[Path, _Saving] = {}
+        self._savings: dict[Path, Future[Written]] = {}
         self._read: dict[str, States] = {}
         self._listener: StoreListener | None = None
         if num_threads is not None:
@@ -165,7 +135,8 @@ class RankHost:
             for kind, blocks in states.items()
             for block in self._own(name, blocks)
         ]
-        self._savings[directory] = _Saving(directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
+        write = partial(write_pieces, directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
+        self._savings[directory] = in_daemon_thread(write, name="save")
 
     def finish_save(self, directory: Path) -> Written:
         """Wait until what `begin_save` began is on the disk."""

@@ -1,10 +1,9 @@
 """The Megatron learner: megatron-core's models, parallelism, schedules and optimizer, on packed trajectories."""
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,17 +52,25 @@ from rl_distill.stepping import (
 
 
 class RankedModel:
-    """A model over a learner's ranks: what policies, critics and references have in common."""
+    """A model over a learner's ranks: what policies, critics and references have in common.
+
+    Attributes:
+        kind: Its name on the ranks, unless another is given.
+        head: What comes out.
+        trains: False keeps neither gradients nor an optimizer.
+    """
+
+    kind: ClassVar[str]
+    head: ClassVar[Head] = "policy"
+    trains: ClassVar[bool] = True
 
     def __init__(
         self,
         policy: Path | str | Mapping[str, Any],
         options: LearnerOptions,
         *,
-        ranks: LearnerRanks | None,
-        name: str,
-        head: Head = "policy",
-        trains: bool = True,
+        ranks: LearnerRanks | None = None,
+        name: str | None = None,
     ) -> None:
         """Build the model on every rank.
 
@@ -71,9 +78,7 @@ class RankedModel:
             policy: A Hugging Face folder with safetensors, or a config.json's content for random weights.
             options: How to train.
             ranks: Where; None for this process alone.
-            name: Of the model on its ranks.
-            head: What comes out.
-            trains: False keeps neither gradients nor an optimizer.
+            name: Of the model on its ranks; None for what it is.
 
         Raises:
             SettingsError: The architecture, a setting or the layout is not supported.
@@ -82,14 +87,14 @@ class RankedModel:
         """
         options.check()
         self._options = options
-        self._source = open_policy(policy, is_critic=head == "value")
+        self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
-        self._name = name
+        self._name = name or self.kind
         self._owns_ranks = ranks is None
         self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
-        plan = ModelPlan(source=self._source, options=options, parallel=parallel, head=head, trains=trains)
-        self._num_parameters: int = sum(self._ranks.call_all("build", name, plan))
+        plan = ModelPlan(source=self._source, options=options, parallel=parallel, head=self.head, trains=self.trains)
+        self._num_parameters: int = sum(self._ranks.call_all("build", self._name, plan))
         self._step = 0
         self._is_open = True
 
@@ -138,21 +143,12 @@ class RankedModel:
         tokens = _in_batch_order(batch, rows, found)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
-    def _train(
-        self,
-        batch: Batch,
-        objective: Objective,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        with_tokens: bool = False,
-    ) -> StepResult:
+    def _train(self, batch: Batch, objective: Objective, *, temperature: float = 1.0, **wanted: bool) -> StepResult:
         check_open(self._is_open)
         check_temperature(temperature)
         check_trainable(batch)
         shares, rows = self._shares(batch)
-        arguments = {"temperature": temperature, "with_entropy": with_entropy, "with_tokens": with_tokens}
-        parts: list[StepShare] = self._call_shares("train_step", shares, objective, **arguments)
+        parts: list[StepShare] = self._call_shares("train_step", shares, objective, temperature=temperature, **wanted)
         broken = [int(of_rank[row]) for of_rank, part in zip(rows, parts, strict=True) for row in part.broken_rows]
         first = parts[0]
         self._step += first.is_applied
@@ -233,7 +229,7 @@ class TrainedModel(RankedModel):
         check_open(self._is_open)
         require_empty(directory)
         self._ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
-        pending = _Pending(self, directory, step=self._step)
+        pending = PendingSave(partial(self._finish_save, directory, step=self._step))
         if not in_background:
             pending.wait()
         return pending
@@ -263,41 +259,10 @@ class TrainedModel(RankedModel):
         write_header(directory, source=self._source, options=self._options, step=step)
 
 
-class _Pending:
-    """A checkpoint that ranks are writing."""
-
-    def __init__(self, model: TrainedModel, directory: Path, *, step: int) -> None:
-        self._model, self._directory, self._step = model, directory, step
-        self._lock = threading.Lock()
-        self._is_done = False
-        self._error: BaseException | None = None
-
-    def wait(self) -> None:
-        """Wait until it is whole."""
-        with self._lock:
-            if not self._is_done:
-                self._is_done = True
-                try:
-                    self._model._finish_save(self._directory, step=self._step)
-                except BaseException as error:
-                    self._error = error
-            if self._error is not None:
-                raise self._error
-
-
 class MegatronLearner(TrainedModel):
     """Trains a policy with megatron-core; see `rl_distill.learner.Learner`."""
 
-    def __init__(
-        self,
-        policy: Path | str | Mapping[str, Any],
-        options: LearnerOptions,
-        *,
-        ranks: LearnerRanks | None = None,
-        name: str = "policy",
-    ) -> None:
-        """Build the policy; arguments and errors as `RankedModel`."""
-        super().__init__(policy, options, ranks=ranks, name=name)
+    kind = "policy"
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
@@ -338,50 +303,32 @@ class MegatronLearner(TrainedModel):
 class MegatronReference(RankedModel):
     """A policy that never trains: no gradients, no optimizer."""
 
-    def __init__(
-        self,
-        policy: Path | str | Mapping[str, Any],
-        options: LearnerOptions,
-        *,
-        ranks: LearnerRanks | None = None,
-        name: str = "reference",
-    ) -> None:
-        """Build the policy; arguments and errors as `RankedModel`."""
-        super().__init__(policy, options, ranks=ranks, name=name, trains=False)
+    kind, trains = "reference", False
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
         return self._score(batch, temperature=temperature)
 
 
-@dataclass(frozen=True, slots=True)
-class _OfValues:
-    """A critic's loss as an objective."""
-
-    loss: ValueLoss
-
-    def __call__(
-        self,
-        values: Tensor,
-        entropy: Tensor | None,  # noqa: ARG002 - a critic has none
-        micro_batch: MicroBatch,
-    ) -> tuple[Tensor, MetricSums]:
-        return self.loss(values, micro_batch)
+def _objective_of_values(
+    values: Tensor,
+    entropy: Tensor | None,  # noqa: ARG001 - a critic has none
+    micro_batch: MicroBatch,
+    *,
+    loss: ValueLoss,
+) -> tuple[Tensor, MetricSums]:
+    """A critic's loss as an objective; at the module's level, for it travels to ranks."""
+    return loss(values, micro_batch)
 
 
 class MegatronCritic(TrainedModel):
-    """Trains a critic: a policy's layers under a value head; see `rl_distill.learner.Critic`."""
+    """Trains a critic: a policy's layers under a value head, which starts at 0 where the folder has none.
 
-    def __init__(
-        self,
-        policy: Path | str | Mapping[str, Any],
-        options: LearnerOptions,
-        *,
-        ranks: LearnerRanks | None = None,
-        name: str = "critic",
-    ) -> None:
-        """Build the critic; the value head starts at 0 where the folder has none. Otherwise as `RankedModel`."""
-        super().__init__(policy, options, ranks=ranks, name=name, head="value")
+    See `rl_distill.learner.Critic`.
+    """
+
+    kind: ClassVar[str] = "critic"
+    head: ClassVar[Head] = "value"
 
     def values(self, batch: Batch) -> Ragged:
         """Values of the states before each token, float32, in the batch's row order, first token 0."""
@@ -393,7 +340,7 @@ class MegatronCritic(TrainedModel):
         Raises:
             ShapeError: loss_weights is missing or all zero.
         """
-        return self._train(batch, _OfValues(objective))
+        return self._train(batch, partial(_objective_of_values, loss=objective))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return critic_shapes(self._source.config)

@@ -90,7 +90,13 @@ class RankModel:
         return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
     def train_step(
-        self, share: RankShare, objective: Objective, *, temperature: float, with_entropy: bool, with_tokens: bool
+        self,
+        share: RankShare,
+        objective: Objective,
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
     ) -> StepShare | None:
         """One optimizer step; None on ranks that do not answer. A step that is not finite changes nothing."""
         gathered = Gathered()

@@ -1,7 +1,5 @@
 """A teacher as a frozen megatron model: what it thinks likeliest at each token, and its hidden states."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,24 +9,13 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged, token_positions
 from rl_core.errors import SettingsError
 from rl_distill.megatron.learner import RankedModel
-from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.options import LearnerOptions
 from rl_distill.stepping import check_open, check_temperature
 
 
 class MegatronTeacherModel(RankedModel):
     """A policy that never trains, and says what it thinks of every token."""
 
-    def __init__(
-        self,
-        policy: Path | str | Mapping[str, Any],
-        options: LearnerOptions,
-        *,
-        ranks: LearnerRanks | None = None,
-        name: str = "teacher",
-    ) -> None:
-        """Build the model; arguments and errors as `RankedModel`."""
-        super().__init__(policy, options, ranks=ranks, name=name, trains=False)
+    kind, trains = "teacher", False
 
     @property
     def vocab_size(self) -> int:

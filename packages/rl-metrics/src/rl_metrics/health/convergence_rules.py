@@ -17,18 +17,13 @@ from rl_metrics.health.common_rules import (
     TOO_MANY_UPDATES,
     TOO_OLD,
 )
-from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
-KL_GROWS = Condition(
-    kind="rises",
-    reads=(REFERENCE_KL,),
-    limits={"max": 0.0, "by": 0.001},
-    window=1_000_000,
-    says="{metric} grows, if slowly",
-)
-WARMS_UP = Condition(
-    kind="rises", reads=(("actor/lr",),), limits={"max": 0.0}, window=30, says="the learning rate still rises"
-)
+OF_TOKENS = "{metric}: {value:share} of the tokens (at most {max:share} is healthy)"
+BEYOND_USUAL = "{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)"
+
+KL_GROWS = condition("rises", REFERENCE_KL, window=1_000_000, says="{metric} grows, if slowly", max=0.0, by=0.001)
+WARMS_UP = condition("rises", "actor/lr", window=30, says="the learning rate still rises", max=0.0)
 
 CONVERGENCE = (
     Rule(
@@ -37,10 +32,8 @@ CONVERGENCE = (
         title="policy loss near 0",
         what="The policy loss stays far from 0.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("actor/pg_loss", "actor/loss"),),
-                says="{metric} is at {value} (from {min} to {max} is healthy)",
+            condition(
+                "level", ("actor/pg_loss", "actor/loss"), says="{metric} is at {value} (from {min} to {max} is healthy)"
             ),
         ),
         thresholds=(
@@ -50,7 +43,7 @@ CONVERGENCE = (
         causes=(
             MISMATCH,
             TOO_OLD,
-            Cause(text="advantages are not centred", advice="look at critic/advantages/mean, and normalize them"),
+            Cause("advantages are not centred", "look at critic/advantages/mean, and normalize them"),
             TOO_FAST,
         ),
     ),
@@ -60,13 +53,7 @@ CONVERGENCE = (
         title="KL of a step's updates",
         what="The policy moves too far within a step.",
         severity="critical",
-        conditions=(
-            Condition(
-                kind="level",
-                reads=(("actor/ppo_kl",),),
-                says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
-            ),
-        ),
+        conditions=(condition("level", "actor/ppo_kl", says=BEYOND_USUAL),),
         thresholds=(
             Threshold(name="max", default=0.03, meaning="running median, nats", source=GUIDE),
             Threshold(name="min", default=-0.03, meaning="running median, nats (k1 may be negative)", source=GUIDE),
@@ -87,9 +74,9 @@ CONVERGENCE = (
         what="The policy does not move away from the reference, and the reward does not rise.",
         severity="critical",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(REFERENCE_KL,),
+            condition(
+                "level",
+                REFERENCE_KL,
                 says="{metric} is at {value} nats (0.005 to 0.02 is usual, less means that it does not move)",
             ),
         ),
@@ -101,17 +88,13 @@ CONVERGENCE = (
             REWARD_ZERO,
             EQUAL_REWARDS,
             Cause(
-                text="the KL penalty is too strong",
-                advice="divide algorithm.kl_coefficient by ten",
-                sign=Condition(
-                    kind="level",
-                    reads=(KL_COEFFICIENT,),
-                    limits={"max": 0.02},
-                    window=5,
-                    says="{metric} is {value}; up to 0.02 is usual",
+                "the KL penalty is too strong",
+                "divide algorithm.kl_coefficient by ten",
+                sign=condition(
+                    "level", KL_COEFFICIENT, window=5, says="{metric} is {value}; up to 0.02 is usual", max=0.02
                 ),
             ),
-            Cause(text="learning rate too low", advice="multiply the learning rate by three"),
+            Cause("learning rate too low", "multiply the learning rate by three"),
         ),
     ),
     Rule(
@@ -119,13 +102,7 @@ CONVERGENCE = (
         side="convergence",
         title="KL to the reference",
         what="The policy runs away from the reference without a gain in reward.",
-        conditions=(
-            Condition(
-                kind="level",
-                reads=(REFERENCE_KL,),
-                says="{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)",
-            ),
-        ),
+        conditions=(condition("level", REFERENCE_KL, says=BEYOND_USUAL),),
         thresholds=(Threshold(name="max", default=0.03, meaning="running median, nats", source=GUIDE),),
         min_steps=15,
         needs=(STANDS_STILL,),
@@ -135,7 +112,7 @@ CONVERGENCE = (
             MISMATCH,
             BROKEN,
             TOO_FAST,
-            Cause(text="the KL penalty is too weak", advice="raise algorithm.kl_coefficient"),
+            Cause("the KL penalty is too weak", "raise algorithm.kl_coefficient"),
         ),
     ),
     Rule(
@@ -145,20 +122,22 @@ CONVERGENCE = (
         what="The policy has become deterministic before it learnt the task.",
         severity="critical",
         conditions=(
-            Condition(
-                kind="shrunk",
-                reads=(("actor/entropy",),),
-                limits={"min": "share", "below": "min"},
+            condition(
+                "shrunk",
+                "actor/entropy",
                 says="{metric} is at {value:share} of its start, which was {before} nats "
                 "(below {min:share} and {below} nats is a collapse)",
+                min="share",
+                below="min",
             ),
-            Condition(
-                kind="shrunk",
-                reads=(("actor/entropy",),),
-                limits={"min": "idle_share", "below": "min"},
+            condition(
+                "shrunk",
+                "actor/entropy",
                 says="{metric} is at {value:share} of its start, which was {before} nats, and the reward has not risen "
                 "(below {min:share} and {below} nats is then a collapse)",
                 needs=(STANDS_STILL,),
+                min="idle_share",
+                below="min",
             ),
         ),
         thresholds=(
@@ -171,17 +150,15 @@ CONVERGENCE = (
         causes=(
             BROKEN,
             Cause(
-                text="every reward is 0, and other terms of the loss rule",
-                advice="see the finding reward_zero",
-                rule="reward_zero",
+                "every reward is 0, and other terms of the loss rule", "see the finding reward_zero", rule="reward_zero"
             ),
             Cause(
-                text="an entropy bonus that is negative, or missing with a high learning rate",
-                advice="set algorithm.entropy_coefficient at or above 0",
+                "an entropy bonus that is negative, or missing with a high learning rate",
+                "set algorithm.entropy_coefficient at or above 0",
             ),
             TOO_FAST,
-            Cause(text="clipping favours likely tokens", advice="raise the upper clip (clip-higher), or use Clip-Cov"),
-            Cause(text="sampling too cold", advice="raise rollout.temperature"),
+            Cause("clipping favours likely tokens", "raise the upper clip (clip-higher), or use Clip-Cov"),
+            Cause("sampling too cold", "raise rollout.temperature"),
         ),
     ),
     Rule(
@@ -190,11 +167,12 @@ CONVERGENCE = (
         title="entropy falls slowly",
         what="The entropy dropped suddenly.",
         conditions=(
-            Condition(
-                kind="sudden_fall",
-                reads=(("actor/entropy",),),
-                limits={"min": "share", "least": "least"},
+            condition(
+                "sudden_fall",
+                "actor/entropy",
                 says="{metric} fell to {value:share} within five steps (at least {min:share} is healthy)",
+                min="share",
+                least="least",
             ),
         ),
         thresholds=(
@@ -215,9 +193,9 @@ CONVERGENCE = (
         what="The policy becomes more random.",
         severity="critical",
         conditions=(
-            Condition(
-                kind="leap",
-                reads=(("actor/entropy",),),
+            condition(
+                "leap",
+                "actor/entropy",
                 says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
             ),
         ),
@@ -232,7 +210,7 @@ CONVERGENCE = (
             PROVED_STALE,
             MISMATCH,
             TOO_FAST,
-            Cause(text="entropy bonus too high", advice="lower algorithm.entropy_coefficient"),
+            Cause("entropy bonus too high", "lower algorithm.entropy_coefficient"),
             TOO_OLD,
         ),
     ),
@@ -242,18 +220,8 @@ CONVERGENCE = (
         title="ratios within the clip range",
         what="Too many ratios are clipped.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("actor/pg_clipfrac",),),
-                limits={"max": "max"},
-                says="{metric}: {value:share} of the tokens (at most {max:share} is healthy)",
-            ),
-            Condition(
-                kind="level",
-                reads=(("actor/pg_clipfrac_lower",),),
-                limits={"max": "lower_max"},
-                says="{metric}: {value:share} of the tokens (at most {max:share} is healthy)",
-            ),
+            condition("level", "actor/pg_clipfrac", says=OF_TOKENS, max="max"),
+            condition("level", "actor/pg_clipfrac_lower", says=OF_TOKENS, max="lower_max"),
         ),
         thresholds=(
             Threshold(name="max", default=0.2, meaning="share of tokens", source=THUMB),
@@ -264,7 +232,7 @@ CONVERGENCE = (
         causes=(
             PROVED_STALE,
             MISMATCH,
-            Cause(text="the policy moves too far within a step", advice="see the finding kl_high", rule="kl_high"),
+            Cause("the policy moves too far within a step", "see the finding kl_high", rule="kl_high"),
             TOO_FAST,
             TOO_MANY_UPDATES,
         ),

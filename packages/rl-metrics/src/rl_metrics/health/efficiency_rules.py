@@ -1,16 +1,18 @@
 """Rules of efficiency: where the time and the memory go."""
 
 from rl_metrics.definitions.entries import GUIDE, THUMB
-from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
-SLOW_REWARD = Cause(text="the reward takes most of the time", advice="see the finding reward_slow", rule="reward_slow")
-LEAK = Cause(
-    text="memory runs short, and the machine swaps or collects", advice="see the finding memory", rule="memory"
-)
-STEP = (("timing_s/step", "perf/time_per_step"),)
-REWARD_QUEUE = Condition(
-    kind="level",
-    reads=(("timing_s/reward_wait",), *STEP),
+OF_STEP = "{metric} is {value:share} of the step's time (at most {max:share} is healthy)"
+OF_TIME = "{metric}: {value:share} of the time (at most {max:share} is healthy)"
+
+SLOW_REWARD = Cause("the reward takes most of the time", "see the finding reward_slow", rule="reward_slow")
+LEAK = Cause("memory runs short, and the machine swaps or collects", "see the finding memory", rule="memory")
+STEP = ("timing_s/step", "perf/time_per_step")
+REWARD_QUEUE = condition(
+    "level",
+    "timing_s/reward_wait",
+    STEP,
     says="{metric}: sessions wait for their turn for {value:share} of the step's time (at most {max:share} is healthy)",
 )
 
@@ -22,12 +24,14 @@ EFFICIENCY = (
         what="Memory grows from step to step.",
         severity="critical",
         conditions=tuple(
-            Condition(
-                kind="grows",
-                reads=((name,),),
-                limits={"max": "max", "by": "by", "skip": 10},  # pools and caches fill up
+            condition(
+                "grows",
+                name,
                 window=window,
                 says="{metric} grew by {value:share} within {window} measurements, from {before} GiB, and goes on",
+                max="max",
+                by="by",
+                skip=10,  # pools and caches fill up
             )
             for name in ("memory/*", "perf/process_memory_gb", "perf/max_memory_allocated_gb")
             for window in (0, 400, 1_000_000)  # what leaks slowly grows by little within the rule's own window
@@ -40,11 +44,11 @@ EFFICIENCY = (
         min_steps=50,
         causes=(
             Cause(
-                text="a leak in the owner that grows: objects of every step are kept",
-                advice="run rl-metrics doctor, and set metrics.trace_memory: events memory_lines name lines of code",
+                "a leak in the owner that grows: objects of every step are kept",
+                "run rl-metrics doctor, and set metrics.trace_memory: events memory_lines name lines of code",
             ),
-            Cause(text="a queue or cache without a bound", advice="look at queue/* and at the caches' limits"),
-            Cause(text="responses become longer", advice="look at response_length/mean"),
+            Cause("a queue or cache without a bound", "look at queue/* and at the caches' limits"),
+            Cause("responses become longer", "look at response_length/mean"),
         ),
     ),
     Rule(
@@ -53,33 +57,22 @@ EFFICIENCY = (
         title="share of the reward in a step's time",
         what="The reward function takes a large part of the step.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("timing_s/reward",), *STEP),
-                says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
-            ),
+            condition("level", "timing_s/reward", STEP, says=OF_STEP),
             REWARD_QUEUE,
-            Condition(
-                kind="level",
-                reads=(("agent_loop/slowest/compute_score",), *STEP),
-                says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
-            ),
+            condition("level", "agent_loop/slowest/compute_score", STEP, says=OF_STEP),
         ),
         thresholds=(Threshold(name="max", default=0.25, meaning="share of the step's time", source=THUMB),),
         min_steps=5,
         causes=(
             Cause(
-                text="slow reward: sessions wait until it has time for them",
-                advice="profile the reward function; run more at once (reward.max_concurrency), or cache its answers",
+                "slow reward: sessions wait until it has time for them",
+                "profile the reward function; run more at once (reward.max_concurrency), or cache its answers",
                 sign=REWARD_QUEUE,
             ),
+            Cause("slow reward: each call takes long", "profile the reward function, or cache its answers"),
             Cause(
-                text="slow reward: each call takes long",
-                advice="profile the reward function, or cache its answers",
-            ),
-            Cause(
-                text="the service that the reward asks answers slowly, or refuses and is asked again",
-                advice="look at reward.max_calls_per_s, reward.retries and the service",
+                "the service that the reward asks answers slowly, or refuses and is asked again",
+                "look at reward.max_calls_per_s, reward.retries and the service",
             ),
         ),
     ),
@@ -88,16 +81,10 @@ EFFICIENCY = (
         side="efficiency",
         title="share of tools in a step's time",
         what="Tools take a large part of the step.",
-        conditions=(
-            Condition(
-                kind="level",
-                reads=(("agent_loop/slowest/tool_calls",), *STEP),
-                says="{metric} is {value:share} of the step's time (at most {max:share} is healthy)",
-            ),
-        ),
+        conditions=(condition("level", "agent_loop/slowest/tool_calls", STEP, says=OF_STEP),),
         thresholds=(Threshold(name="max", default=0.5, meaning="share of the step's time", source=THUMB),),
         min_steps=5,
-        causes=(Cause(text="slow tools", advice="look at the slowest sessions, and set time limits for tools"),),
+        causes=(Cause("slow tools", "look at the slowest sessions, and set time limits for tools"),),
     ),
     Rule(
         name="step_time_jump",
@@ -105,9 +92,9 @@ EFFICIENCY = (
         title="step time without threefold jumps",
         what="Some steps take several times as long as those before.",
         conditions=(
-            Condition(
-                kind="jumps",
-                reads=(("perf/time_per_step", "timing_s/step"),),
+            condition(
+                "jumps",
+                ("perf/time_per_step", "timing_s/step"),
                 says="{value} of the last {window} steps took more than {times} times the usual {before} s",
             ),
         ),
@@ -119,9 +106,9 @@ EFFICIENCY = (
         causes=(
             SLOW_REWARD,
             LEAK,
-            Cause(text="a few very long responses", advice="look at response_length/max, and allow partial rollouts"),
-            Cause(text="preemptions in the engine", advice="look at agent_loop/num_preempted/max; give it more memory"),
-            Cause(text="something else on the machine", advice="look at what runs beside"),
+            Cause("a few very long responses", "look at response_length/max, and allow partial rollouts"),
+            Cause("preemptions in the engine", "look at agent_loop/num_preempted/max; give it more memory"),
+            Cause("something else on the machine", "look at what runs beside"),
         ),
     ),
     Rule(
@@ -130,10 +117,8 @@ EFFICIENCY = (
         title="time a token does not drift",
         what="Tokens take much longer than they did.",
         conditions=(
-            Condition(
-                kind="fall",
-                reads=(("perf/throughput",),),
-                says="{metric} is {value:share} below its best, which was {before} tokens/s",
+            condition(
+                "fall", "perf/throughput", says="{metric} is {value:share} below its best, which was {before} tokens/s"
             ),
         ),
         thresholds=(
@@ -144,8 +129,8 @@ EFFICIENCY = (
         causes=(
             SLOW_REWARD,
             LEAK,
-            Cause(text="longer responses cost more a token", advice="look at response_length/mean"),
-            Cause(text="something else on the machine", advice="look at what runs beside"),
+            Cause("longer responses cost more a token", "look at response_length/mean"),
+            Cause("something else on the machine", "look at what runs beside"),
         ),
     ),
     Rule(
@@ -153,19 +138,13 @@ EFFICIENCY = (
         side="efficiency",
         title="the learner works (utilisation over 50 %)",
         what="The learner waits most of the time.",
-        conditions=(
-            Condition(
-                kind="mean_level",
-                reads=(("fully_async/trainer/idle_ratio",),),
-                says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
-            ),
-        ),
+        conditions=(condition("mean_level", "fully_async/trainer/idle_ratio", says=OF_TIME),),
         thresholds=(Threshold(name="max", default=0.5, meaning="share of the time", source=GUIDE),),
         window=20,
         causes=(
             SLOW_REWARD,
-            Cause(text="too few engines", advice="add engines (rl-async-trainer scale), or a staleness of one more"),
-            Cause(text="long waits for checkpoints or validation", advice="write and validate beside the training"),
+            Cause("too few engines", "add engines (rl-async-trainer scale), or a staleness of one more"),
+            Cause("long waits for checkpoints or validation", "write and validate beside the training"),
         ),
     ),
     Rule(
@@ -173,13 +152,7 @@ EFFICIENCY = (
         side="efficiency",
         title="the engines work",
         what="The engines wait most of the time.",
-        conditions=(
-            Condition(
-                kind="mean_level",
-                reads=(("fully_async/rollouter/idle_ratio",),),
-                says="{metric}: {value:share} of the time (at most {max:share} is healthy)",
-            ),
-        ),
+        conditions=(condition("mean_level", "fully_async/rollouter/idle_ratio", says=OF_TIME),),
         thresholds=(
             Threshold(
                 name="max",
@@ -191,8 +164,8 @@ EFFICIENCY = (
         window=20,
         causes=(
             SLOW_REWARD,
-            Cause(text="too many engines for this learner", advice="take engines away (rl-async-trainer scale)"),
-            Cause(text="the bound of staleness holds them", advice="raise schedule.max_staleness"),
+            Cause("too many engines for this learner", "take engines away (rl-async-trainer scale)"),
+            Cause("the bound of staleness holds them", "raise schedule.max_staleness"),
         ),
     ),
     Rule(
@@ -201,17 +174,13 @@ EFFICIENCY = (
         title="model FLOPs utilisation",
         what="The learner uses little of what its devices can do.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("perf/mfu/*",),),
-                says="{metric} is at {value:share} (at least {min:share} is healthy)",
-            ),
+            condition("level", "perf/mfu/*", says="{metric} is at {value:share} (at least {min:share} is healthy)"),
         ),
         thresholds=(Threshold(name="min", default=0.2, meaning="share of the devices' peak", source=THUMB),),
         causes=(
-            Cause(text="micro-batches too small", advice="raise the tokens of a micro-batch"),
-            Cause(text="padding or recomputation", advice="pack sequences, and recompute less"),
-            Cause(text="too many ranks for the model", advice="lower tensor and pipeline parallelism"),
+            Cause("micro-batches too small", "raise the tokens of a micro-batch"),
+            Cause("padding or recomputation", "pack sequences, and recompute less"),
+            Cause("too many ranks for the model", "lower tensor and pipeline parallelism"),
         ),
     ),
 )

@@ -2,7 +2,9 @@
 
 from rl_metrics.definitions.entries import THUMB
 from rl_metrics.health.common_rules import OFF_POLICY, PROVED_STALE, STUCK, TOO_FAST
-from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition
+
+AT_MOST_NATS = "{metric} is at {value} nats (at most {max} is healthy)"
 
 PROOF = "tolerance of the weight proof in bfloat16"
 
@@ -14,17 +16,17 @@ AGREEMENT = (
         what="The proof of a weight update failed: the engines generate with other weights.",
         severity="critical",
         conditions=(
-            Condition(
-                kind="highest",
-                reads=(("weights/canary_max_diff",),),
-                limits={"max": "canary_max"},
+            condition(
+                "highest",
+                "weights/canary_max_diff",
                 says="{metric} reached {value} nats (at most {max} is right)",
+                max="canary_max",
             ),
-            Condition(
-                kind="highest",
-                reads=(("weights/probe_max_diff",),),
-                limits={"max": "probe_max"},
+            condition(
+                "highest",
+                "weights/probe_max_diff",
                 says="{metric} reached {value} (at most {max} is right)",
+                max="probe_max",
             ),
         ),
         thresholds=(
@@ -35,12 +37,12 @@ AGREEMENT = (
         events=(("run_failed", "WeightProofError"),),
         causes=(
             Cause(
-                text="stale weights: an update did not reach an engine",
-                advice="restart the engines; look at weights.transport and the engines' logs",
+                "stale weights: an update did not reach an engine",
+                "restart the engines; look at weights.transport and the engines' logs",
             ),
             Cause(
-                text="the engine changes weights as it loads them: quantization, tied or renamed tensors",
-                advice="compare the tensors' names, and the engine's dtype",
+                "the engine changes weights as it loads them: quantization, tied or renamed tensors",
+                "compare the tensors' names, and the engine's dtype",
             ),
         ),
     ),
@@ -51,23 +53,18 @@ AGREEMENT = (
         what="The engine and the learner give the same tokens other probabilities.",
         severity="critical",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("rollout_corr/k3_kl",),),
-                limits={"max": "kl_max"},
-                says="{metric} is at {value} nats (at most {max} is healthy)",
-            ),
-            Condition(
-                kind="level",
-                reads=(("training/rollout_probs_diff_mean",),),
-                limits={"max": "diff_max"},
+            condition("level", "rollout_corr/k3_kl", says=AT_MOST_NATS, max="kl_max"),
+            condition(
+                "level",
+                "training/rollout_probs_diff_mean",
                 says="{metric} is at {value} (at most {max} is healthy)",
+                max="diff_max",
             ),
-            Condition(
-                kind="level",
-                reads=(("training/rollout_actor_probs_pearson_corr",),),
-                limits={"min": "correlation_min"},
+            condition(
+                "level",
+                "training/rollout_actor_probs_pearson_corr",
                 says="{metric} is at {value} (at least {min} is healthy)",
+                min="correlation_min",
             ),
         ),
         thresholds=(
@@ -81,28 +78,28 @@ AGREEMENT = (
         causes=(
             PROVED_STALE,
             Cause(
-                text="stale weights: the difference grows from step to step",
-                advice="look at the weight proof, and restart the engines",
-                sign=Condition(
-                    kind="leap",
-                    reads=(("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"),),
-                    limits={"times": 2.0},
+                "stale weights: the difference grows from step to step",
+                "look at the weight proof, and restart the engines",
+                sign=condition(
+                    "leap",
+                    ("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"),
                     window=3,
                     says="{metric} is at {value}, and was at {before} in the first steps",
+                    times=2.0,
                 ),
             ),
             STUCK,
             Cause(
-                text="another template or tokenizer at the learner than at the engine",
-                advice="run rl-metrics doctor on the run; compare the token ids of one prompt",
+                "another template or tokenizer at the learner than at the engine",
+                "run rl-metrics doctor on the run; compare the token ids of one prompt",
             ),
             Cause(
-                text="sampling that cuts the distribution (top-p, top-k, penalties), or another temperature",
-                advice="leave rollout.top_p at 1, and the temperature the same for both",
+                "sampling that cuts the distribution (top-p, top-k, penalties), or another temperature",
+                "leave rollout.top_p at 1, and the temperature the same for both",
             ),
             Cause(
-                text="other precision or kernels in the engine than in the learner",
-                advice="use the same dtype, or correct with correction.weights",
+                "other precision or kernels in the engine than in the learner",
+                "use the same dtype, or correct with correction.weights",
             ),
         ),
     ),
@@ -112,23 +109,19 @@ AGREEMENT = (
         title="old rollouts are near enough",
         what="What trains differs too much from what the policy would write now.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("rollout_corr/k3_kl",),),
-                limits={"max": "kl_max"},
-                says="{metric} is at {value} nats (at most {max} is healthy)",
-            ),
-            Condition(
-                kind="level",
-                reads=(("rollout_corr/rollout_is_eff_sample_size",),),
-                limits={"min": "samples_min"},
+            condition("level", "rollout_corr/k3_kl", says=AT_MOST_NATS, max="kl_max"),
+            condition(
+                "level",
+                "rollout_corr/rollout_is_eff_sample_size",
                 says="{metric}: {value:share} of the samples count (at least {min:share} is healthy)",
+                min="samples_min",
             ),
-            Condition(
-                kind="level",
-                reads=(("rollout_corr/rollout_is_mean",),),
-                limits={"min": "weight_min", "max": "weight_max"},
+            condition(
+                "level",
+                "rollout_corr/rollout_is_mean",
                 says="{metric} is at {value} (from {min} to {max} is healthy)",
+                min="weight_min",
+                max="weight_max",
             ),
         ),
         thresholds=(
@@ -142,8 +135,8 @@ AGREEMENT = (
             PROVED_STALE,
             STUCK,
             Cause(
-                text="rollouts are too old for steps of this size",
-                advice="lower schedule.max_staleness or schedule.sync_every, or correct with correction.weights",
+                "rollouts are too old for steps of this size",
+                "lower schedule.max_staleness or schedule.sync_every, or correct with correction.weights",
             ),
             TOO_FAST,
         ),

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 
 from rl_core.errors import SettingsError
@@ -59,7 +59,41 @@ class Condition:
         return {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in limits.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def condition(
+    kind: str,
+    *reads: str | tuple[str, ...],
+    says: str = "{metric} is at {value}",
+    window: int = 0,
+    needs: tuple[Condition, ...] = (),
+    otherwise: str = "",
+    can_do_with_one: bool = False,
+    **limits: float | str,
+) -> Condition:
+    """A `Condition` as rules write it: `condition("level", "actor/grad_norm", says="{metric} is at {value}", max=1.0)`.
+
+    Args:
+        kind: Name of a check in `checks.KINDS`.
+        reads: A column each: a metric, or several of which the first that the run has counts.
+        says: See `Condition`, as all that follow.
+        window: Steps.
+        needs: Others that have to find something too.
+        otherwise: How it is put that it finds nothing.
+        can_do_with_one: The first column is enough.
+        limits: By the check's name for them.
+    """
+    return Condition(
+        kind=kind,
+        reads=tuple((names,) if isinstance(names, str) else names for names in reads),
+        limits=limits,
+        window=window,
+        says=says,
+        needs=needs,
+        otherwise=otherwise,
+        can_do_with_one=can_do_with_one,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Cause:
     """Why something may be wrong.
 
@@ -72,6 +106,7 @@ class Cause:
 
     text: str
     advice: str
+    _: KW_ONLY
     rule: str | None = None
     sign: Condition | None = None
 

@@ -20,7 +20,10 @@ from rl_metrics.health.common_rules import (
     TOO_OLD,
     WITHOUT_SPREAD,
 )
-from rl_metrics.health.rules import Cause, Condition, Rule, Threshold
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition
+
+OF_TRAJECTORIES = "{metric}: {value:share} of the trajectories (at most {max:share} is healthy)"
+REACHED = "{metric} reached {value} in a step"
 
 STABILITY = (
     Rule(
@@ -28,13 +31,7 @@ STABILITY = (
         side="stability",
         title="gradient norm below 1",
         what="The gradients stay large.",
-        conditions=(
-            Condition(
-                kind="level",
-                reads=(("actor/grad_norm",),),
-                says="{metric} is at {value} (at most {max} is healthy)",
-            ),
-        ),
+        conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
         thresholds=(Threshold(name="max", default=1.0, meaning="running median", source=GUIDE),),
         unless=(SOLVED, IMPROVES),
         causes=(
@@ -42,24 +39,20 @@ STABILITY = (
             MISMATCH,
             TOO_OLD,
             Cause(
-                text="the KL penalty pulls harder than the reward",
-                advice="divide algorithm.kl_coefficient by ten",
+                "the KL penalty pulls harder than the reward",
+                "divide algorithm.kl_coefficient by ten",
                 rule="policy_held",
             ),
             Cause(
-                text="the KL penalty pulls harder than the reward",
-                advice="divide algorithm.kl_coefficient by ten",
-                sign=Condition(
-                    kind="level",
-                    reads=(KL_COEFFICIENT,),
-                    limits={"max": 1.0},
-                    window=5,
-                    says="{metric} is {value}; up to 0.02 is usual",
+                "the KL penalty pulls harder than the reward",
+                "divide algorithm.kl_coefficient by ten",
+                sign=condition(
+                    "level", KL_COEFFICIENT, window=5, says="{metric} is {value}; up to 0.02 is usual", max=1.0
                 ),
             ),
             TOO_FAST,
-            Cause(text="rewards or advantages of a large scale", advice="normalize advantages, or scale the reward"),
-            Cause(text="the batch is too small", advice="raise rollout.prompts_per_step or rollout.group_size"),
+            Cause("rewards or advantages of a large scale", "normalize advantages, or scale the reward"),
+            Cause("the batch is too small", "raise rollout.prompts_per_step or rollout.group_size"),
         ),
     ),
     Rule(
@@ -68,9 +61,9 @@ STABILITY = (
         title="gradient norm without jumps",
         what="The gradient norm jumped.",
         conditions=(
-            Condition(
-                kind="jumps",
-                reads=(("actor/grad_norm",),),
+            condition(
+                "jumps",
+                "actor/grad_norm",
                 says="{metric} was more than {times} times the usual {before} at {value} of the last {window} steps",
             ),
         ),
@@ -86,8 +79,8 @@ STABILITY = (
             MISMATCH,
             TOO_OLD,
             TOO_FAST,
-            Cause(text="the gradients are large at all steps", advice="see the finding grad_norm", rule="grad_norm"),
-            Cause(text="a batch with extreme ratios or lengths", advice="clip gradients (learner.clip_grad = 1)"),
+            Cause("the gradients are large at all steps", "see the finding grad_norm", rule="grad_norm"),
+            Cause("a batch with extreme ratios or lengths", "clip gradients (learner.clip_grad = 1)"),
         ),
     ),
     Rule(
@@ -96,23 +89,15 @@ STABILITY = (
         title="all values are finite",
         what="Values that are not finite were left out, or updates were skipped for them.",
         conditions=(
-            Condition(
-                kind="highest",
-                reads=(("actor/skipped_updates",),),
-                says="{metric} reached {value} in a step",
-            ),
-            Condition(
-                kind="highest",
-                reads=(("nonfinite/*",),),
-                says="{metric} reached {value} in a step",
-            ),
+            condition("highest", "actor/skipped_updates", says=REACHED),
+            condition("highest", "nonfinite/*", says=REACHED),
         ),
         thresholds=(Threshold(name="max", default=0.0, meaning="of a step", source=BY_DESIGN),),
         min_steps=1,
         causes=(
             TOO_FAST,
-            Cause(text="too little precision", advice="use bfloat16 or float32, not float16"),
-            Cause(text="a reward or logprob that is not finite", advice="look at the first step that has one"),
+            Cause("too little precision", "use bfloat16 or float32, not float16"),
+            Cause("a reward or logprob that is not finite", "look at the first step that has one"),
         ),
     ),
     Rule(
@@ -122,11 +107,7 @@ STABILITY = (
         what="Metrics that each step is meant to have are missing, or not finite (NaN, infinite).",
         severity="critical",
         conditions=tuple(
-            Condition(
-                kind="lost",
-                reads=(names,),
-                says="{metric} is missing, or not finite, at the last {value} steps",
-            )
+            condition("lost", names, says="{metric} is missing, or not finite, at the last {value} steps")
             for names in (
                 SCORE,
                 ("actor/loss", "actor/pg_loss"),
@@ -139,12 +120,12 @@ STABILITY = (
         min_steps=10,
         causes=(
             Cause(
-                text="the policy is no longer finite: an update, or a learning rate, that was too large",
-                advice="go back to a checkpoint from before, with a third of the learning rate",
+                "the policy is no longer finite: an update, or a learning rate, that was too large",
+                "go back to a checkpoint from before, with a third of the learning rate",
             ),
-            Cause(text="too little precision", advice="use bfloat16 or float32, not float16"),
-            Cause(text="a reward or logprob that is not finite", advice="look at the first step that has one"),
-            Cause(text="the run no longer records them", advice="look at what changed with its last resume"),
+            Cause("too little precision", "use bfloat16 or float32, not float16"),
+            Cause("a reward or logprob that is not finite", "look at the first step that has one"),
+            Cause("the run no longer records them", "look at what changed with its last resume"),
         ),
     ),
     Rule(
@@ -154,9 +135,10 @@ STABILITY = (
         what="Every advantage is 0: nothing is learnt.",
         severity="critical",
         conditions=(
-            Condition(
-                kind="zero",
-                reads=(("critic/advantages/max",), ("critic/advantages/min",)),
+            condition(
+                "zero",
+                "critic/advantages/max",
+                "critic/advantages/min",
                 says="{metric} has been within {max} of 0 for {window} steps",
             ),
         ),
@@ -170,10 +152,7 @@ STABILITY = (
             REWARD_ZERO,
             BROKEN,
             EQUAL_REWARDS,
-            Cause(
-                text="the advantage's options leave nothing",
-                advice="look at algorithm.advantage and rollout.group_size",
-            ),
+            Cause("the advantage's options leave nothing", "look at algorithm.advantage and rollout.group_size"),
         ),
     ),
     Rule(
@@ -182,10 +161,8 @@ STABILITY = (
         title="rewards differ within groups",
         what="In nearly every group all rewards are equal; such groups teach nothing.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(WITHOUT_SPREAD,),
-                says="{metric}: {value:share} of the groups (at most {max:share} is healthy)",
+            condition(
+                "level", WITHOUT_SPREAD, says="{metric}: {value:share} of the groups (at most {max:share} is healthy)"
             ),
         ),
         thresholds=(Threshold(name="max", default=0.9, meaning="share of groups", source=THUMB),),
@@ -198,12 +175,12 @@ STABILITY = (
             BROKEN,
             CUT_SHORT,
             Cause(
-                text="the reward function gives every response of a prompt the same reward",
-                advice="call it on a right and on a wrong response of one prompt",
+                "the reward function gives every response of a prompt the same reward",
+                "call it on a right and on a wrong response of one prompt",
             ),
             Cause(
-                text="prompts are too easy or too hard",
-                advice="choose prompts that are solved at times, or refill groups (refill.filter)",
+                "prompts are too easy or too hard",
+                "choose prompts that are solved at times, or refill groups (refill.filter)",
             ),
         ),
     ),
@@ -213,9 +190,9 @@ STABILITY = (
         title="responses end by themselves",
         what="Many responses are cut at the length limit.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("response_length/clip_ratio",),),
+            condition(
+                "level",
+                "response_length/clip_ratio",
                 says="{metric}: {value:share} of the responses (at most {max:share} is healthy)",
             ),
         ),
@@ -228,21 +205,21 @@ STABILITY = (
             BROKEN,
             PROVED_STALE,
             Cause(
-                text="the limit is too low for the task",
-                advice="raise rollout.max_response_tokens",
-                sign=Condition(
-                    kind="level",
-                    reads=(("response_length/clip_ratio",),),
-                    limits={"max": 0.1},
+                "the limit is too low for the task",
+                "raise rollout.max_response_tokens",
+                sign=condition(
+                    "level",
+                    "response_length/clip_ratio",
                     window=1_000_000,
                     says="it was so in most of the run: {value:share} of the responses",
+                    max=0.1,
                 ),
             ),
             Cause(
-                text="the policy has learnt to write without end",
-                advice="penalize length in the reward, and check that the end token trains",
+                "the policy has learnt to write without end",
+                "penalize length in the reward, and check that the end token trains",
             ),
-            Cause(text="the limit is too low for the task", advice="raise rollout.max_response_tokens"),
+            Cause("the limit is too low for the task", "raise rollout.max_response_tokens"),
         ),
     ),
     Rule(
@@ -251,17 +228,14 @@ STABILITY = (
         title="response length",
         what="Responses have become much shorter or longer, without a gain in reward.",
         conditions=(
-            Condition(
-                kind="shrunk",
-                reads=(("response_length/mean",),),
-                limits={"min": "shrunk"},
+            condition(
+                "shrunk",
+                "response_length/mean",
                 says="{metric} is at {value:share} of its start, which was {before} tokens",
+                min="shrunk",
             ),
-            Condition(
-                kind="leap",
-                reads=(("response_length/mean",),),
-                limits={"times": "grown"},
-                says="{metric} is at {value} tokens, and was at {before}",
+            condition(
+                "leap", "response_length/mean", says="{metric} is at {value} tokens, and was at {before}", times="grown"
             ),
         ),
         thresholds=(
@@ -275,8 +249,7 @@ STABILITY = (
             BROKEN,
             DETERMINISTIC,
             Cause(
-                text="the reward pays for length, or for its lack",
-                advice="read the best rewarded responses, and penalize length",
+                "the reward pays for length, or for its lack", "read the best rewarded responses, and penalize length"
             ),
         ),
     ),
@@ -286,30 +259,18 @@ STABILITY = (
         title="sessions give trajectories",
         what="Many sessions failed, or gave nothing that can train.",
         conditions=(
-            Condition(
-                kind="level",
-                reads=(("rollout/failed_sessions",), ("rollout/num_trajectories",)),
-                limits={"max": "failed_max"},
-                says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
+            condition(
+                "level", "rollout/failed_sessions", "rollout/num_trajectories", says=OF_TRAJECTORIES, max="failed_max"
             ),
-            Condition(
-                kind="level",
-                reads=(("response/aborted_ratio",),),
-                limits={"max": "aborted_max"},
-                says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
+            condition("level", "response/aborted_ratio", says=OF_TRAJECTORIES, max="aborted_max"),
+            condition(
+                "level",
+                "rollout/unscored_trajectories",
+                "rollout/num_trajectories",
+                says=OF_TRAJECTORIES,
+                max="failed_max",
             ),
-            Condition(
-                kind="level",
-                reads=(("rollout/unscored_trajectories",), ("rollout/num_trajectories",)),
-                limits={"max": "failed_max"},
-                says="{metric}: {value:share} of the trajectories (at most {max:share} is healthy)",
-            ),
-            Condition(
-                kind="highest",
-                reads=(("rollout/audit_failures",),),
-                limits={"max": "audit_max"},
-                says="{metric} reached {value} in a step",
-            ),
+            condition("highest", "rollout/audit_failures", says=REACHED, max="audit_max"),
         ),
         thresholds=(
             Threshold(name="failed_max", default=0.1, meaning="failed or unscored, over trajectories", source=THUMB),
@@ -319,11 +280,8 @@ STABILITY = (
         window=5,
         min_steps=5,
         causes=(
-            Cause(
-                text="the reward function or a tool fails",
-                advice="look at the failures in rollouts.jsonl and events.jsonl",
-            ),
-            Cause(text="requests run out of time", advice="look at agent_loop/slowest/*, and raise the deadlines"),
+            Cause("the reward function or a tool fails", "look at the failures in rollouts.jsonl and events.jsonl"),
+            Cause("requests run out of time", "look at agent_loop/slowest/*, and raise the deadlines"),
         ),
     ),
 )
