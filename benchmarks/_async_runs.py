@@ -14,7 +14,6 @@ from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.assemble import RoleFactories
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.simulation.workload import Workload
 from rl_async_trainer.training_run import TrainingRun
 from rl_core.weights.transports import TensorTransport
 from rl_distill.checkpoints.store import CheckpointStore
@@ -22,6 +21,7 @@ from rl_distill.skipping import SkippedUpdates
 from rl_metrics.run_files.events import EventLog
 from rl_metrics.run_files.json_lines import read_json_lines
 from rl_rollout.prompts import PromptSource
+from rl_rollout.simulation.workload import Workload
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection

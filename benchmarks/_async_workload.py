@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import tomli_w
 
-from rl_async_trainer.simulation.lengths import GroupLengths
-from rl_async_trainer.simulation.reading import parse_workload
-from rl_async_trainer.simulation.workload import Workload
+from rl_rollout.simulation.lengths import GroupLengths
+from rl_rollout.simulation.reading import parse_workload
+from rl_rollout.simulation.workload import Workload
 
 SCRIPT = "script.json"
 QUICK: dict[str, dict[str, int]] = {

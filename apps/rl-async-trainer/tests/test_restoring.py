@@ -10,11 +10,11 @@ from rl_async_trainer.schedule.record import History
 from rl_async_trainer.schedule.replay import ReplayPlan
 from rl_async_trainer.schedule.restoring import restore_schedule
 from rl_async_trainer.schedule.run_state import AsyncState
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
-from rl_async_trainer.schedule.supply import PromptSupply
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts
+from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer.rollouts.setup import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=4, num_steps=3, max_staleness=0, sync_every=1)

@@ -15,11 +15,11 @@ from rl_async_trainer.messages import GroupEvent
 from rl_async_trainer.roles.rollout_window import RolloutWindow
 from rl_async_trainer.schedule.record import FILE, ScheduleRecord
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.errors import RoleDiedError, RolloutError
 from rl_core.testing import make_prompts
 from rl_metrics.run_files.json_lines import read_json_lines
+from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer.rollouts.setup import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, sync_every=1)

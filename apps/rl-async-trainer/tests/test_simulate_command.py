@@ -1,18 +1,19 @@
 """`rl-async-trainer simulate` from its words to what it prints and writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
-from rl_async_trainer.simulation.command import simulate
-from rl_async_trainer.simulation.measured import measure_workload
-from rl_async_trainer.simulation.outcome import Cluster
-from rl_async_trainer.simulation.reading import read_workload
-from rl_async_trainer.simulation.search import best_split, splits
-from rl_async_trainer.simulation.synchronous import simulate_sync
+from rl_async_trainer.simulate import measure_run, simulate, workload_text
 from rl_core.errors import SettingsError
+from rl_rollout.simulation.asynchronous import Policy, simulate_async
+from rl_rollout.simulation.outcome import Cluster
+from rl_rollout.simulation.reading import built_in_workload, parse_workload, read_workload
+from rl_rollout.simulation.search import best_split, splits
+from rl_rollout.simulation.synchronous import simulate_sync
+from rl_rollout.simulation.workload import Lengths
 
 SMALL = """
 name = "small"
@@ -154,7 +155,7 @@ def write_run(folder: Path, *, steps: int, gen_s: float) -> None:
 
 def test_a_run_gives_the_workload_that_takes_its_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, steps=4, gen_s=12.0)
-    workload = measure_workload(tmp_path, rollout_gpus=1, train_gpus=2)
+    workload = measure_run(tmp_path, rollout_gpus=1, train_gpus=2)
     outcome = simulate_sync(workload, gpus=1, num_steps=3, seed=0)
     assert outcome.gen_s == pytest.approx(12.0, rel=0.01)
     assert workload.learner.updates_seconds(3200, num_updates=4, gpus=2) == pytest.approx(8.0)
@@ -169,13 +170,21 @@ def test_a_run_gives_the_workload_that_takes_its_times(tmp_path: Path, capsys: p
 
 def test_a_generation_faster_than_its_slowest_response_lowers_the_floor(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3, gen_s=1.0)
-    workload = measure_workload(tmp_path, rollout_gpus=1, train_gpus=1)
+    workload = measure_run(tmp_path, rollout_gpus=1, train_gpus=1)
     assert simulate_sync(workload, gpus=1, num_steps=3, seed=0).gen_s == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
-        measure_workload(tmp_path, rollout_gpus=1, train_gpus=1)
+        measure_run(tmp_path, rollout_gpus=1, train_gpus=1)
     tmp_path.joinpath("metrics.jsonl").write_text('{"step": 1, "timing_s/update_actor": 2.0}\n')
     with pytest.raises(SettingsError, match=r"has no step with timing_s/gen.*rl-sync-trainer"):
-        measure_workload(tmp_path, rollout_gpus=1, train_gpus=1)
+        measure_run(tmp_path, rollout_gpus=1, train_gpus=1)
+
+
+def test_what_is_written_is_read_again(small: str) -> None:
+    by_quantiles = replace(
+        read_workload(Path(small)), lengths=Lengths(quantiles=((0, 10), (0.5, 100.5), (1, 1000)), maximum=800)
+    )
+    for workload in (built_in_workload(), by_quantiles):
+        assert parse_workload(workload_text(workload), where="again") == workload

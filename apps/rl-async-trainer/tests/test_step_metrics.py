@@ -4,8 +4,8 @@ import pytest
 
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.messages import TrainedStep
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
 from rl_core.testing import FakeClock
+from rl_rollout.schedule import ScheduleOptions, Scheduler
 
 GENERATED = "fully_async/count/total_generated_samples"
 STALE = "fully_async/count/stale_trajectory_processed"

@@ -161,9 +161,9 @@ def _status_lines(answer: dict[str, Any]) -> list[str]:
 
 def simulate(words: list[str]) -> int:
     """`simulate [WORKLOAD.toml] ...`."""
-    from rl_async_trainer.simulation import command as simulate_command
+    from rl_async_trainer.simulate import simulate
 
-    return simulate_command.simulate(words)
+    return simulate(words)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rl_async_trainer.schedule.scheduler import ScheduleOptions
+from rl_rollout.schedule import ScheduleOptions
 from rl_trainer.settings.schema import Settings
 
 

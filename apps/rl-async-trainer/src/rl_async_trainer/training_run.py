@@ -18,7 +18,6 @@ from rl_async_trainer.schedule.record import ScheduleRecord, read_history
 from rl_async_trainer.schedule.replay import issue_replayed, read_plan
 from rl_async_trainer.schedule.restoring import restore_schedule
 from rl_async_trainer.schedule.run_state import AsyncState, read_run_state
-from rl_async_trainer.schedule.supply import PromptSupply
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.data.records import Json
@@ -31,6 +30,7 @@ from rl_metrics.run_files.events import EventLog
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
+from rl_rollout.prompts.supply import PromptSupply
 from rl_trainer.learning.distillation import learns_from_rewards
 from rl_trainer.learning.parts import canary_sequences
 from rl_trainer.reporting.health import watch_health

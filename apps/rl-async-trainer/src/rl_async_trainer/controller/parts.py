@@ -8,12 +8,12 @@ from rl_async_trainer.assemble import Roles
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.liveness.hang_evidence import HangEvidence
 from rl_async_trainer.schedule.record import ScheduleRecord
-from rl_async_trainer.schedule.scheduler import Scheduler
-from rl_async_trainer.schedule.supply import PromptSupply
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.data.records import Json
 from rl_metrics.reductions.memory import MemoryWatch
+from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.schedule import Scheduler
 from rl_trainer.reporting.rollout_rows import RolloutDraft
 from rl_trainer.run.stopping import StopSignal
 

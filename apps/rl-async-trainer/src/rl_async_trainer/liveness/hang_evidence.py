@@ -8,13 +8,13 @@ from pathlib import Path
 from rl_async_trainer.assemble import Roles
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.liveness.watchdog import Watchdog
-from rl_async_trainer.schedule.scheduler import Scheduler
 from rl_core import TransferQueue
 from rl_core.cluster import Role, process_stacks
 from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import RLError
 from rl_metrics.hang.report import GroupRow, HangReport
 from rl_metrics.hang.verdict import verdict
+from rl_rollout.schedule import Scheduler
 
 ANSWER_S = 10.0
 PARTS_S = 8.0

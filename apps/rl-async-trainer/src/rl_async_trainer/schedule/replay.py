@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_async_trainer.schedule.record import FILE, History, read_history
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
-from rl_async_trainer.schedule.supply import PromptSupply
 from rl_core import TransferQueue
 from rl_core.errors import RolloutError, SettingsError
+from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.schedule import ScheduleOptions, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

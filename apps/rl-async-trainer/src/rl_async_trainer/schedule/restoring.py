@@ -6,11 +6,11 @@ from rl_async_trainer.controller.group_events import is_refused
 from rl_async_trainer.schedule.record import History
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
 from rl_async_trainer.schedule.run_state import AsyncState
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
-from rl_async_trainer.schedule.supply import PromptSupply
 from rl_core import TransferQueue
 from rl_core.errors import CheckpointError
 from rl_core.queue import LedgerEntry
+from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer.rollouts.setup import TRAIN
 
 

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_async_trainer.simulation.workload import Lengths
+from rl_rollout.simulation.workload import Lengths
 
 BLOCK = 256
 """Groups drawn at once."""

@@ -4,11 +4,11 @@ import tomllib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
-from rl_async_trainer.simulation.outcome import Cluster, Outcome
-from rl_async_trainer.simulation.reading import SHIPPED, built_in_workload
-from rl_async_trainer.simulation.synchronous import simulate_sync
-from rl_async_trainer.simulation.workload import Workload
+from rl_rollout.simulation.asynchronous import Policy, simulate_async
+from rl_rollout.simulation.outcome import Cluster, Outcome
+from rl_rollout.simulation.reading import SHIPPED, built_in_workload
+from rl_rollout.simulation.synchronous import simulate_sync
+from rl_rollout.simulation.workload import Workload
 
 POLICIES = {
     "stream": Policy(max_staleness=0, sync_every=4),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_core import Prompt
+from rl_core.data.records import Prompt
 from rl_core.errors import DataError
 from rl_core.queue import LedgerEntry
 from rl_rollout.prompts import PromptSource

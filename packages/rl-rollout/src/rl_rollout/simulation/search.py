@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
-from rl_async_trainer.simulation.engine import FOREVER
-from rl_async_trainer.simulation.lengths import GroupLengths
-from rl_async_trainer.simulation.outcome import Cluster, Outcome, generation_seconds, total_response_tokens
-from rl_async_trainer.simulation.workload import Workload
 from rl_core.errors import SettingsError
+from rl_rollout.simulation.asynchronous import Policy, simulate_async
+from rl_rollout.simulation.engine import FOREVER
+from rl_rollout.simulation.lengths import GroupLengths
+from rl_rollout.simulation.outcome import Cluster, Outcome, generation_seconds, total_response_tokens
+from rl_rollout.simulation.workload import Workload
 
 MAX_SPLITS = 33
 """Splits looked at, evenly over all; more would differ by less than 3 % of the GPUs."""

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
-from rl_async_trainer.simulation.engine import FOREVER, EnginePool, Response
-from rl_async_trainer.simulation.lengths import GroupLengths
-from rl_async_trainer.simulation.outcome import (
+from rl_core.errors import RLError
+from rl_rollout.schedule import ScheduleOptions, Scheduler
+from rl_rollout.simulation.engine import FOREVER, EnginePool, Response
+from rl_rollout.simulation.lengths import GroupLengths
+from rl_rollout.simulation.outcome import (
     Cluster,
     Outcome,
     bound_seconds,
@@ -15,8 +16,7 @@ from rl_async_trainer.simulation.outcome import (
     generation_seconds,
     total_response_tokens,
 )
-from rl_async_trainer.simulation.workload import Workload
-from rl_core.errors import RLError
+from rl_rollout.simulation.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rl_async_trainer.simulation.outcome import Outcome
-from rl_async_trainer.simulation.published import ComparedRow
+from rl_rollout.simulation.outcome import Outcome
+from rl_rollout.simulation.published import ComparedRow
 
 COLUMNS = (
     "mode",

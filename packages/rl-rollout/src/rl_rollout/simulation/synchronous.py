@@ -1,14 +1,14 @@
 """The synchronous trainer in simulated time: all GPUs generate until the longest response ends, then all train."""
 
-from rl_async_trainer.simulation.engine import FOREVER, EnginePool, Response
-from rl_async_trainer.simulation.lengths import GroupLengths
-from rl_async_trainer.simulation.outcome import (
+from rl_rollout.simulation.engine import FOREVER, EnginePool, Response
+from rl_rollout.simulation.lengths import GroupLengths
+from rl_rollout.simulation.outcome import (
     Cluster,
     Outcome,
     generation_seconds,
     total_response_tokens,
 )
-from rl_async_trainer.simulation.workload import Workload
+from rl_rollout.simulation.workload import Workload
 
 
 def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -> Outcome:

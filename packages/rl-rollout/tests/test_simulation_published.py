@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async_trainer.simulation.published import ComparedRow, compare_published, published_rows
+from rl_rollout.simulation.published import ComparedRow, compare_published, published_rows
 
 ASYNCHRONOUS = ("stream", "partial")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl_async_trainer.simulation.engine import FOREVER, EnginePool, Response, SimulatedEngine
+from rl_rollout.simulation.engine import FOREVER, EnginePool, Response, SimulatedEngine
 
 STEP_SECONDS = [0.0, 1.0, 2.0, 3.0]
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rl_async_trainer.simulation.lengths import GroupLengths
-from rl_async_trainer.simulation.workload import Workload
 from rl_core.errors import SettingsError
+from rl_rollout.simulation.lengths import GroupLengths
+from rl_rollout.simulation.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,17 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import tomli_w
-
-from rl_async_trainer.simulation.workload import Workload
 from rl_core.errors import SettingsError
+from rl_rollout.simulation.workload import Workload
 
 BUILT_IN = "qwen2.5-math-7b-dapo"
-SHIPPED = files("rl_async_trainer.simulation") / "workloads"
+SHIPPED = files("rl_rollout.simulation") / "workloads"
 
 
 def built_in_workload(name: str = BUILT_IN) -> Workload:
@@ -50,19 +48,6 @@ def parse_workload(text: str, *, where: str) -> Workload:
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from error
     return found
-
-
-def write_workload(workload: Workload) -> str:
-    """The workload as TOML, which `parse_workload` reads."""
-
-    def present(table: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: present(value) if isinstance(value, dict) else value
-            for name, value in table.items()
-            if value is not None and value != ()
-        }
-
-    return tomli_w.dumps(present(asdict(workload)))
 
 
 def _build(kind: type[Any], table: Mapping[str, Any], path: str) -> Any:

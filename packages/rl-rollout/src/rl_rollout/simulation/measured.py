@@ -1,16 +1,12 @@
-"""A workload measured from a run's metrics: the medians of its steps, and the lengths that they say."""
+"""A workload measured from the metrics of a run's steps: their medians, and the lengths that they imply."""
 
-import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import NormalDist, median
-from typing import Any
 
-from rl_async_trainer.simulation.synchronous import simulate_sync
-from rl_async_trainer.simulation.workload import (
+from rl_rollout.simulation.synchronous import simulate_sync
+from rl_rollout.simulation.workload import (
     BatchShape,
     EngineCosts,
     LearnerCosts,
@@ -18,7 +14,6 @@ from rl_async_trainer.simulation.workload import (
     WeightCosts,
     Workload,
 )
-from rl_core.errors import SettingsError
 
 SLOTS = 1024
 NEEDED = (
@@ -32,40 +27,46 @@ NEEDED = (
     "agent_loop/slowest/generate_sequences",
     "agent_loop/slowest/response_length",
 )
+"""Metrics that some step must have."""
 
 
-def measure_workload(run: Path, *, rollout_gpus: int, train_gpus: int) -> Workload:
-    """The workload of a run of `rl-sync-trainer`, whose `timing_s/gen` is a whole step's generation.
+def measure_workload(
+    steps: Sequence[Mapping[str, float]],
+    *,
+    name: str,
+    rollout_gpus: int,
+    train_gpus: int,
+    mini_batches: int = 1,
+    max_response_tokens: int | None = None,
+) -> Workload:
+    """The workload of a synchronous run, whose `timing_s/gen` is a whole step's generation.
 
     One engine on all its GPUs is taken for however many there were. Seconds of a decoding step are those of the
     slowest response where it ran alone, and rise with the batch so that the simulated generation takes as long as the
-    measured one. The first step is left out where there are others, as it warms up.
+    measured one.
 
     Args:
-        run: The run's folder.
+        steps: Metrics of each step by name; each of `NEEDED` is in some of them.
+        name: Of the workload.
         rollout_gpus: GPUs that generated.
         train_gpus: GPUs that trained, which may be the same ones.
-
-    Raises:
-        SettingsError: The folder has no metrics, or they lack what is needed.
+        mini_batches: Optimizer updates of a step.
+        max_response_tokens: At which responses were cut; None takes the longest one.
     """
-    steps = _steps(run / "metrics.jsonl")
     middle = {name: median(step[name] for step in steps if name in step) for name in NEEDED}
     groups = round(middle["rollout/num_groups"])
     responses = round(middle["rollout/num_trajectories"])
-    settings = _settings(run / "settings.toml")
-    mini_batches = max(1, int(settings.get("trainer", {}).get("minibatches", 1)))
     tokens = responses * (middle["response_length/mean"] + middle["prompt_length/mean"])
     floor = middle["agent_loop/slowest/generate_sequences"] / middle["agent_loop/slowest/response_length"]
     logprobs_s = _median(steps, "timing_s/old_log_prob")
     workload = Workload(
-        name=run.resolve().name,
+        name=name,
         batch=BatchShape(
             groups=groups,
             group_size=max(1, responses // groups),
             mini_batch_groups=groups // mini_batches if groups % mini_batches == 0 else groups,
         ),
-        lengths=_lengths(middle, responses, settings),
+        lengths=_lengths(middle, responses, max_response_tokens),
         engine=EngineCosts(gpus=rollout_gpus, slots=max(SLOTS, responses), decode=((1, floor), (2, floor))),
         learner=LearnerCosts(
             update_gpu_s_per_token=middle["timing_s/update_actor"] * train_gpus / tokens,
@@ -101,41 +102,18 @@ def _with_slope(workload: Workload, floor: float, *, gen_s: float) -> Workload:
     return flat
 
 
-def _lengths(middle: Mapping[str, float], responses: int, settings: Mapping[str, Any]) -> Lengths:
+def _lengths(middle: Mapping[str, float], responses: int, maximum: int | None) -> Lengths:
     """Log-normal with the measured mean whose longest of so many responses is expected to be the measured one."""
     mean, longest = middle["response_length/mean"], middle["response_length/max"]
     score = NormalDist().inv_cdf(1 - 0.5 / max(2, responses))
     spread = score * score - 2 * math.log(max(1.0, longest / mean))
     sigma = score - math.sqrt(max(0.0, spread))
-    limit = settings.get("rollout", {}).get("max_response_tokens", longest)
     return Lengths(
-        maximum=max(1, round(limit)),
+        maximum=max(1, round(longest) if maximum is None else maximum),
         median=mean / math.exp(sigma * sigma / 2),
         sigma=sigma,
         prompt_tokens=round(middle["prompt_length/mean"]),
     )
-
-
-def _steps(file: Path) -> list[dict[str, float]]:
-    try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"the metrics {file} cannot be read: {error}.") from error
-    steps = [line for line in lines if isinstance(line, dict) and "timing_s/update_actor" in line]
-    steps = steps[1:] or steps
-    missing = [name for name in NEEDED if not any(name in step for step in steps)]
-    if missing:
-        raise SettingsError(
-            f"{file} has no step with {', '.join(missing)}; --from needs a run of rl-sync-trainer of at least one step."
-        )
-    return steps
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"the settings {file} cannot be read: {error}.") from error
 
 
 def _median(steps: Sequence[Mapping[str, float]], name: str) -> float:

@@ -2,26 +2,30 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl_async_trainer.simulation.asynchronous import Policy, simulate_async
-from rl_async_trainer.simulation.measured import measure_workload
-from rl_async_trainer.simulation.outcome import Cluster, Outcome
-from rl_async_trainer.simulation.published import compare_published
-from rl_async_trainer.simulation.reading import built_in_workload, read_workload, write_workload
-from rl_async_trainer.simulation.report import (
+import tomli_w
+
+from rl_core.errors import SettingsError
+from rl_rollout.simulation.asynchronous import Policy, simulate_async
+from rl_rollout.simulation.measured import NEEDED, measure_workload
+from rl_rollout.simulation.outcome import Cluster, Outcome
+from rl_rollout.simulation.published import compare_published
+from rl_rollout.simulation.reading import built_in_workload, read_workload
+from rl_rollout.simulation.report import (
     outcome_record,
     outcome_table,
     published_record,
     published_table,
     sync_steps,
 )
-from rl_async_trainer.simulation.search import Advice, advise, best_split, middle_split
-from rl_async_trainer.simulation.synchronous import simulate_sync
-from rl_async_trainer.simulation.workload import Workload
-from rl_core.errors import SettingsError
+from rl_rollout.simulation.search import Advice, advise, best_split, middle_split
+from rl_rollout.simulation.synchronous import simulate_sync
+from rl_rollout.simulation.workload import Workload
 from rl_trainer.commands.command_line import say
 
 DEFAULT_GPUS = "32,64,128"
@@ -43,7 +47,7 @@ def simulate(words: list[str]) -> int:
         return _compare(options)
     workload = _workload(options)
     if options.write is not None:
-        _write(Path(options.write), write_workload(workload))
+        _write(Path(options.write), workload_text(workload))
     outcomes, advice = _simulate_all(workload, options)
     batch = workload.batch
     say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
@@ -102,7 +106,7 @@ def _workload(options: argparse.Namespace) -> Workload:
     if options.run is not None:
         gpus = options.run_gpus
         rollout, train = _split(gpus if ":" in gpus else f"{gpus}:{gpus}", "--run-gpus")
-        return measure_workload(Path(options.run), rollout_gpus=rollout, train_gpus=train)
+        return measure_run(Path(options.run), rollout_gpus=rollout, train_gpus=train)
     return built_in_workload() if options.workload is None else read_workload(Path(options.workload))
 
 
@@ -176,3 +180,60 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{file} cannot be written: {error}.") from error
+
+
+def measure_run(run: Path, *, rollout_gpus: int, train_gpus: int) -> Workload:
+    """The workload of a run of `rl-sync-trainer`, by its folder; the first step is left out where there are others.
+
+    Args:
+        run: The run's folder.
+        rollout_gpus: GPUs that generated.
+        train_gpus: GPUs that trained, which may be the same ones.
+
+    Raises:
+        SettingsError: The folder has no metrics, or they lack what is needed.
+    """
+    steps, settings = _steps(run / "metrics.jsonl"), _settings(run / "settings.toml")
+    return measure_workload(
+        steps,
+        name=run.resolve().name,
+        rollout_gpus=rollout_gpus,
+        train_gpus=train_gpus,
+        mini_batches=max(1, int(settings.get("trainer", {}).get("minibatches", 1))),
+        max_response_tokens=settings.get("rollout", {}).get("max_response_tokens"),
+    )
+
+
+def _steps(file: Path) -> list[dict[str, float]]:
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"the metrics {file} cannot be read: {error}.") from error
+    steps = [line for line in lines if isinstance(line, dict) and "timing_s/update_actor" in line]
+    steps = steps[1:] or steps  # the first one warms up
+    missing = [name for name in NEEDED if not any(name in step for step in steps)]
+    if missing:
+        raise SettingsError(
+            f"{file} has no step with {', '.join(missing)}; --from needs a run of rl-sync-trainer of at least one step."
+        )
+    return steps
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"the settings {file} cannot be read: {error}.") from error
+
+
+def workload_text(workload: Workload) -> str:
+    """The workload as TOML, which `read_workload` reads."""
+
+    def present(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: present(value) if isinstance(value, dict) else value
+            for name, value in table.items()
+            if value is not None and value != ()
+        }
+
+    return tomli_w.dumps(present(asdict(workload)))

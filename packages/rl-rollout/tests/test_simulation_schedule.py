@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.schedule.scheduler import Scheduler
-from rl_async_trainer.simulation.asynchronous import AsyncSimulation, Policy, simulate_async
-from rl_async_trainer.simulation.engine import EnginePool
-from rl_async_trainer.simulation.outcome import Cluster
-from rl_async_trainer.simulation.synchronous import simulate_sync
-from rl_async_trainer.simulation.workload import BatchShape, EngineCosts, LearnerCosts, Lengths, WeightCosts, Workload
 from rl_core.errors import SettingsError
+from rl_rollout.schedule import Scheduler
+from rl_rollout.simulation.asynchronous import AsyncSimulation, Policy, simulate_async
+from rl_rollout.simulation.engine import EnginePool
+from rl_rollout.simulation.outcome import Cluster
+from rl_rollout.simulation.synchronous import simulate_sync
+from rl_rollout.simulation.workload import BatchShape, EngineCosts, LearnerCosts, Lengths, WeightCosts, Workload
 
 EQUAL = Workload(
     name="equal",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async_trainer.schedule.scheduler import ScheduleOptions, Scheduler
+from rl_rollout.schedule import ScheduleOptions, Scheduler
 
 ON_POLICY = ScheduleOptions(groups_per_step=3, num_steps=4, max_staleness=0, sync_every=1)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from rl_async_trainer.simulation.lengths import GroupLengths
-from rl_async_trainer.simulation.workload import Lengths
+from rl_rollout.simulation.lengths import GroupLengths
+from rl_rollout.simulation.workload import Lengths
 
 LOG_NORMAL = Lengths(median=400, sigma=1.0, maximum=28672)
 
