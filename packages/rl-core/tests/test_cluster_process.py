@@ -1,11 +1,45 @@
-"""Roles in processes of this machine: the conformance suite."""
+"""Roles in processes of this machine: the conformance suite, and what only a process can do."""
 
+import asyncio
+import threading
+
+import pytest
 from cluster_conformance import RemoteClusterConformance
+from cluster_conformance.checks import START_S, echo
 
-from rl_core.cluster import ClusterOptions
+from rl_core.cluster import ClusterOptions, group, open_cluster
+from rl_core.cluster.processes import incarnation
+from rl_core.errors import RoleDiedError
 
 
 class TestProcess(RemoteClusterConformance):
     @classmethod
     def make_options(cls, **changes):
         return ClusterOptions(kind="process", **changes)
+
+
+def test_a_killed_rank_is_the_reason_though_its_end_takes_longer_to_tell_than_its_peers_errors(tmp_path, monkeypatch):
+    """Its descendants are ended before its death is told, which takes its time on a busy machine."""
+    real_end, real_settle, may_tell = incarnation.end_family, group._settle, threading.Event()
+
+    def end_family(family):
+        may_tell.wait(60)
+        real_end(family)
+
+    async def use():
+        async with open_cluster(ClusterOptions(kind="process")) as cluster:
+            ranks = await cluster.start_group(echo(), size=2, deadline_s=START_S)
+
+            async def settle(tasks, limit_s):
+                if limit_s == group.DEATH_TOLD_S:
+                    may_tell.set()
+                    await real_settle(tasks, 60)
+                while ranks.is_alive:
+                    await asyncio.sleep(0.01)
+
+            monkeypatch.setattr(group, "_settle", settle)
+            monkeypatch.setattr(incarnation, "end_family", end_family)
+            with pytest.raises(RoleDiedError, match=r"echo\[1\].*SIGKILL"):
+                await ranks.call_all("fail_with", 1, tmp_path / "died")
+
+    asyncio.run(use())

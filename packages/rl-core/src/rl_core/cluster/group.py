@@ -15,6 +15,8 @@ from rl_core.cluster.running_role import DeathCallback, Role
 from rl_core.errors import RLError, RoleDiedError, SettingsError
 
 MAX_BACKOFF_S = 60.0
+DEATH_TOLD_S = 10.0
+"""How long a process that has ended may take to be reported: its descendants are ended first."""
 
 
 class RoleGroup:
@@ -198,6 +200,8 @@ class RoleGroup:
             if not any(task.done() and task.exception() for task in tasks):
                 return [task.result() for task in tasks]
             await _settle(tasks, self._launcher.settle_s)
+            if not self.is_alive:  # a death is on its way, which may be the reason of the other failures
+                await _settle(tasks, DEATH_TOLD_S)
         finally:
             await _drop(tasks)
         errors = [error for task in failed if (error := task.exception()) is not None]

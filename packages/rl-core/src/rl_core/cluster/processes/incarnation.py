@@ -41,7 +41,7 @@ class ProcessIncarnation(RemoteIncarnation):
         folder = options.log_directory
         self._output: RoleOutput = PrefixedOutput(self._spec) if folder is None else FileOutput(folder, self._spec)
         self._frames: SimpleQueue[list[Numbered] | None] = SimpleQueue()
-        self._has_exited = False
+        self._has_exited = self._is_reaped = False
         self._process, self._connection = start_process(birth, self._mark, self._output)
         self._reader = threading.Thread(target=self._read, name=f"read {self._spec}", daemon=True)
         self._writer = threading.Thread(target=self._write, name=f"write {self._spec}", daemon=True)
@@ -83,7 +83,7 @@ class ProcessIncarnation(RemoteIncarnation):
 
     async def _end(self) -> None:
         with self._lock:
-            if not self._has_exited:
+            if not self._is_reaped:
                 # not by its Popen, which would reap it: others could have its number while its family is looked for
                 os.kill(self.pid, signal.SIGKILL)
         await asyncio.wrap_future(self._ended)
@@ -107,9 +107,10 @@ class ProcessIncarnation(RemoteIncarnation):
     def _watch(self) -> None:
         """Fail the waiting calls once the process is gone, even where its own children keep the socket open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self._has_exited = True
         end_family(Family(self._mark, self.pid))
         with self._lock:
-            self._has_exited = True
+            self._is_reaped = True
             self._process.wait()
         self._reader.join(LAST_REPLIES_S)
         with contextlib.suppress(OSError):
