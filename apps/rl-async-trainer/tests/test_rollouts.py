@@ -57,7 +57,7 @@ class Side:
         self.record = ScheduleRecord(folder)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.metrics = StepMetrics()
-        controls: Any = SimpleNamespace(
+        parts: Any = SimpleNamespace(
             roles=SimpleNamespace(rollouter=self.role),
             settings=None,
             queue=self.queue,
@@ -68,9 +68,7 @@ class Side:
             say=lambda event, **fields: self.events.append((event, fields)),
         )
         nothing: Callable[[], Any] = lambda: None
-        self.rollouts = Rollouts(
-            controls, asyncio.Condition(), self.metrics, on_started=nothing, on_weights_lost=nothing
-        )
+        self.rollouts = Rollouts(parts, asyncio.Condition(), self.metrics, on_started=nothing, on_weights_lost=nothing)
         prompts = make_prompts(2)
         self.queue.issue(prompts, num_sessions=1)
         self.scheduler.issued(prompt.uid for prompt in prompts)

@@ -117,11 +117,11 @@ class TrainingRun:
             self._lifecycle.resumes(checkpoint, self._state)
         queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
-        controls = await self._controls(stack, stop, queue)
-        if controls.scheduler.is_done and self._state.validated >= self._state.step:
+        parts = await self._controls(stack, stop, queue)
+        if parts.scheduler.is_done and self._state.validated >= self._state.step:
             console.say(f"all {self._state.step} steps are done; more need a larger trainer.steps")
             return
-        controller = Controller(controls, self._state)
+        controller = Controller(parts, self._state)
         with console.phase("starting engines and learner"):
             engine, learner = await stop.run(
                 controller.start(checkpoint),

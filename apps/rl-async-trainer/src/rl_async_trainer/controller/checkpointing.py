@@ -14,10 +14,10 @@ from rl_trainer.rollouts.setup import TRAIN
 class Checkpointing:
     """Begins checkpoints, and acks the groups of those that are whole."""
 
-    def __init__(self, controls: ControllerParts, learner: LearnerLink, metrics: StepMetrics) -> None:
+    def __init__(self, parts: ControllerParts, learner: LearnerLink, metrics: StepMetrics) -> None:
         """None is under way."""
-        self._parts = controls
-        self._scheduler = controls.scheduler
+        self._parts = parts
+        self._scheduler = parts.scheduler
         self._learner = learner
         self._metrics = metrics
         self._num_saving = 0

@@ -40,33 +40,33 @@ class Controller:
         live: Answers who asks the live run.
     """
 
-    def __init__(self, controls: ControllerParts, state: AsyncState) -> None:
+    def __init__(self, parts: ControllerParts, state: AsyncState) -> None:
         """Begin where a state was taken; nothing is asked of anybody yet."""
         self.state = state
-        self._parts = controls
-        self._settings = controls.settings
-        self._scheduler = controls.scheduler
+        self._parts = parts
+        self._settings = parts.settings
+        self._scheduler = parts.scheduler
         self._changed = asyncio.Condition()
         self._was_restored = False
         self._in_step = asyncio.Lock()
         self._metrics = StepMetrics()
         self._learner = LearnerLink(
-            controls.roles.learner,
-            find_checkpoint=controls.find_checkpoint,
+            parts.roles.learner,
+            find_checkpoint=parts.find_checkpoint,
             on_lost=self._learner_is_lost,
             on_restored=self._learner_is_restored,
         )
-        self._teachers = TeachersLink(controls.roles.teachers, on_lost=self._teachers_are_lost)
+        self._teachers = TeachersLink(parts.roles.teachers, on_lost=self._teachers_are_lost)
         self._rollouts = Rollouts(
-            controls,
+            parts,
             self._changed,
             self._metrics,
             on_started=self._teachers.issued,
             on_weights_lost=lambda: self._weights.lost(),
         )
         self._rollouter = self._rollouts.link
-        self.live = LiveAnswers(controls, self._rollouter)
-        self._checkpoints = Checkpointing(controls, self._learner, self._metrics)
+        self.live = LiveAnswers(parts, self._rollouter)
+        self._checkpoints = Checkpointing(parts, self._learner, self._metrics)
         self._weights = WeightPublisher(
             self._learner,
             self._rollouter,

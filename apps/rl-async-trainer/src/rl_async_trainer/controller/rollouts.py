@@ -23,7 +23,7 @@ class Rollouts:
 
     def __init__(
         self,
-        controls: ControllerParts,
+        parts: ControllerParts,
         changed: asyncio.Condition,
         metrics: StepMetrics,
         *,
@@ -33,14 +33,14 @@ class Rollouts:
         """Nothing is started before `let_feed`.
 
         Args:
-            controls: What the controller works with.
+            parts: What the controller works with.
             changed: Where it is announced that the scheduler knows more; guards it.
             metrics: Counts what was dropped.
             on_started: Told each time that prompts were started.
             on_weights_lost: Told, with `changed` held, that engines have no weights, or lack those that they missed.
         """
-        self._parts = controls
-        self._scheduler = controls.scheduler
+        self._parts = parts
+        self._scheduler = parts.scheduler
         self._changed = changed
         self._metrics = metrics
         self._on_started = on_started
@@ -48,7 +48,7 @@ class Rollouts:
         self._is_feeding = False
         self._num_lost = 0
         self.last_failure = f"in an earlier launch; {FILE} has the reasons"
-        self.link = RollouterLink(controls.roles.rollouter, controls.settings, on_lost=self._is_lost)
+        self.link = RollouterLink(parts.roles.rollouter, parts.settings, on_lost=self._is_lost)
 
     async def let_feed(self) -> None:
         """Let prompts be started."""

@@ -11,14 +11,14 @@ from rl_core.errors import NotReadyError
 class LiveAnswers:
     """Answers who asks a live run, by its control socket."""
 
-    def __init__(self, controls: ControllerParts, rollouter: RollouterLink) -> None:
+    def __init__(self, parts: ControllerParts, rollouter: RollouterLink) -> None:
         """Answer for a controller.
 
         Args:
-            controls: What it works with.
+            parts: What it works with.
             rollouter: Adds engines, and takes some away.
         """
-        self._parts = controls
+        self._parts = parts
         self._rollouter = rollouter
 
     async def answer(self, request: Mapping[str, Any]) -> Any:
