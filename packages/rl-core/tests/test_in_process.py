@@ -6,10 +6,11 @@ import time
 from dataclasses import replace
 
 import pytest
+from queue_conformance import QueueConformance
 
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, DeadlineError, SettingsError
-from rl_core.testing import FakeClock, QueueBackendConformance, QueueConformance, make_prompts, make_trajectory
+from rl_core.testing import FakeClock, QueueBackendConformance, make_prompts, make_trajectory
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"reward"}))
 

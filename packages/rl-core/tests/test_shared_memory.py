@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from queue_conformance import QueueConformance
 
 from rl_core import Batch, RowKey, TaskSpec
 from rl_core.data.columns import ColumnSpec, declare_column
@@ -15,7 +16,7 @@ from rl_core.queue.messages import Hello, LeaseRequest, encode_frame
 from rl_core.queue.shared_memory import queue as shared_memory
 from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 from rl_core.queue.shared_memory.server import QueueServer
-from rl_core.testing import QueueConformance, make_prompts, make_trajectory, wait_until
+from rl_core.testing import make_prompts, make_trajectory, wait_until
 
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 

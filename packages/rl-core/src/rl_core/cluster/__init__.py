@@ -9,7 +9,6 @@ leaves behind.
 """
 
 from rl_core.cluster.blocking import BlockingGroup
-from rl_core.cluster.blocking_role import BlockingRole
 from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
@@ -19,7 +18,6 @@ from rl_core.cluster.stacks import process_stacks
 
 __all__ = [
     "BlockingGroup",
-    "BlockingRole",
     "Cluster",
     "ClusterOptions",
     "ResourcePool",

@@ -1,27 +1,34 @@
 """A group of roles for code that is not async: it waits in the caller's thread, and runs in one of its own."""
 
+import asyncio
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-from rl_core.cluster.blocking_role import BlockingRole, RoleThread
 from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.role_spec import RoleSpec
-from rl_core.cluster.running_role import DeathCallback
-from rl_core.errors import RLError
+from rl_core.cluster.stacks import process_stacks
+from rl_core.errors import NotReadyError
+
+SPARE_S = 1.0
+"""What the roles' thread may take beside the time that a role is given."""
+Result = TypeVar("Result")
 
 
 class BlockingGroup:
-    """A `RoleGroup` whose methods wait; for any thread, also one whose event loop runs.
+    """A `RoleGroup` whose calls wait; for any thread, also one whose event loop runs.
 
     Ctrl-C during a wait is raised at once; a start that it breaks off leaves nothing behind.
     """
 
     def __init__(self) -> None:
         """Use `start`."""
-        self._thread = RoleThread()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="roles", daemon=True)
+        self._thread.start()
         self._close_lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._group: RoleGroup
@@ -41,7 +48,7 @@ class BlockingGroup:
         try:
             self._cluster = open_cluster(cluster_options)
             starting = self._cluster.start_group(spec, size=size, pool=pool, deadline_s=deadline_s)
-            self._group = self._thread.wait(starting)
+            self._group = self._wait(starting)
         except BaseException:
             self.close()
             raise
@@ -62,77 +69,91 @@ class BlockingGroup:
         """True while every role is."""
         return self._group.is_alive
 
-    def __getitem__(self, rank: int) -> BlockingRole:
-        """One of them; see `RoleGroup.__getitem__`."""
-        return BlockingRole(self._group[rank], self._thread)
-
-    def __iter__(self) -> Iterator[BlockingRole]:
-        return (BlockingRole(role, self._thread) for role in self._group)
-
     def __len__(self) -> int:
         return self.size
 
     def call(self, rank: int, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call one; see `Role.call`."""
-        return self._thread.wait(self._group.call(rank, method, *args, deadline_s=deadline_s, **kwargs))
+        return self._wait(self._group.call(rank, method, *args, deadline_s=deadline_s, **kwargs))
 
     def call_all(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call all with the same arguments; see `RoleGroup.call_all`."""
-        return self._thread.wait(self._group.call_all(method, *args, deadline_s=deadline_s, **kwargs))
+        return self._wait(self._group.call_all(method, *args, deadline_s=deadline_s, **kwargs))
 
     def call_each(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
     ) -> list[Any]:
         """Call all, each with arguments of its own; see `RoleGroup.call_each`."""
-        return self._thread.wait(self._group.call_each(method, arguments, deadline_s=deadline_s))
-
-    def as_finished(
-        self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any
-    ) -> Iterator[tuple[int, Any]]:
-        """Call all with the same arguments, and give (rank, result) as they come; see `RoleGroup.as_finished`.
-
-        The calls begin when the first result is asked for. `deadline_s` bounds each of them, so that no wait is longer.
-        """
-        results = self._group.as_finished(method, *args, deadline_s=deadline_s, **kwargs)
-
-        async def next_result() -> tuple[int, Any] | None:
-            return await anext(results, None)
-
-        try:
-            while (result := self._thread.wait(next_result())) is not None:
-                yield result
-        finally:
-            if not self._thread.is_ended:
-                self._thread.wait(results.aclose())
+        return self._wait(self._group.call_each(method, arguments, deadline_s=deadline_s))
 
     def stacks(self, *, deadline_s: float) -> list[str]:
-        """What each does right now; for any thread, also while another one waits for a call. See `RoleGroup.stacks`."""
-        found = self._thread.stacks(self._group.stacks(deadline_s=deadline_s), deadline_s=deadline_s)
-        return [found] * self.size if isinstance(found, str) else found
+        """What each does right now; for any thread, also while another one waits for a call. See `RoleGroup.stacks`.
 
-    def on_death(self, callback: DeathCallback) -> None:
-        """Have this called, in the roles' thread, each time a role dies, though it may be restarted."""
-
-        async def add() -> None:
-            self._group.on_death(callback)
-
-        self._thread.wait(add())
-
-    def wait_death(self, *, deadline_s: float | None = None) -> RLError:
-        """Wait until a role dies; see `Role.wait_death`.
-
-        Raises:
-            DeadlineError: None did in time.
+        Where the roles' thread is blocked, each text has what this process does instead; nothing is raised.
         """
-        return self._thread.wait_death(f"any of role {self.spec.name!r}", self._group.wait_death(), deadline_s)
+        closed = ["The group of roles is closed, or asks itself."] * self.size
+        if threading.current_thread() is self._thread:
+            return closed
+        asked = self._group.stacks(deadline_s=deadline_s)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        except RuntimeError:  # it is closed
+            asked.close()
+            return closed
+        longest_s = deadline_s + SPARE_S
+        try:
+            return answer.result(longest_s)
+        except TimeoutError:
+            answer.cancel()
+            text = (
+                f"The thread that calls the roles has not answered for {longest_s:.1f} s. This process does this:\n"
+                f"{process_stacks()}"
+            )
+            return [text] * self.size
 
     def close(self) -> None:
         """End the roles, and the cluster. Can be called twice."""
         with self._close_lock:
-            if self._thread.is_ended:
+            if self._loop.is_closed():
                 return
             try:
                 if self._cluster is not None:
-                    self._thread.wait(self._cluster.close())
+                    self._wait(self._cluster.close())
             finally:
-                self._thread.end()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something in the roles' thread; broken off with the caller's wait.
+
+        Raises:
+            NotReadyError: The group is closed, or this is its own thread.
+        """
+        if self._loop.is_closed() or threading.current_thread() is self._thread:
+            work.close()
+            raise NotReadyError("the group of roles is closed, or waits for itself; start another one.")
+        done: Future[Result] = Future()
+        task: list[asyncio.Task[Result]] = []
+
+        def begin() -> None:
+            task.append(self._loop.create_task(work))
+            task[0].add_done_callback(lambda ended: _pass_on(ended, done))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return done.result()
+        except BaseException:
+            if not done.done():  # Ctrl-C
+                self._loop.call_soon_threadsafe(lambda: task[0].cancel())
+                done.exception()
+            raise
+
+
+def _pass_on(ended: "asyncio.Task[Result]", done: "Future[Result]") -> None:
+    if ended.cancelled():
+        done.set_exception(NotReadyError("the call was broken off."))
+    elif (error := ended.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(ended.result())

@@ -107,7 +107,7 @@ class Cluster:
                 "as well. Leave one of them out."
             )
         left_s = max(ends_at - asyncio.get_running_loop().time(), 0.0)
-        return await self._launcher.pools.take(self._launcher.reserver, pool, [spec] * size, round(left_s, 1))
+        return await self._launcher.pools.take(pool, [spec] * size, round(left_s, 1))
 
 
 def open_cluster(options: ClusterOptions | None = None) -> Cluster:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_core.cluster.calls import Call
-from rl_core.cluster.pools import PoolBook, Reserver, Slot
+from rl_core.cluster.pools import PoolBook, Slot
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.errors import RLError
 
@@ -86,11 +86,6 @@ class Launcher(Protocol):
     @property
     def pools(self) -> PoolBook:
         """The pools of this kind of place."""
-        ...
-
-    @property
-    def reserver(self) -> Reserver:
-        """Who sets resources aside for them."""
         ...
 
     async def open(self) -> None:

@@ -6,7 +6,7 @@ from rl_core.cluster.calls import Call
 from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.inline import InlineIncarnation
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.pools import LOCAL_POOLS, LOCAL_RESERVER
+from rl_core.cluster.pools import LOCAL_POOLS
 from rl_core.cluster.processes.incarnation import ProcessIncarnation
 
 
@@ -15,7 +15,6 @@ class LocalLauncher:
 
     place = "this machine"
     pools = LOCAL_POOLS
-    reserver = LOCAL_RESERVER
 
     def __init__(self, options: ClusterOptions) -> None:
         """Start roles as these options say."""

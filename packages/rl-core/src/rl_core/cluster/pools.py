@@ -70,14 +70,13 @@ class _Entry:
 class PoolBook:
     """The pools of one kind of cluster in this process, for all its threads and event loops."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserver: Reserver) -> None:
         """No pool yet."""
+        self._reserver = reserver
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
 
-    async def take(
-        self, reserver: Reserver, pool: ResourcePool, specs: Sequence[RoleSpec], deadline_s: float
-    ) -> list[Slot]:
+    async def take(self, pool: ResourcePool, specs: Sequence[RoleSpec], deadline_s: float) -> list[Slot]:
         """A place for each role, all or none; the pool is reserved where nobody uses it yet.
 
         Raises:
@@ -86,30 +85,30 @@ class PoolBook:
         """
         _check_fits(pool, specs)
         ends_at = time.monotonic() + deadline_s
-        entry = self._join(reserver, pool, num_users=len(specs))
+        entry = self._join(pool, num_users=len(specs))
         try:
-            while (slots := self._try_place(reserver, entry, specs)) is None:
+            while (slots := self._try_place(entry, specs)) is None:
                 if time.monotonic() > ends_at:
-                    raise DeadlineError(_say_taken(reserver, entry, specs, deadline_s))
+                    raise DeadlineError(_say_taken(self._reserver, entry, specs, deadline_s))
                 await asyncio.sleep(PAUSE_S)
         except BaseException:
-            self._leave(reserver, entry, num_users=len(specs))
+            self._leave(entry, num_users=len(specs))
             raise
         return slots
 
-    def give_back(self, reserver: Reserver, slot: Slot) -> None:
+    def give_back(self, slot: Slot) -> None:
         """A role has left its place."""
         with self._lock:
             entry = self._entries[slot.pool.name]
             if entry.slots is not None:
                 entry.slots[slot.index].give_back(slot.taken)
-        self._leave(reserver, entry, num_users=1)
+        self._leave(entry, num_users=1)
 
-    def _join(self, reserver: Reserver, pool: ResourcePool, *, num_users: int) -> _Entry:
+    def _join(self, pool: ResourcePool, *, num_users: int) -> _Entry:
         with self._lock:
             entry = self._entries.get(pool.name)
             if entry is None:
-                entry = self._entries[pool.name] = _Entry(pool, reserver.begin(pool))
+                entry = self._entries[pool.name] = _Entry(pool, self._reserver.begin(pool))
             elif entry.pool != pool:
                 raise SettingsError(
                     f"two pools are called {pool.name!r}: {entry.pool} is in use, and {pool} is asked for. Give one of "
@@ -118,17 +117,17 @@ class PoolBook:
             entry.num_users += num_users
             return entry
 
-    def _leave(self, reserver: Reserver, entry: _Entry, *, num_users: int) -> None:
+    def _leave(self, entry: _Entry, *, num_users: int) -> None:
         with self._lock:
             entry.num_users -= num_users
             if not entry.num_users:
                 del self._entries[entry.pool.name]
-                reserver.free(entry.request)
+                self._reserver.free(entry.request)
 
-    def _try_place(self, reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec]) -> list[Slot] | None:
+    def _try_place(self, entry: _Entry, specs: Sequence[RoleSpec]) -> list[Slot] | None:
         with self._lock:
             if entry.slots is None:
-                entry.slots = reserver.try_reserve(entry.request)
+                entry.slots = self._reserver.try_reserve(entry.request)
             return None if entry.slots is None else _place(entry, entry.slots, specs)
 
 
@@ -192,9 +191,8 @@ class LocalReserver:
         return free
 
 
-LOCAL_POOLS = PoolBook()
+LOCAL_POOLS = PoolBook(LocalReserver())
 """Of this process: two clusters that name the same pool share it."""
-LOCAL_RESERVER = LocalReserver()
 
 
 def own_pool(spec: RoleSpec, size: int) -> ResourcePool | None:

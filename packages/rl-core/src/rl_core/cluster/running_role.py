@@ -290,7 +290,7 @@ class Role:
         """Its place is free for others."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._launcher.pools.give_back(self._launcher.reserver, slot)
+            self._launcher.pools.give_back(slot)
 
     # -- inside
 

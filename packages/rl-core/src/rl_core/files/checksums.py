@@ -1,7 +1,5 @@
 """crc32c, the checksum of everything that is stored or sent; the one file that knows its library."""
 
-from collections.abc import Iterable
-
 import crc32c as _crc32c
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +10,3 @@ def checksum(buffer: bytes | bytearray | memoryview | NDArray[np.generic], start
     if isinstance(buffer, np.ndarray):
         buffer = buffer.reshape(-1).view(np.uint8)
     return int(_crc32c.crc32c(buffer, start))
-
-
-def checksum_of_parts(parts: Iterable[bytes | memoryview]) -> int:
-    """crc32c of parts one after the other."""
-    total = 0
-    for part in parts:
-        total = checksum(part, total)
-    return total

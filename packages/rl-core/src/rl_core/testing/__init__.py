@@ -1,13 +1,12 @@
 """What tests of other packages and of other backends build on: rows, a clock, the conformance suite of queues."""
 
 from rl_core.testing.clock import FakeClock, wait_until
-from rl_core.testing.queue_conformance import QueueBackendConformance, QueueConformance
+from rl_core.testing.queue_conformance import QueueBackendConformance
 from rl_core.testing.rows import make_prompt, make_prompts, make_trajectory, ragged_like
 
 __all__ = [
     "FakeClock",
     "QueueBackendConformance",
-    "QueueConformance",
     "make_prompt",
     "make_prompts",
     "make_trajectory",

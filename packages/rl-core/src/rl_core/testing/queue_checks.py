@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_core.data.batch import Batch
 from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.data.records import NO_VERSION, Trajectory
 from rl_core.queue.interface import QueueOptions, TaskSpec, TransferQueue
@@ -24,9 +23,7 @@ TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}))
 TRAIN_IN_ORDER = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}), order="issue")
 REFERENCE = TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"}))
 TEACHER = TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"}))
-REWARD = TaskSpec(name="reward", needs=frozenset({"input_ids"}), gives=frozenset({"reward"}))
 TRAIN_LATE = TaskSpec(name="train", needs=frozenset({"input_ids", "reference_logprobs"}))
-LOG = TaskSpec(name="log", needs=frozenset({"reward"}))
 
 LARGE = 20_000
 """Tokens of a row whose columns are larger than what any backend sends inline."""
@@ -108,11 +105,6 @@ def put_large(queue: TransferQueue, uid: str, session: int = 0, *, deadline_s: f
     row = make_trajectory(uid, session, num_response_tokens=LARGE)
     row.input_ids[:] = int(uid[1:])
     queue.put(uid, session, [row], deadline_s=deadline_s)
-
-
-def batch_of(*keys: tuple[str, int, int]) -> Batch:
-    """Rows with these keys, their reward the session's index."""
-    return Batch.from_trajectories([make_trajectory(*key, reward=float(key[1])) for key in keys])
 
 
 def sampled_by(prompt_uid: str, session_index: int, *versions: int, output_index: int = 0) -> Trajectory:

@@ -23,7 +23,7 @@ from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.processes.frames import QUESTION, Numbered, receive_frame, send_frame, socket_pair
 from rl_core.cluster.processes.guard import Family, end_family
-from rl_core.cluster.processes.output import FileOutput, PrefixedOutput, RoleOutput, quote
+from rl_core.cluster.processes.output import FileOutput, PrefixedOutput, quote
 from rl_core.cluster.processes.stack_dump import dump_of
 from rl_core.cluster.ray.session import LOOPBACK
 from rl_core.cluster.remote import RemoteIncarnation, role_environment
@@ -39,7 +39,7 @@ class ProcessIncarnation(RemoteIncarnation):
         """Start the process; `start` also waits until the object is made."""
         super().__init__(birth, options)
         folder = options.log_directory
-        self._output: RoleOutput = PrefixedOutput(self._spec) if folder is None else FileOutput(folder, self._spec)
+        self._output = PrefixedOutput(self._spec) if folder is None else FileOutput(folder, self._spec)
         self._frames: SimpleQueue[list[Numbered] | None] = SimpleQueue()
         self._has_exited = self._is_reaped = False
         self._process, self._connection = start_process(birth, self._mark, self._output)
@@ -126,7 +126,9 @@ class ProcessIncarnation(RemoteIncarnation):
         return how, quote(self._output.tail())
 
 
-def start_process(birth: Birth, mark: str, output: RoleOutput) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+def start_process(
+    birth: Birth, mark: str, output: FileOutput | PrefixedOutput
+) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     """Start a child that waits for calls, and the connection to it."""
     parent, child = socket_pair()
     with child:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from rl_core.cluster.role_spec import RoleSpec
 
@@ -18,22 +18,6 @@ LINE_BYTES = 1 << 16
 STDERR = 2
 NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
 """How lines begin that the role did not print: ours, and Ray's."""
-
-
-class RoleOutput(Protocol):
-    """Where a role's stdout and stderr go."""
-
-    def open_for_child(self) -> IO[bytes] | int:
-        """What the child's stdout and stderr shall be."""
-        ...
-
-    def started(self, process: "subprocess.Popen[bytes]") -> None:
-        """The child runs."""
-        ...
-
-    def tail(self) -> str:
-        """Its last lines."""
-        ...
 
 
 class FileOutput:
@@ -47,18 +31,18 @@ class FileOutput:
         self._start = 0
 
     def open_for_child(self) -> IO[bytes]:
-        """See `RoleOutput`."""
+        """What the child's stdout and stderr shall be."""
         self._file = self.path.open("ab")
         self._start = self._file.tell()
         return self._file
 
     def started(self, process: "subprocess.Popen[bytes]") -> None:  # noqa: ARG002
-        """See `RoleOutput`."""
+        """The child runs."""
         if self._file is not None:
             self._file.close()
 
     def tail(self) -> str:
-        """See `RoleOutput`."""
+        """Its last lines."""
         return read_tail(self.path, self._start)
 
 
@@ -72,16 +56,16 @@ class PrefixedOutput:
         self._thread: threading.Thread | None = None
 
     def open_for_child(self) -> int:
-        """See `RoleOutput`."""
+        """What the child's stdout and stderr shall be."""
         return subprocess.PIPE
 
     def started(self, process: "subprocess.Popen[bytes]") -> None:
-        """See `RoleOutput`."""
+        """The child runs."""
         self._thread = threading.Thread(target=self._copy, args=(process.stdout,), name="role output", daemon=True)
         self._thread.start()
 
     def tail(self) -> str:
-        """See `RoleOutput`."""
+        """Its last lines."""
         if self._thread is not None:
             self._thread.join(1.0)  # the process is gone, and its last lines may still be in the pipe
         return last_lines(b"".join(self._lines))

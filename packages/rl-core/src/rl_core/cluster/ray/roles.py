@@ -43,11 +43,6 @@ class RayLauncher:
         """See `Launcher.pools`."""
         return RAY_POOLS
 
-    @property
-    def reserver(self) -> "RayReserver":
-        """See `Launcher.reserver`."""
-        return RAY_RESERVER
-
     async def open(self) -> None:
         """See `Launcher.open`."""
         if self._opening is None or (self._opening.done() and self._opening.exception()):
@@ -161,7 +156,6 @@ def _leave_late(opening: "Future[bool]") -> None:
         SESSION.leave()
 
 
-RAY_POOLS = PoolBook()
+RAY_POOLS = PoolBook(RayReserver())
 """Of this process: two clusters that name the same pool share it."""
-RAY_RESERVER = RayReserver()
 SESSION = RaySession()

@@ -1,4 +1,3 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of leases: who has which groups, and until when."""
 
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError

@@ -1,15 +1,14 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of leases that name their prompts, and of acks by name, without a lease."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from queue_conformance.tools import LOG
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
 from rl_core.queue.interface import TransferQueue
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
-    LOG,
     REFERENCE,
     TRAIN,
     TRAIN_LATE,

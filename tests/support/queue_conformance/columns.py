@@ -1,21 +1,10 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of late columns: tasks that add what other tasks need."""
 
 import numpy as np
 
+from queue_conformance.tools import REWARD, batch_of
 from rl_core.errors import DeadlineError
-from rl_core.testing.queue_checks import (
-    REFERENCE,
-    REWARD,
-    TEACHER,
-    TRAIN,
-    TRAIN_LATE,
-    QueueChecks,
-    batch_of,
-    put_all,
-    refuses,
-    uids_of,
-)
+from rl_core.testing.queue_checks import REFERENCE, TEACHER, TRAIN, TRAIN_LATE, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 

@@ -1,14 +1,13 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of staleness: how far groups may be behind the published policy when they are leased."""
 
 from dataclasses import replace
 from typing import Any
 
+from queue_conformance.tools import LOG
 from rl_core.errors import DataError, NothingToLeaseError, OutdatedLeaseError
 from rl_core.queue.interface import TaskSpec, TransferQueue
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
-    LOG,
     REFERENCE,
     TRAIN,
     TRAIN_IN_ORDER,

@@ -1,9 +1,9 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
 """Checks of bounds in rows and bytes: who waits, and that nobody waits for ever."""
 
+from queue_conformance.tools import batch_of
 from rl_core.errors import DataError, DeadlineError
 from rl_core.queue.interface import TaskSpec, TransferQueue
-from rl_core.testing.queue_checks import DEADLINE_S, REFERENCE, TRAIN, QueueChecks, batch_of, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import DEADLINE_S, REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
