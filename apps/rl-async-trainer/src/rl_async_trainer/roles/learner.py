@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_async_trainer.messages import LearnerInfo, PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.roles.learner_validation import LearnerValidation
-from rl_async_trainer.schedule.run_state import read_run_state
+from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
 from rl_core.cluster.role_report import RoleReport, RoleView, Wait, process_report
@@ -36,6 +36,7 @@ from rl_trainer.reporting.speeds import with_speeds
 from rl_trainer.reporting.step_metrics import has_distributions, make_memory_watch, record_distributions, summarize_step
 from rl_trainer.rollouts.answers import Answer
 from rl_trainer.rollouts.setup import TRAIN, make_transport
+from rl_trainer.run.checkpoints import read_run_state
 
 CONTROLLER, RANK = "controller", "rank"
 LEASE_WAIT_S = 2.0
@@ -202,7 +203,7 @@ class LearnerHost:
             self._close_learners = learners.close
             if checkpoint is not None:
                 learners.load(checkpoint)
-                self._step = read_run_state(checkpoint).step
+                self._step = read_run_state(checkpoint, AsyncState).step
             if settings.distillation.needs_hidden:
                 learners.load_teacher_heads([t.model for t in settings.distillation.teachers.values()])
         self._parts = LearningParts(
