@@ -30,7 +30,7 @@ from rl_metrics.run_files.events import EventLog
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_sync_trainer.main import main
-from rl_trainer.reporting.token_probes import Probes
+from rl_trainer.reporting.token_probes import TokenProbes
 
 ENTRIES: tuple[tuple[Any, str], ...] = (
     (sync_loop, "record_step"),
@@ -110,7 +110,7 @@ class Timing:
         for owner, name in ENTRIES:
             setattr(owner, name, clock.timed(f"{getattr(owner, '__name__', owner)}.{name}", getattr(owner, name)))
         BackgroundTracker._work = clock.of_thread(BackgroundTracker._work)  # type: ignore[method-assign]
-        Probes.ask = end.awaited("probes", Probes.ask)  # type: ignore[method-assign,assignment]
+        TokenProbes.ask = end.awaited("probes", TokenProbes.ask)  # type: ignore[method-assign,assignment]
         Fanout.close = end.timed("close", Fanout.close)  # type: ignore[method-assign]
 
     def run(self, words: list[str]) -> tuple[int, dict[str, Any]]:

@@ -119,10 +119,11 @@ def test_an_engine_that_cannot_say_what_it_thinks_stops_no_run(
 def test_a_role_that_dies_when_it_is_asked_is_asked_again_at_the_next_validation(
     inputs: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validate_on: str
 ) -> None:
-    from rl_async_trainer import session
+    from rl_async_trainer import training_run
 
     roles = RoleFactories(rollouter="probed_roles:MortalRollouter", learner="probed_roles:MortalLearnerHost")
-    monkeypatch.setattr(session, "Session", partial(session.Session, factories=roles))
+    made = partial(training_run.TrainingRun, factories=roles)
+    monkeypatch.setattr(training_run, "TrainingRun", made)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     run = copy_tiny_run(inputs, tmp_path)
     settings = {"roles__kind": "process", "roles__controller_restarts": 0, "policy__learner": "torch"}

@@ -6,7 +6,7 @@ It runs under the supervisor as the real one does, which starts this module agai
 import sys
 from functools import partial
 
-from rl_async_trainer import main, session, supervisor
+from rl_async_trainer import main, supervisor, training_run
 from rl_async_trainer.assemble import RoleFactories
 
 FACTORIES = RoleFactories(
@@ -16,6 +16,7 @@ FACTORIES = RoleFactories(
 )
 
 if __name__ == "__main__":
-    session.Session = partial(session.Session, factories=FACTORIES)  # type: ignore[assignment,misc]
+    made = partial(training_run.TrainingRun, factories=FACTORIES)
+    training_run.TrainingRun = made  # type: ignore[assignment,misc]
     supervisor.supervise = partial(supervisor.supervise, module="async_driver")
     sys.exit(main.main())

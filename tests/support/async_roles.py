@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_async_trainer.messages import StepOrder
 from rl_async_trainer.roles.learner import LearnerHost
 from rl_async_trainer.roles.rollouter import Rollouter
 from rl_async_trainer.roles.teachers import TeacherHost
@@ -74,13 +75,13 @@ class ScriptedLearnerHost(LearnerHost):
         policy = DigestPolicy(pace=random.Random())
         return Learners(policy=policy, reference=None, critic=None, close=policy.close)
 
-    def _learn(self, parts: Any, rows: Batch, *args: Any, step: int, **kwargs: Any) -> Any:
-        schedule = self._settings.schedule
+    def _rows(self, order: StepOrder) -> Batch:
+        rows = super()._rows(order)
         versions = rows.ragged("policy_versions").values
         oldest = versions[versions != NO_VERSION].min()
-        version = (step - 1) // schedule.sync_every
-        assert version - oldest <= schedule.max_staleness, f"step {step} got tokens of version {oldest} at {version}"
-        return super()._learn(parts, rows, *args, step=step, **kwargs)
+        behind = order.version - oldest
+        assert behind <= self._settings.schedule.max_staleness, f"step {order.step} got tokens of version {oldest}"
+        return rows
 
 
 class RaisingTeachers(TeacherHost):

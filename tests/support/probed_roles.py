@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_async_trainer.messages import ProbeOrder
 from rl_async_trainer.roles.learner import LearnerHost
 from rl_async_trainer.roles.rollouter import Rollouter
-from rl_trainer.reporting.token_probes import PolicyScores
+from rl_rollout.rollouter.served_policy import PolicyScores
 
 DIED = "died_at_a_probe"
 

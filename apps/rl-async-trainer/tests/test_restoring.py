@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.controller.group_events import refusal
 from rl_async_trainer.schedule.record import History
 from rl_async_trainer.schedule.replay import ReplayPlan
 from rl_async_trainer.schedule.restoring import restore_schedule
@@ -14,6 +13,7 @@ from rl_core import InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts
 from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.rollouter.group_events import refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer.rollouts.setup import TRAIN
 

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 from scripted_replicas import EXACT, a_canary, an_update
 
-from rl_async_trainer.controller.group_events import Refusals
-from rl_async_trainer.messages import Dispatch, GroupEvent
-from rl_async_trainer.roles.rollout_window import RolloutWindow
-from rl_async_trainer.roles.rollouter import Rollouter
+from rl_async_trainer.roles.rollouter import Rollouter, make_refusals
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.data.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
+from rl_rollout.rollouter.group_events import Dispatch, GroupEvent
 from rl_trainer.rollouts.setup import TRAIN
 from rl_trainer.settings.sources import build_settings
 
@@ -64,7 +62,7 @@ def told(folder: Path, queue: InProcessQueue, sessions: Sequence[SessionResult])
     dispatch = Dispatch(prompt=PROMPT, order=0, sessions=tuple(unsettled.sessions))
 
     async def settle() -> GroupEvent:
-        await rollouter._settle(GroupResult(prompt=PROMPT, sessions=tuple(sessions)), {"p0": dispatch})
+        await rollouter._settle(GroupResult(prompt=PROMPT, sessions=tuple(sessions)), dispatch)
         (event,) = await rollouter.events(wait_s=1.0)
         return event
 
@@ -111,7 +109,7 @@ class NotingEngine:
 def test_engines_may_take_as_long_to_end_what_they_have_as_a_group_may(tmp_path: Path):
     engine: Any = NotingEngine()
     rollouter = Rollouter(settings_in(tmp_path), queue_with())
-    rollouter._engine = rollouter._rollout = engine
+    rollouter.engine = rollouter.rollout = engine
     asyncio.run(rollouter.publish(an_update(1), a_canary(), EXACT, True))
     (given,) = engine.given
     assert (given["drain"], given["drain_deadline_s"]) == (True, 900.0)
@@ -125,13 +123,13 @@ def test_as_many_groups_are_refused_under_one_version_as_its_first_rounds_have(t
         schedule={"sync_every": 2},
         refill={"filter": "reward_spread", "max_rounds": 2},
     )
-    window = RolloutWindow()
-    refusals = Refusals(settings, window)
+    refusals = make_refusals(settings)
+    assert refusals is not None
     alike = GroupResult(prompt=PROMPT, sessions=tuple(answered(index, version=0) for index in range(3)))
     for _ in range(2):
         reasons = [refusals.reason(alike) for _ in range(6)]
         assert [reason is None for reason in reasons] == [False] * 4 + [True] * 2
         refusals.updated()
-    assert window.made_up == 4
+    assert refusals.num_made_up == 4
     failed = GroupResult(prompt=PROMPT, sessions=(FAILED,) * 3)
     assert refusals.reason(failed) is None

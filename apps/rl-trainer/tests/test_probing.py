@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from rl_core import Prompt, Trajectory
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
-from rl_trainer.reporting.token_probes import MAX_TOKENS, PolicyScores, TokenProbes, policy_scores
+from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
+from rl_trainer.reporting.token_probes import MAX_TOKENS, TokenProbes
 from rl_trainer.rollouts.answers import Answer
 
 PROMPT = (7, 8)

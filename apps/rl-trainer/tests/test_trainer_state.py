@@ -8,7 +8,7 @@ import pytest
 from rl_core.errors import CheckpointError
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
-from rl_trainer.run.checkpoints import TrainerState, read_trainer_state
+from rl_trainer.run.checkpoints import TrainerState, read_run_state
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -25,11 +25,11 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     store.begin(7, asdict(state), lambda folder: PendingSave())
     store.wait()
-    assert read_trainer_state(tmp_path / "checkpoints" / "step_7") == state
+    assert read_run_state(tmp_path / "checkpoints" / "step_7", TrainerState) == state
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"steps": 3}', "null"])
 def test_a_state_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "trainer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"trainer\.json is not readable"):
-        read_trainer_state(tmp_path)
+        read_run_state(tmp_path, TrainerState)

@@ -11,46 +11,6 @@ from rl_core.data.records import IntArray, Json
 from rl_core.weights.update import WeightUpdate
 from rl_trainer.reporting.rollout_rows import RolloutDraft
 
-"""The queue's task of the learner."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """A group to generate.
-
-    Attributes:
-        prompt: Its prompt.
-        order: Its place in the order of issue, from 0.
-        sessions: Those that are not settled; an earlier rollouter may have settled the others.
-    """
-
-    prompt: Prompt
-    order: int
-    sessions: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEvent:
-    """What became of a group.
-
-    Attributes:
-        uid: Its prompt.
-        oldest: Oldest version of its tokens; None where nothing was sampled.
-        newest: Newest one.
-        failure: Why no step will have it; None when it is in the queue.
-        is_refused: A filter refused it.
-        took_s: From its start to its last session.
-        started: Version that was served when it was begun.
-    """
-
-    uid: str
-    oldest: int | None = None
-    newest: int | None = None
-    failure: str | None = None
-    is_refused: bool = False
-    took_s: float = 0.0
-    started: int | None = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerInfo:

@@ -17,28 +17,24 @@ from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_async_trainer.schedule.record import ScheduleRecord, read_history
 from rl_async_trainer.schedule.replay import issue_replayed, read_plan
 from rl_async_trainer.schedule.restoring import restore_schedule
-from rl_async_trainer.schedule.run_state import AsyncState, read_run_state
+from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.data.records import Json
 from rl_core.errors import HangError
-from rl_distill.checkpoints.store import CheckpointStore
 from rl_metrics.hang.report import FILE as HANG_FILE
 from rl_metrics.hang.report import HangReport
 from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.run_files.events import EventLog
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
 from rl_rollout.prompts.supply import PromptSupply
-from rl_trainer.learning.distillation import learns_from_rewards
 from rl_trainer.learning.parts import canary_sequences
-from rl_trainer.reporting.health import watch_health
 from rl_trainer.reporting.rollout_rows import RolloutWriter
 from rl_trainer.reporting.step_metrics import make_memory_watch
 from rl_trainer.reporting.token_probes import TokenProbes
-from rl_trainer.reporting.trackers import make_trackers
 from rl_trainer.rollouts.inputs import Inputs
+from rl_trainer.run.checkpoints import read_run_state
 from rl_trainer.run.folder import RunFolder
 from rl_trainer.run.lifecycle import Outcome, RunLifecycle
 from rl_trainer.run.stopping import StopRequestedError, StopSignal
@@ -73,37 +69,19 @@ class TrainingRun:
         self._inputs = inputs
         self._folder = folder
         self._console = console
-        self._events = EventLog(folder.path / "events.jsonl")
-        self._trackers = make_trackers(settings, folder.path, console, ending=lambda: self._lifecycle.ending)
-        self._store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints)
         self._state = AsyncState()
         self._watchdog: Watchdog
         self._hung: asyncio.Future[None]
         self._deaf: Collection[str] = ()
         self._roles: Roles | None = None
         self._controller: Controller | None = None
-        self._lifecycle = RunLifecycle(settings, folder, console=console, events=self._events, store=self._store)
+        self._lifecycle = RunLifecycle(settings, folder, console)
+        self._say, self._trackers = self._lifecycle.events.write, self._lifecycle.trackers
 
     async def run(self) -> Outcome:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
         self._hung = asyncio.get_running_loop().create_future()
-        async with AsyncExitStack() as stack:
-            stack.callback(self._events.close)
-            stack.enter_context(self._events.copying_warnings())
-            stack.callback(self._trackers.close)
-            stop = stack.enter_context(StopSignal())
-            watch_health(
-                self._settings, self._folder, self._trackers, console=self._console, events=self._events, stop=stop
-            )
-            self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
-            try:
-                await self._train(stack, stop)
-            except StopRequestedError:
-                return self._lifecycle.stopped(self._now, stop)
-            except BaseException as error:
-                self._lifecycle.failed(self._now, error)
-                raise
-            return self._lifecycle.finished(self._now)
+        return await self._lifecycle.launch(self._train, lambda: self._now)
 
     @property
     def _now(self) -> AsyncState:
@@ -113,7 +91,7 @@ class TrainingRun:
         settings, console = self._settings, self._console
         checkpoint = self._lifecycle.find_checkpoint()
         if checkpoint is not None:
-            self._state = read_run_state(checkpoint)
+            self._state = read_run_state(checkpoint, AsyncState)
             self._lifecycle.resumes(checkpoint, self._state)
         queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
@@ -132,8 +110,7 @@ class TrainingRun:
         ranks = f" on {learner.num_ranks} ranks" if learner.num_ranks > 1 else ""
         console.say(f"engine: {engine}")
         console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
-        title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
-        console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
+        self._lifecycle.begins(self._state)
         await stack.enter_async_context(ControlSocket(self._folder.path, controller.live.answer))
         await stack.enter_async_context(self._watchdog)
         try:
@@ -201,11 +178,11 @@ class TrainingRun:
             evidence=evidence,
             stop=stop,
             progress=self._watchdog.progress,
-            say=self._events.write,
+            say=self._say,
             log_metrics=self._log_metrics,
             log_histograms=self._log_histograms,
             write_rollouts=rollouts.write,
-            memory=make_memory_watch(settings, "controller", say=self._events.write),
+            memory=make_memory_watch(settings, "controller", say=self._say),
             find_checkpoint=self._lifecycle.find_checkpoint,
             wall_s=lambda: self._lifecycle.wall_s,
         )
@@ -226,7 +203,7 @@ class TrainingRun:
     def _has_hung(self, loop: asyncio.AbstractEventLoop, report: HangReport) -> None:
         """Say it, and end the run where the settings want that; called by whatever thread noticed."""
         file = self._folder.path / HANG_FILE
-        self._events.write("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
+        self._say("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
         said = f"nothing has happened for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
         self._console.say(f"{said} See {file}.")
         if self._settings.roles.on_hang == "fail":

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from rl_metrics.validation.summary import headline
 from rl_rollout.prompts import PromptSet
+from rl_rollout.rollouter.served_policy import policy_scores
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
-from rl_trainer.reporting.token_probes import policy_scores
 from rl_trainer.rollouts.answers import answers_of
 from rl_trainer.rollouts.evaluation import (
     answer_problems,

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError
@@ -19,6 +20,8 @@ from rl_rollout.engines.replicas.engine import publish_to
 from rl_rollout.filters import resolve_filter
 from rl_rollout.refill import refill
 from rl_rollout.rollout import GroupResult, require_some_success
+from rl_rollout.rollouter.group_events import refusal
+from rl_rollout.rollouter.settling import settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer.learning.distillation import record_teachers
@@ -26,7 +29,7 @@ from rl_trainer.learning.off_policy import groups_of_texts, text_options
 from rl_trainer.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer.reporting.rollout_rows import draft_rollouts
 from rl_trainer.reporting.step_metrics import has_distributions, record_distributions, slowest_session, summarize_step
-from rl_trainer.rollouts.setup import sampling_params, settle
+from rl_trainer.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer.rollouts.skip_cache import record_replay
 
 
@@ -126,9 +129,10 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     """
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
+    put = partial(put_trajectories, parts.queue, parts.settings)
     if not parts.settings.refill.filter:
         groups = await feed.run(
-            parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, parts.settings, settled)
+            parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, settled, put=put)
         )
         record_rollouts(parts, groups, recorder, step=step, replayed=feed.replayed)
         return sum(bool(group.trajectories) for group in groups)
@@ -139,10 +143,9 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
         keep=resolve_filter(parts.settings.refill.filter),
         max_rounds=parts.settings.refill.max_rounds,
     )
-    settle(parts.queue, parts.settings, [*found.groups, *found.failed])
+    settle(parts.queue, [*found.groups, *found.failed], put=put)
     for group, reason in found.refused:
-        for index in range(len(group.sessions)):
-            parts.queue.fail(group.prompt.uid, index, reason=f"refused by {parts.settings.refill.filter}: {reason}")
+        settle(parts.queue, [group], refused=refusal(parts.settings.refill.filter, reason))
     recorder.record("rollout/num_rounds", found.num_rounds)
     recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
     recorder.record("rollout/made_up_groups", found.num_made_up)

@@ -1,32 +1,28 @@
 """One launch of a run: start the parts, train, and leave the folder fit to go on from."""
 
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rl_distill.checkpoints.store import CheckpointStore, Saved
+from rl_distill.checkpoints.store import Saved
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher.service import TeacherService
-from rl_metrics.run_files.events import EventLog
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer.learning.distillation import learns_from_rewards
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.learning.start_learners import Learners, start_learners
 from rl_trainer.learning.teachers import make_teachers
-from rl_trainer.reporting.health import watch_health
 from rl_trainer.reporting.rollout_rows import RolloutWriter
 from rl_trainer.reporting.step_metrics import make_memory_watch
 from rl_trainer.reporting.token_probes import TokenProbes
-from rl_trainer.reporting.trackers import make_trackers
 from rl_trainer.rollouts.engines import make_engine
 from rl_trainer.rollouts.inputs import Inputs
 from rl_trainer.rollouts.setup import make_transport, open_rollout
 from rl_trainer.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer.run.checkpoints import TrainerState, read_trainer_state
+from rl_trainer.run.checkpoints import TrainerState, read_run_state
 from rl_trainer.run.folder import RunFolder
 from rl_trainer.run.lifecycle import Outcome, RunLifecycle
 from rl_trainer.run.stopping import StopRequestedError, StopSignal
@@ -42,42 +38,20 @@ class TrainingRun:
         self._inputs = inputs
         self._folder = folder
         self._console = console
-        self._events = EventLog(folder.path / "events.jsonl")
-        self._trackers = make_trackers(settings, folder.path, console, ending=lambda: self._lifecycle.ending)
-        self._store = CheckpointStore(
-            folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=self._say_saved
-        )
         self._state = TrainerState()
-        self._lifecycle = RunLifecycle(settings, folder, console=console, events=self._events, store=self._store)
+        self._lifecycle = RunLifecycle(settings, folder, console, on_saved=self._say_saved)
+        self._store, self._say = self._lifecycle.store, self._lifecycle.events.write
 
     async def run(self) -> Outcome:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
-        async with AsyncExitStack() as stack:
-            stack.callback(self._events.close)
-            stack.enter_context(self._events.copying_warnings())
-            stack.callback(self._trackers.close)
-            stop = stack.enter_context(StopSignal())
-            watch_health(
-                self._settings, self._folder, self._trackers, console=self._console, events=self._events, stop=stop
-            )
-            self._events.write("run_started", settings=str(self._folder.path / "settings.toml"))
-            try:
-                await self._train(stack, stop)
-            except StopRequestedError:
-                return self._lifecycle.stopped(self._state, stop)
-            except BaseException as error:
-                with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
-                    self._store.close()
-                self._lifecycle.failed(self._state, error)
-                raise
-            return self._lifecycle.finished(self._state)
+        return await self._lifecycle.launch(self._train, lambda: self._state)
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         settings, console = self._settings, self._console
         checkpoint = self._lifecycle.find_checkpoint()
         source = PromptSource(self._inputs.train, seed=settings.run.seed)
         if checkpoint is not None:
-            self._state = read_trainer_state(checkpoint)
+            self._state = read_run_state(checkpoint, TrainerState)
             self._lifecycle.resumes(checkpoint, self._state)
             source.restore(self._state.prompt_source)
             if self._state.step == settings.trainer.steps and self._state.unlogged is None:
@@ -101,8 +75,7 @@ class TrainingRun:
             console.say("engine: it cannot sleep on this platform; its memory stays while the learner trains")
         teachers = await self._start_teachers(stack, learners, stop)
         parts = self._assemble(stack, learners, engine, source, stop, teachers=teachers)
-        title = settings.algorithm.advantage.upper() if learns_from_rewards(settings) else "Distillation"
-        console.begin(title, total_steps=settings.trainer.steps, done_steps=self._state.step)
+        self._lifecycle.begins(self._state)
         try:
             await train(parts, self._state)
             self._store.wait()
@@ -128,7 +101,7 @@ class TrainingRun:
     ) -> TeacherService | None:
         settings = self._settings
         chosen = settings.distillation
-        teachers = make_teachers(settings, log_directory=self._folder.path / "logs", say=self._events.write)
+        teachers = make_teachers(settings, log_directory=self._folder.path / "logs", say=self._say)
         if teachers is None:
             return None
         stack.push_async_callback(teachers.close)
@@ -163,7 +136,7 @@ class TrainingRun:
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, self._inputs.tokenizer, engine)),
-            replay=SkipCacheReplay(settings, self._inputs.tokenizer, say=self._events.write),
+            replay=SkipCacheReplay(settings, self._inputs.tokenizer, say=self._say),
             source=source,
             queue=queue,
             teachers=teachers,
@@ -174,16 +147,16 @@ class TrainingRun:
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
             on_state=self._keep_state,
-            say=self._events.write,
-            log_metrics=self._trackers.log,
-            log_histograms=self._trackers.log_histograms,
-            log_generations=self._trackers.log_generations,
+            say=self._say,
+            log_metrics=self._lifecycle.trackers.log,
+            log_histograms=self._lifecycle.trackers.log_histograms,
+            log_generations=self._lifecycle.trackers.log_generations,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
             probes=TokenProbes(
                 self._folder.path / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes
             ),
-            memory=make_memory_watch(settings, "trainer", say=self._events.write),
+            memory=make_memory_watch(settings, "trainer", say=self._say),
         )
 
     def _keep_state(self, state: TrainerState) -> None:
@@ -198,7 +171,7 @@ class TrainingRun:
 
     def _say_saved(self, saved: Saved) -> None:
         took_s = round(saved.took_s, 3)
-        self._events.write("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
+        self._say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
 
     def _save_stopped(self, learners: Learners) -> None:
         self._store.wait()

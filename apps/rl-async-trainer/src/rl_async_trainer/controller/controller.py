@@ -23,12 +23,13 @@ from rl_async_trainer.controller.weight_publisher import WeightPublisher
 from rl_async_trainer.liveness.heartbeats import Heart, Heartbeats, Link
 from rl_async_trainer.liveness.live_answers import LiveAnswers
 from rl_async_trainer.messages import LearnerInfo, PackedWeights, StepOrder, TrainedStep
-from rl_async_trainer.schedule.run_state import AsyncState, read_run_state
+from rl_async_trainer.schedule.run_state import AsyncState
 from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.data.records import Json
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights.publish import PublishReport
 from rl_trainer.reporting.step_metrics import has_distributions
+from rl_trainer.run.checkpoints import read_run_state
 from rl_trainer.run.stopping import StopRequestedError
 
 
@@ -353,7 +354,7 @@ class Controller:
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:
         """Set everything back to the learner's checkpoint; what was trained since is trained again, the same way."""
-        state = AsyncState() if checkpoint is None else read_run_state(checkpoint)
+        state = AsyncState() if checkpoint is None else read_run_state(checkpoint, AsyncState)
         await self._checkpoints.ack(self._scheduler.saved(state.step))
         results = dict(state.results) | dict(self.state.results)
         async with self._changed:

@@ -11,7 +11,7 @@ from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.data.records import Json
 from rl_core.errors import RoleDiedError
 from rl_distill.checkpoints.store import Saved
-from rl_trainer.reporting.token_probes import PolicyScores
+from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.rollouts.answers import Answer
 
 IsCurrent = Callable[[], bool]

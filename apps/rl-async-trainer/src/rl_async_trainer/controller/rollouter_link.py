@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import Dispatch, GroupEvent, PackedWeights, ProbeOrder, ValidationBatch
+from rl_async_trainer.messages import PackedWeights, ProbeOrder, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.errors import RoleDiedError
 from rl_core.weights.publish import PublishReport
+from rl_rollout.rollouter.group_events import Dispatch, GroupEvent
+from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.learning.parts import proof_tolerances
-from rl_trainer.reporting.token_probes import PolicyScores
 from rl_trainer.rollouts.answers import Answer
 
 EVENTS_WAIT_S = 20.0

@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from rl_async_trainer.controller.group_events import queued_event
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.rollouter_link import RollouterLink
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.messages import Dispatch, GroupEvent
 from rl_async_trainer.schedule.record import FILE
 from rl_async_trainer.schedule.replay import ReplayScheduler
 from rl_core.errors import RoleDiedError
+from rl_rollout.rollouter.group_events import Dispatch, GroupEvent, queued_event
 
 
 class Rollouts:

@@ -20,7 +20,8 @@ from rl_core.data.records import NO_VERSION, IntArray
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.validation.summary import headline
 from rl_rollout.prompts import PromptSet
-from rl_trainer.reporting.token_probes import PolicyScores, TokenProbes
+from rl_rollout.rollouter.served_policy import PolicyScores
+from rl_trainer.reporting.token_probes import TokenProbes
 from rl_trainer.rollouts.answers import Answer
 from rl_trainer.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
 from rl_trainer.rollouts.inputs import Inputs

@@ -14,11 +14,10 @@ import numpy as np
 
 from rl_async_trainer.messages import LearnerInfo, PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.roles.learner_validation import LearnerValidation
-from rl_async_trainer.roles.parts import RANK, rank_reports, role_memory_watch
-from rl_async_trainer.schedule.run_state import read_run_state
+from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
-from rl_core.cluster.role_report import RoleReport, RoleView, Wait
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait, process_report
 from rl_core.data.records import NO_VERSION, IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.weights.transports import TensorTransport
@@ -27,18 +26,19 @@ from rl_distill.checkpoints.store import CheckpointStore, Saved
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions.async_training import summarize_staleness
 from rl_metrics.reductions.recorder import Recorder
+from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.learning.parts import LearningParts
 from rl_trainer.learning.start_learners import Learners, start_learners
 from rl_trainer.learning.step import learn
 from rl_trainer.reporting.rollout_rows import draft_rollouts
 from rl_trainer.reporting.speeds import with_speeds
-from rl_trainer.reporting.step_metrics import has_distributions, record_distributions, summarize_step
-from rl_trainer.reporting.token_probes import PolicyScores
+from rl_trainer.reporting.step_metrics import has_distributions, make_memory_watch, record_distributions, summarize_step
 from rl_trainer.rollouts.answers import Answer
 from rl_trainer.rollouts.setup import TRAIN, make_transport
+from rl_trainer.run.checkpoints import read_run_state
 
-CONTROLLER = "controller"
+CONTROLLER, RANK = "controller", "rank"
 LEASE_WAIT_S = 2.0
 LEASE_S = 10.0
 
@@ -88,7 +88,8 @@ class LearnerHost:
         )
         self._doing = _Doing()
         self._validator = LearnerValidation(settings)
-        self._memory = role_memory_watch(settings, "learner")
+        is_apart = settings.roles.kind != "inline"  # else its memory is the controller's, which has its own watch
+        self._memory = make_memory_watch(settings, "learner") if is_apart else None
         self._step = 0
         self._is_closing = False
 
@@ -202,7 +203,7 @@ class LearnerHost:
             self._close_learners = learners.close
             if checkpoint is not None:
                 learners.load(checkpoint)
-                self._step = read_run_state(checkpoint).step
+                self._step = read_run_state(checkpoint, AsyncState).step
             if settings.distillation.needs_hidden:
                 learners.load_teacher_heads([t.model for t in settings.distillation.teachers.values()])
         self._parts = LearningParts(
@@ -337,6 +338,16 @@ class LearnerHost:
             if self._settings.roles.kind == "inline":
                 raise
             raise SystemExit(f"the learner host ends, as {error}") from error
+
+
+def rank_reports(stacks: Sequence[str], *, asked_s: float) -> list[RoleReport]:
+    """Each rank that has a process of its own.
+
+    Args:
+        stacks: In the order of ranks.
+        asked_s: How long one that does not answer has not, at least.
+    """
+    return [process_report(f"{RANK}[{index}]", stack, asked_s=asked_s) for index, stack in enumerate(stacks)]
 
 
 def _staleness(batch: Batch, version: int) -> dict[str, float]:

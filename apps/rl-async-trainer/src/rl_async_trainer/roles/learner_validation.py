@@ -16,8 +16,8 @@ from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.registry import engine_class
 from rl_rollout.rollout import Rollout
+from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
 from rl_trainer.learning.parts import proof_tolerances
-from rl_trainer.reporting.token_probes import PolicyScores, policy_scores
 from rl_trainer.rollouts.answers import Answer, answers_of
 from rl_trainer.rollouts.engines import engine_options
 from rl_trainer.rollouts.evaluation import answer_problems

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from rl_async_trainer.controller.group_events import is_refused
 from rl_async_trainer.schedule.record import History
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
 from rl_async_trainer.schedule.run_state import AsyncState
@@ -10,6 +9,7 @@ from rl_core import TransferQueue
 from rl_core.errors import CheckpointError
 from rl_core.queue import LedgerEntry
 from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.rollouter.group_events import is_refused
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer.rollouts.setup import TRAIN
 

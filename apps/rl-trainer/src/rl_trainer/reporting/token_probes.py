@@ -11,8 +11,8 @@ import structlog
 
 from rl_core.data.records import IntArray
 from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
-from rl_rollout.engines.protocol import RolloutEngine, TokenScores
 from rl_rollout.prompts import PromptTokenizer
+from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.rollouts.answers import Answer, first_answers
 
 CANDIDATES = 5
@@ -27,37 +27,8 @@ MAX_TOKENS = 2048
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyScores:
-    """What a policy thinks of sequences.
-
-    Attributes:
-        version: Of its weights.
-        scores: One a sequence; none at all where nobody can tell.
-    """
-
-    version: int
-    scores: Sequence[TokenScores]
-
-
 Score = Callable[[Sequence[IntArray], int], Awaitable[PolicyScores]]
 """Asks whoever has the policy's weights of now: sequences, and how many of the likeliest tokens."""
-
-
-async def policy_scores(
-    engine: RolloutEngine, sequences: Sequence[IntArray], top_k: int, *, version: int
-) -> PolicyScores:
-    """What an engine thinks of sequences, which gives as many likeliest tokens as it can, up to top_k.
-
-    Args:
-        engine: Serves the policy.
-        sequences: [T] int32 each.
-        top_k: Likeliest tokens to ask for.
-        version: Of the weights that it serves.
-    """
-    top_k = min(top_k, engine.traits.max_top_k)
-    scores = await engine.score_top_k(sequences, top_k=top_k) if top_k > 0 else ()
-    return PolicyScores(version=version, scores=scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

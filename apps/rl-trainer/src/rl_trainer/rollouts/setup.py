@@ -1,6 +1,6 @@
 """What rollouts flow through: the engine's loop, the queue, and the transport of weights."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -15,7 +15,7 @@ from rl_rollout.audit import AuditOptions
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollout import GroupResult, Rollout, RolloutOptions
+from rl_rollout.rollout import Rollout, RolloutOptions
 from rl_trainer.learning.distillation import has_teachers
 from rl_trainer.learning.objective import gdpo_components
 from rl_trainer.reporting.rollout_rows import rollout_extras
@@ -99,31 +99,6 @@ def open_rollout(settings: Settings, tokenizer: PromptTokenizer, engine: Rollout
             rollout.close()
     finally:
         scorer.close()
-
-
-def settle(
-    queue: TransferQueue, settings: Settings, groups: Sequence[GroupResult], *, only: Collection[int] | None = None
-) -> None:
-    """Put the sessions of groups into the queue at once, those that failed with their reasons.
-
-    Args:
-        queue: Where to.
-        settings: Of the run.
-        groups: Whole groups.
-        only: Sessions that are still to be settled; None settles all.
-    """
-    pairs = [
-        (group.prompt, trajectory)
-        for group in groups
-        for trajectory in group.trajectories
-        if only is None or trajectory.session_index in only
-    ]
-    if pairs:
-        put_trajectories(queue, settings, pairs)
-    for group in groups:
-        for index, session in enumerate(group.sessions):
-            if session.failure is not None and (only is None or index in only):
-                queue.fail(group.prompt.uid, index, reason=session.failure)
 
 
 def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:

@@ -1,45 +1,24 @@
 """What every launch of a run does, whichever trainer makes it: find where to go on, and tell how it ended."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoints.store import CheckpointStore
+from rl_distill.checkpoints.store import CheckpointStore, Saved
 from rl_metrics.run_files.events import EventLog
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.protocol import Ending
+from rl_trainer.learning.distillation import learns_from_rewards
+from rl_trainer.reporting.health import watch_health
+from rl_trainer.reporting.trackers import make_trackers
+from rl_trainer.run.checkpoints import RunState
 from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.stopping import StopSignal
+from rl_trainer.run.stopping import StopRequestedError, StopSignal
 from rl_trainer.settings.schema import Settings
-
-
-class RunProgress(Protocol):
-    """What a trainer's state says of a run.
-
-    Attributes:
-        step: Last finished step.
-        policy_version: Version of its weights.
-        num_samples: Trajectories trained on.
-        wall_s: Seconds spent so far, over all launches.
-        steps_wall_s: Seconds of the training steps alone.
-        results: Validation results by name, such as "validation_accuracy_first".
-    """
-
-    @property
-    def step(self) -> int: ...  # noqa: D102 - above
-    @property
-    def policy_version(self) -> int: ...  # noqa: D102
-    @property
-    def num_samples(self) -> int: ...  # noqa: D102
-    @property
-    def wall_s(self) -> float: ...  # noqa: D102
-    @property
-    def steps_wall_s(self) -> float: ...  # noqa: D102
-    @property
-    def results(self) -> Mapping[str, float]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +38,9 @@ class RunLifecycle:
     """One launch of a run, in a folder that this process holds.
 
     Attributes:
+        events: Told everything.
+        trackers: Take the metrics.
+        store: Has the run's checkpoints.
         ending: How trackers call its end.
     """
 
@@ -66,28 +48,59 @@ class RunLifecycle:
         self,
         settings: Settings,
         folder: RunFolder,
-        *,
         console: ConsoleTracker,
-        events: EventLog,
-        store: CheckpointStore,
+        *,
+        on_saved: Callable[[Saved], None] | None = None,
     ) -> None:
-        """Begin to count its time.
+        """Open the run's files, and begin to count its time.
 
         Args:
             settings: Of the run.
             folder: Of the run.
             console: Told what users should see.
-            events: Told everything.
-            store: Has the run's checkpoints.
+            on_saved: Told of each checkpoint that this process has written.
         """
         self._settings = settings
         self._folder = folder
         self._console = console
-        self._events = events
-        self._store = store
         self._started = time.perf_counter()
         self._earlier_wall_s = 0.0
         self.ending: Ending = "failed"  # what ends otherwise says so
+        self.events = EventLog(folder.path / "events.jsonl")
+        self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
+        self.store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=on_saved)
+
+    async def launch(
+        self, train: Callable[[AsyncExitStack, StopSignal], Awaitable[None]], state: Callable[[], RunState]
+    ) -> Outcome:
+        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint.
+
+        Args:
+            train: Trains; what it opens is closed by the stack.
+            state: Gives the state of the last step that was done.
+
+        Raises:
+            Exception: What `train` raised, but for a stop that was asked for.
+        """
+        async with AsyncExitStack() as stack:
+            stack.callback(self.events.close)
+            stack.enter_context(self.events.copying_warnings())
+            stack.callback(self.trackers.close)
+            stop = stack.enter_context(StopSignal())
+            watch_health(
+                self._settings, self._folder, self.trackers, console=self._console, events=self.events, stop=stop
+            )
+            self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            try:
+                await train(stack, stop)
+            except StopRequestedError:
+                return self._stopped(state(), stop)
+            except BaseException as error:
+                with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
+                    self.store.close()
+                self.events.write("run_failed", error=f"{type(error).__name__}: {error}", step=state().step)
+                raise
+            return self._finished(state())
 
     @property
     def wall_s(self) -> float:
@@ -99,56 +112,57 @@ class RunLifecycle:
 
         def passed_over(error: CheckpointError) -> None:
             self._console.say(f"passing over a broken checkpoint: {error}")
-            self._events.write("checkpoint_broken", error=str(error))
+            self.events.write("checkpoint_broken", error=str(error))
 
-        return self._store.newest(passed_over)
+        return self.store.newest(passed_over)
 
-    def resumes(self, checkpoint: Path, state: RunProgress) -> None:
+    def resumes(self, checkpoint: Path, state: RunState) -> None:
         """Say where it goes on."""
         self._console.say(f"resuming from {checkpoint}")
-        self._events.write("run_resumed", checkpoint=str(checkpoint))
+        self.events.write("run_resumed", checkpoint=str(checkpoint))
         self._earlier_wall_s = state.wall_s
 
-    def stopped(self, state: RunProgress, stop: StopSignal) -> Outcome:
+    def begins(self, state: RunState) -> None:
+        """Say what is trained, and from which step on."""
+        title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
+        self._console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
+
+    def _stopped(self, state: RunState, stop: StopSignal) -> Outcome:
         """The user stopped it, or it paused itself."""
         self.ending = "stopped"
         if stop.is_paused:
             return self._paused(state, stop)
         summary = self._summary("stopped", state)
         self._folder.write_summary(summary)
-        self._events.write("run_stopped", step=state.step, signal=stop.number)
+        self.events.write("run_stopped", step=state.step, signal=stop.number)
         self._console.say(f"stopped after step {state.step}; go on with --resume")
         return Outcome(exit_status=stop.exit_status, summary=summary)
 
-    def _paused(self, state: RunProgress, stop: StopSignal) -> Outcome:
+    def _paused(self, state: RunState, stop: StopSignal) -> Outcome:
         summary = self._summary("paused", state) | {"paused_by": stop.pause_reason}
         self._folder.write_summary(summary)
-        self._events.write("run_stopped", step=state.step, signal=None, paused_by=stop.pause_reason)
+        self.events.write("run_stopped", step=state.step, signal=None, paused_by=stop.pause_reason)
         self._console.say(f"paused after step {state.step} by {stop.pause_reason}; go on with --resume")
         return Outcome(exit_status=stop.exit_status, summary=summary)
-
-    def failed(self, state: RunProgress, error: BaseException) -> None:
-        """An error ended it."""
-        self._events.write("run_failed", error=f"{type(error).__name__}: {error}", step=state.step)
 
     def _report(self) -> dict[str, Path]:
         """Where the page about the run will be."""
         return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
 
-    def finished(self, state: RunProgress) -> Outcome:
+    def _finished(self, state: RunState) -> Outcome:
         """The last step was done."""
         self.ending = "finished"
         summary = self._summary("finished", state)
         file = self._folder.write_summary(summary)
-        self._events.write("run_finished", **summary)
+        self.events.write("run_finished", **summary)
         shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
         self._console.summary(
             "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
         )
         return Outcome(exit_status=0, summary=summary)
 
-    def _summary(self, status: str, state: RunProgress) -> dict[str, Any]:
-        newest = self._store.steps()[-1:]
+    def _summary(self, status: str, state: RunState) -> dict[str, Any]:
+        newest = self.store.steps()[-1:]
         return {
             "status": status,
             "steps": state.step,

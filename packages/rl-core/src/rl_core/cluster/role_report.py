@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rl_core.cluster.stacks import is_silent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
@@ -66,3 +68,26 @@ class RoleReport:
     leases: tuple[str, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
     is_answering: bool = True
+
+
+def process_report(
+    name: str, stack: str, *, asked_s: float, state: str = "serving", num_running: int = 0
+) -> RoleReport:
+    """A process beneath a role, such as an engine or a rank, by its stacks.
+
+    Args:
+        name: Such as "engine[0]".
+        stack: As `Role.stacks` gives it.
+        asked_s: How long one that does not answer has not, at least.
+        state: As `RoleReport` has it.
+        num_running: Requests that it works on.
+    """
+    is_answering = not is_silent(stack)
+    return RoleReport(
+        name=name,
+        state=state,
+        since_s=0.0 if is_answering else asked_s,
+        stack=stack,
+        counts={"running": float(num_running)},
+        is_answering=is_answering,
+    )

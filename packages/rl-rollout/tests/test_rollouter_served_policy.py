@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_async_trainer.messages import ProbeOrder
-from rl_async_trainer.roles.served_policy import TRIES, ServedPolicy
 from rl_core.data.records import NO_VERSION
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
-from rl_trainer.reporting.token_probes import PolicyScores
+from rl_rollout.rollouter.served_policy import TRIES, PolicyScores, ServedPolicy
 
-ORDER = ProbeOrder(step=4, sequences=[np.asarray([1, 2, 3], dtype=np.int32)], top_k=2)
+SEQUENCES = [np.asarray([1, 2, 3], dtype=np.int32)]
 
 
 class Engine:
@@ -42,9 +40,9 @@ def take(served: ServedPolicy, version: int) -> None:
 
 def test_scores_have_the_version_that_is_served() -> None:
     served, engine = ServedPolicy(), Engine()
-    assert asyncio.run(served.scores(engine, ORDER)).version == NO_VERSION  # type: ignore[arg-type]
+    assert asyncio.run(served.scores(engine, SEQUENCES, 2)).version == NO_VERSION  # type: ignore[arg-type]
     take(served, 3)
-    found = asyncio.run(served.scores(engine, ORDER))  # type: ignore[arg-type]
+    found = asyncio.run(served.scores(engine, SEQUENCES, 2))  # type: ignore[arg-type]
     assert (found.version, number_of(found), found.scores[0].token_ids.shape) == (3, 2, (3, 3))
 
 
@@ -53,7 +51,7 @@ def test_what_is_scored_while_weights_are_replaced_is_scored_again() -> None:
     take(served, 3)
     changes = iter([4])
     engine.meanwhile = lambda: take(served, version) if (version := next(changes, 0)) else None
-    found = asyncio.run(served.scores(engine, ORDER))  # type: ignore[arg-type]
+    found = asyncio.run(served.scores(engine, SEQUENCES, 2))  # type: ignore[arg-type]
     assert (found.version, number_of(found)) == (4, 2)
 
 
@@ -62,7 +60,7 @@ def test_weights_that_are_being_taken_are_waited_for() -> None:
 
     async def run() -> PolicyScores:
         with served.changing(5):
-            asking = asyncio.create_task(served.scores(engine, ORDER))  # type: ignore[arg-type]
+            asking = asyncio.create_task(served.scores(engine, SEQUENCES, 2))  # type: ignore[arg-type]
             for _ in range(10):
                 await asyncio.sleep(0)
             assert engine.num_asked == 0
@@ -85,7 +83,7 @@ def test_an_update_that_failed_leaves_the_version_and_counts_as_a_change() -> No
                 pass
 
     engine.meanwhile = fail
-    found = asyncio.run(served.scores(engine, ORDER))  # type: ignore[arg-type]
+    found = asyncio.run(served.scores(engine, SEQUENCES, 2))  # type: ignore[arg-type]
     assert (found.version, number_of(found)) == (3, 2)
 
 
@@ -93,6 +91,6 @@ def test_weights_that_are_always_replaced_give_no_scores() -> None:
     served, engine = ServedPolicy(), Engine()
     versions = iter(range(1, 100))
     engine.meanwhile = lambda: take(served, next(versions))
-    found = asyncio.run(served.scores(engine, ORDER))  # type: ignore[arg-type]
+    found = asyncio.run(served.scores(engine, SEQUENCES, 2))  # type: ignore[arg-type]
     assert found.scores == ()
     assert engine.num_asked == TRIES

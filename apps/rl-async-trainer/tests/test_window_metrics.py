@@ -1,7 +1,8 @@
-"""What a rollouter says of its engines."""
+"""What a rollouter reports of its engines."""
 
-from rl_async_trainer.roles.rollout_window import RolloutWindow
+from rl_async_trainer.roles.rollouter import window_metrics
 from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.rollouter.window import RolloutWindow
 
 RESTARTS = "fully_async/restarts/engines"
 
@@ -20,7 +21,6 @@ def load(index: int, num_restarts: int) -> EngineLoad:
 
 
 def test_restarts_of_engines_are_summed_over_them() -> None:
-    window = RolloutWindow()
-    assert window.take([load(0, 0), load(1, 0)])["metrics"][RESTARTS] == 0
-    assert window.take([load(0, 2), load(1, 1)])["metrics"][RESTARTS] == 3
-    assert window.take([load(0, 2), load(1, 1)])["metrics"][RESTARTS] == 3
+    started, died = [load(0, 0), load(1, 0)], [load(0, 2), load(1, 1)]
+    for before, after, restarts in (([], started, 0), (started, died, 3), (died, died, 3)):
+        assert window_metrics(RolloutWindow(loads=before), after, elapsed_s=1.0)[RESTARTS] == restarts

@@ -1,7 +1,7 @@
-"""Engines and ranks beneath a role."""
+"""Engines beneath a rollouter."""
 
-from rl_async_trainer.roles.parts import engine_reports, rank_reports
 from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.rollouter.rollouter import engine_reports
 
 SPEAKS = "engine[0] is serving in pid 7; under way: generate.\nits event loop turns\nthread MainThread ..."
 SILENT = (
@@ -29,10 +29,3 @@ def test_engines_have_the_state_of_their_load_and_those_without_a_process_are_le
     assert (first.name, first.state, first.counts, first.is_answering) == ("engine[0]", "serving", {"running": 3}, True)
     assert (second.name, second.state, second.is_answering, second.since_s) == ("engine[2]", "restarting", False, 8.0)
     assert first.stack == SPEAKS
-
-
-def test_a_rank_that_did_not_answer_is_told_apart():
-    reports = rank_reports([SPEAKS, SILENT, "rank[2] ...\nIts stacks are not known: DeadlineError: late"], asked_s=8.0)
-    assert [report.name for report in reports] == ["rank[0]", "rank[1]", "rank[2]"]
-    assert [report.is_answering for report in reports] == [True, False, False]
-    assert [report.since_s for report in reports] == [0.0, 8.0, 8.0]

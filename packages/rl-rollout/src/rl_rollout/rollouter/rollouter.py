@@ -1,0 +1,393 @@
+"""The rollouter: starts groups, puts them whole into a queue, and takes weights meanwhile."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rl_core import TransferQueue
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait, process_report
+from rl_core.data.records import IntArray
+from rl_core.errors import DeadlineError, NotReadyError, RolloutError
+from rl_core.weights.publish import ProofTolerances, PublishReport, retry_proof
+from rl_core.weights.update import Canary, WeightUpdate
+from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.rollout import GroupResult, Rollout
+from rl_rollout.rollouter.group_events import (
+    Dispatch,
+    GroupEvent,
+    Refusals,
+    generated_event,
+    queued_event,
+    refusal,
+)
+from rl_rollout.rollouter.served_policy import PolicyScores, ServedPolicy
+from rl_rollout.rollouter.settling import Put, settle
+from rl_rollout.rollouter.window import RolloutWindow
+from rl_rollout.skip import StepRollouts
+
+ENGINE = "engine"
+
+Generate = Callable[[], Awaitable[list[GroupResult]]]
+Stored = Callable[[Dispatch, Generate], Awaitable[StepRollouts]]
+"""Gives a group that was stored before, or has it generated and stores it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollouterOptions:
+    """How groups are generated.
+
+    Attributes:
+        group_size: Sessions of each prompt.
+        sampling: How they are drawn.
+        seed: Of the run.
+        deadline_s: Longest that a group may take, and that engines may take to end what they have before new weights.
+        max_failures: Groups in a row that may fail whole; with the last of them the rollouter gives up.
+    """
+
+    group_size: int
+    sampling: SamplingParams
+    seed: int | None = None
+    deadline_s: float = 3600.0
+    max_failures: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A group that is generated: since when, and the version that was served then."""
+
+    since: float
+    version: int
+
+
+class Rollouter:
+    """Generates what it is told to, and puts whole groups into the queue.
+
+    It decides nothing: its caller says what to generate, and when weights are replaced. Whoever derives from it sets
+    `engine` and `rollout`, both started, before anything else is asked.
+
+    Attributes:
+        engine: Generates; None before it is started.
+        rollout: The agent loop on the engine, with its rewards; None before it is started.
+        stored: Gives stored groups, where there are any; None generates all.
+        refusals: Filters groups; None keeps all.
+        opened: Closed in the end, before the engine.
+    """
+
+    def __init__(self, queue: TransferQueue, options: RollouterOptions, *, put: Put | None = None) -> None:
+        """Nothing is started.
+
+        Args:
+            queue: Takes what is generated.
+            options: How.
+            put: See `settle`.
+        """
+        self._queue = queue
+        self._options = options
+        self._put = put
+        self.engine: ReplicatedEngine | None = None
+        self.rollout: Rollout | None = None
+        self.stored: Stored | None = None
+        self.refusals: Refusals | None = None
+        self.opened = ExitStack()
+        self._window = RolloutWindow()
+        self._served = ServedPolicy()
+        self._running: dict[str, _Running] = {}
+        self._replayed: set[str] = set()
+        self._waits: dict[int, Wait] = {}
+        self._num_waits = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._events: list[GroupEvent] = []
+        self._news = asyncio.Condition()
+        self._failure: BaseException | None = None
+        self._num_failed = 0
+
+    async def publish(
+        self, update: WeightUpdate, canary: Canary, tolerances: ProofTolerances, drain: bool = False
+    ) -> PublishReport:
+        """Give an update to every engine, and prove that each serves it; a failed proof is tried once more.
+
+        Args:
+            update: The weights.
+            canary: What must come out.
+            tolerances: How far it may be off.
+            drain: Let each engine finish what it has first, for at most `deadline_s`.
+
+        Raises:
+            DeadlineError: An engine did not finish.
+            WeightProofError: The second proof failed too.
+        """
+        engine = self._started[0]
+        drained = partial(publish_to, drain=drain, drain_deadline_s=self._options.deadline_s)
+        waiting = self.waiting(f"version {update.version} to be taken", on=ENGINE)
+        with waiting, self._served.changing(update.version):
+            report = await retry_proof(
+                partial(drained, engine, update, canary=canary, tolerances=tolerances),
+                on_failure=lambda error: self.say(
+                    "weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error)
+                ),
+            )
+        if self.refusals is not None:
+            self.refusals.updated()
+        return report
+
+    async def lacks_weights(self) -> bool:
+        """True while an engine that was started again serves nothing, because the weights that it missed are gone."""
+        return self.engine is not None and self.engine.is_waiting_for_weights
+
+    async def submit(self, dispatches: Sequence[Dispatch]) -> None:
+        """Begin to generate groups; those of one call are asked together, in order.
+
+        Raises:
+            NotReadyError: No weights were published to it yet.
+        """
+        self._check()
+        if self._served.version < 0:
+            raise NotReadyError("the rollouter has no weights of the run yet, and cannot generate for it.")
+        begun = _Running(time.monotonic(), self._served.version)
+        self._running.update(dict.fromkeys((one.prompt.uid for one in dispatches), begun))
+        self._spawn(self._generate(dispatches))
+
+    async def events(self, *, wait_s: float) -> list[GroupEvent]:
+        """What became of groups since the last call; waits for the first, and gives none when the time is up.
+
+        Raises:
+            DeadlineError: A group took longer than `deadline_s`.
+            Exception: What ended the generation.
+        """
+        async with self._news:
+            try:
+                await asyncio.wait_for(self._news.wait_for(self._has_news), wait_s)
+            except TimeoutError:
+                self._check_ages()
+            self._check()
+            found, self._events = self._events, []
+            return found
+
+    async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+        """What the served policy thinks of tokens; see `ServedPolicy.scores`."""
+        return await self._served.scores(self._started[0], sequences, top_k)
+
+    def take_window(self) -> tuple[RolloutWindow, Sequence[EngineLoad]]:
+        """What happened since the last call, with the present loads of the engines; the next window begins."""
+        loads, window = self._started[0].loads(), self._window
+        if self.refusals is not None:
+            window.made_up_groups, self.refusals.num_made_up = self.refusals.num_made_up, 0
+        self._window = RolloutWindow(loads=loads)
+        return window, loads
+
+    async def scale(self, count: int, make: Callable[[int], RolloutEngine]) -> int:
+        """Add engines or take some away, while everything goes on; gives how many there are now.
+
+        Args:
+            count: How many there shall be.
+            make: Makes another one, not started, by its index.
+
+        Raises:
+            NotReadyError: None would be left.
+        """
+        engine = self._started[0]
+        if count < 1:
+            raise NotReadyError(f"a run needs at least one engine; found {count}.")
+        while engine.num_replicas < count:
+            index = max(load.index for load in engine.loads()) + 1
+            await engine.add(make(index))
+            self.say("engine_added", index=index)
+        while engine.num_replicas > count:
+            index = max(load.index for load in engine.loads())
+            await engine.remove(index)
+            self.say("engine_removed", index=index)
+        return engine.num_replicas
+
+    async def report(self) -> RoleView:
+        """What is under way, for `status` and hang diagnosis."""
+        now, running = time.monotonic(), self._running
+        loads = [] if self.engine is None else self.engine.loads()
+        num_running = sum(load.num_running for load in loads)
+        on = ENGINE if num_running or self.rollout is None else awaited_outside(self.rollout)
+        noted = [replace(wait, since_s=round(now - wait.since_s, 1)) for wait in self._waits.values()]
+        waits = [wait for wait in noted if wait.on]
+        if running:
+            uid, begun = min(running.items(), key=lambda item: item[1].since)
+            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - begun.since))
+        waits += [replace(wait, on=on) for wait in noted if not wait.on]
+        return RoleView(
+            doing=f"serves version {self._served.version}; engines {', '.join(load.state for load in loads)}",
+            waits=tuple(waits),
+            holds=tuple(running),
+            counts={
+                "groups": float(len(running)),
+                "samples in engines": float(num_running),
+                "tokens": float(sum(load.num_tokens for load in loads)),
+            },
+        )
+
+    async def parts(self, deadline_s: float) -> list[RoleReport]:
+        """What the engines do that have processes of their own."""
+        if self.engine is None:
+            return []
+        stacks = await self.engine.stacks(deadline_s=deadline_s)
+        return engine_reports(self.engine.loads(), stacks, asked_s=deadline_s)
+
+    async def close(self) -> None:
+        """End what is under way, and everything that was started. Can be called twice."""
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.opened.close()
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await engine.close()
+
+    def say(self, event: str, /, **fields: Any) -> None:
+        """Take an event of the present window."""
+        self._window.say(event, **fields)
+
+    @contextmanager
+    def waiting(self, what: str, *, on: str = "") -> Iterator[None]:
+        """Note a wait, while it lasts; where nobody is named, it is for whatever the sessions wait for."""
+        self._num_waits += 1
+        number = self._num_waits
+        self._waits[number] = Wait(what=what, on=on, since_s=time.monotonic())
+        try:
+            yield
+        finally:
+            del self._waits[number]
+
+    # -- inside
+
+    @property
+    def _started(self) -> tuple[ReplicatedEngine, Rollout]:
+        if self.engine is None or self.rollout is None:
+            raise NotReadyError("the rollouter has not been started, or is closed.")
+        return self.engine, self.rollout
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+
+    def _has_ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None:
+            self._failure = self._failure or error
+            wake = asyncio.ensure_future(self._tell([]))
+            wake.add_done_callback(lambda done: done.exception())
+
+    async def _generate(self, dispatches: Sequence[Dispatch]) -> None:
+        orders, stored = {one.prompt.uid: one for one in dispatches}, self.stored
+        run = partial(
+            self._started[1].run,
+            num_sessions=self._options.group_size,
+            sampling=self._options.sampling,
+            seed=self._options.seed,
+        )
+        if stored is None:
+            await run(
+                [one.prompt for one in dispatches],
+                on_group=lambda group: self._settle(group, orders[group.prompt.uid]),
+            )
+            return
+
+        async def replay(one: Dispatch) -> None:
+            found = await stored(one, lambda: run([one.prompt]))
+            if found.is_replayed:
+                self._replayed.add(one.prompt.uid)
+            await self._settle(found.groups[0], one)
+
+        async with asyncio.TaskGroup() as tasks:
+            for one in dispatches:
+                tasks.create_task(replay(one))
+
+    async def _settle(self, group: GroupResult, dispatch: Dispatch) -> None:
+        """Put a group into the queue, and tell what became of it."""
+        uid = group.prompt.uid
+        begun = self._running.get(uid)  # None where it was not submitted
+        took_s = 0.0 if begun is None else time.monotonic() - begun.since
+        reason = refused = None
+        if self.refusals is not None and (reason := self.refusals.reason(group)) is not None:
+            refused = refusal(self.refusals.name, reason)
+        missing = frozenset(dispatch.sessions)
+        with self.waiting(f"put group {uid}", on="queue"):
+            await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
+        is_replayed = uid in self._replayed
+        self._replayed.discard(uid)
+        self._window.add(group, took_s=took_s, is_refused=reason is not None, is_replayed=is_replayed)
+        event = await self._event_of(group, reason, missing)
+        event = replace(event, took_s=took_s, started=None if begun is None else begun.version)
+        self._running.pop(uid, None)
+        await self._tell([event])
+        self._refuse_to_fail_for_ever(group)
+
+    async def _event_of(self, group: GroupResult, refused: str | None, missing: frozenset[int]) -> GroupEvent:
+        """What became of a group; where only some sessions were missing, the queue has the others."""
+        if len(missing) < len(group.sessions):
+            for entry in await asyncio.to_thread(self._queue.ledger):
+                if entry.prompt_uid == group.prompt.uid and (event := queued_event(entry)) is not None:
+                    return event
+        return generated_event(group, refused=refused)
+
+    def _refuse_to_fail_for_ever(self, group: GroupResult) -> None:
+        """End the run where nothing succeeds any more: other prompts would be used up one after the other."""
+        self._num_failed = 0 if group.trajectories else self._num_failed + 1
+        if self._num_failed >= self._options.max_failures:
+            raise RolloutError(
+                f"{self._num_failed} groups in a row failed whole, the last with: {group.failures[0]}"
+            ) from group.error
+
+    async def _tell(self, events: Sequence[GroupEvent]) -> None:
+        async with self._news:
+            self._events.extend(events)
+            self._news.notify_all()
+
+    def _has_news(self) -> bool:
+        return bool(self._events) or self._failure is not None
+
+    def _check(self) -> None:
+        if self._failure is not None and not self._events:
+            raise self._failure
+
+    def _check_ages(self) -> None:
+        deadline_s, now = self._options.deadline_s, time.monotonic()
+        late = [uid for uid, begun in self._running.items() if now - begun.since > deadline_s]
+        if late:
+            raise DeadlineError(
+                f"waited {deadline_s:g} s for {len(late)} group(s) to be generated (rollout.deadline_s), and gave up; "
+                f"the first is {late[0]}."
+            )
+
+
+def awaited_outside(rollout: Rollout) -> str:
+    """Whom sessions wait for that no engine works on."""
+    return f"the reward {rollout.scorer.name}" if rollout.scorer.num_scoring else "tools"
+
+
+def engine_reports(loads: Sequence[EngineLoad], stacks: dict[int, str], *, asked_s: float) -> list[RoleReport]:
+    """Each engine that has a process of its own.
+
+    Args:
+        loads: Of all engines.
+        stacks: By the engine's index; the others are in the rollouter's process.
+        asked_s: How long one that does not answer has not, at least.
+    """
+    return [
+        process_report(
+            f"{ENGINE}[{load.index}]",
+            stacks[load.index],
+            asked_s=asked_s,
+            state="serving" if load.state == "draining" else load.state,
+            num_running=load.num_running,
+        )
+        for load in loads
+        if load.index in stacks
+    ]
