@@ -40,6 +40,12 @@ def test_links_lead_somewhere(document: Path):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=project_id)
+def test_files_and_folders_of_packages_in_documents_exist(document: Path):
+    named = set(re.findall(r"`(rl_\w+(?:/\w+)*/(?:\w+\.py)?)`", document.read_text()))
+    assert [name for name in named if not any(ROOT.glob(f"*/*/src/{name}"))] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=project_id)
 def test_nox_verbs_in_documents_exist(document: Path):
     verbs = set(re.findall(r"^@nox\.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE))
     assert {"train", "tests", "unit", "lint"} <= verbs
