@@ -249,7 +249,8 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
 def soak(session: nox.Session) -> None:
     """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; the seed is printed when none is given."""
     parser = argparse.ArgumentParser(prog="nox -s soak --")
-    parser.add_argument("name", nargs="?", help="part of a test's name; all when left out")
+    parser.add_argument("-k", dest="name", help="part of a test's name, as pytest has it; all when left out")
+    parser.add_argument("name", nargs="?", default=argparse.SUPPRESS, help="the same")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     options, rest = parser.parse_known_args(session.posargs)
     session.log(f"Seed {options.seed}; the same run again: nox -s soak -- {options.name or ''} --seed {options.seed}")
