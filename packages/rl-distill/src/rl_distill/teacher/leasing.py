@@ -4,8 +4,9 @@ import asyncio
 import threading
 from contextlib import suppress
 
+from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
-from rl_core.queue.interface import Lease, TransferQueue
+from rl_core.queue.interface import Lease
 
 
 async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lease_s: float) -> Lease:
