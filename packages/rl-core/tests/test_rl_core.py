@@ -15,7 +15,6 @@ def test_the_public_names():
         "Claim",
         "ClusterOptions",
         "ColumnSpec",
-        "Group",
         "InProcessQueue",
         "Lease",
         "Prompt",

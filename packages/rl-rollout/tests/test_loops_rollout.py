@@ -91,7 +91,7 @@ def tokens(results):
 def test_results_are_in_the_order_of_the_prompts_and_make_a_batch():
     results = run(SeededEngine(), prompts(1, 2, 3), num_sessions=4)
     assert [result.prompt.uid for result in results] == ["u0-e0", "u1-e0", "u2-e0"]
-    batch = Batch.from_trajectories([trajectory for result in results for trajectory in result.group.trajectories])
+    batch = Batch.from_trajectories([trajectory for result in results for trajectory in result.trajectories])
     assert len(batch) == 12
     assert [tuple(key)[:2] for key in batch.keys[:5]] == [("u0-e0", i) for i in range(4)] + [("u1-e0", 0)]
 

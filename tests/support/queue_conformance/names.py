@@ -6,7 +6,7 @@ from typing import Any
 
 from queue_conformance.tools import LOG
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
-from rl_core.queue.interface import TransferQueue
+from rl_core.queue.client import TransferQueue
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     REFERENCE,

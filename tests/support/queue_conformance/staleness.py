@@ -5,7 +5,8 @@ from typing import Any
 
 from queue_conformance.tools import LOG
 from rl_core.errors import DataError, NothingToLeaseError, OutdatedLeaseError
-from rl_core.queue.interface import TaskSpec, TransferQueue
+from rl_core.queue.client import TransferQueue
+from rl_core.queue.interface import TaskSpec
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     REFERENCE,

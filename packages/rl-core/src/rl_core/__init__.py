@@ -4,7 +4,7 @@ from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpe
 from rl_core.data.batch import Batch
 from rl_core.data.columns import COLUMNS, ColumnSpec
 from rl_core.data.ragged import Ragged
-from rl_core.data.records import Group, Prompt, Timings, Trajectory
+from rl_core.data.records import Prompt, Timings, Trajectory
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import RLError
 from rl_core.queue import (
@@ -27,7 +27,6 @@ __all__ = [
     "Claim",
     "ClusterOptions",
     "ColumnSpec",
-    "Group",
     "InProcessQueue",
     "Lease",
     "Prompt",

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from rl_core.data.records import Group, IntArray, Json, Prompt, Trajectory
+from rl_core.data.records import IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
@@ -49,11 +49,6 @@ class GroupResult:
     def failures(self) -> tuple[str, ...]:
         """Why sessions failed, one for each that did."""
         return tuple(session.failure for session in self.sessions if session.failure is not None)
-
-    @property
-    def group(self) -> Group:
-        """The prompt with the trajectories that can train."""
-        return Group(prompt=self.prompt, trajectories=self.trajectories)
 
 
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]

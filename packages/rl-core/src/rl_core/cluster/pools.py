@@ -27,7 +27,7 @@ class Reserver(Protocol):
         """
         ...
 
-    def try_reserve(self, request: Any) -> list[Shares] | None:
+    def try_reserve(self, pool: ResourcePool, request: Any) -> list[Shares] | None:
         """The slots, or None while others have what is needed."""
         ...
 
@@ -127,26 +127,18 @@ class PoolBook:
     def _try_place(self, entry: _Entry, specs: Sequence[RoleSpec]) -> list[Slot] | None:
         with self._lock:
             if entry.slots is None:
-                entry.slots = self._reserver.try_reserve(entry.request)
+                entry.slots = self._reserver.try_reserve(entry.pool, entry.request)
             return None if entry.slots is None else _place(entry, entry.slots, specs)
 
 
-@dataclass(slots=True)
-class _LocalRequest:
-    """A pool on this machine, and what it has got."""
-
-    pool: ResourcePool
-    taken: Sequence[Taken] = ()
-
-
 class LocalReserver:
-    """The CPUs and GPUs of this machine."""
+    """The CPUs and GPUs of this machine; a request is the list of what it has got."""
 
     def __init__(self) -> None:
         """Nothing is taken."""
-        self._requests: list[_LocalRequest] = []
+        self._requests: list[list[Taken]] = []
 
-    def begin(self, pool: ResourcePool) -> _LocalRequest:
+    def begin(self, pool: ResourcePool) -> list[Taken]:
         """See `Reserver.begin`."""
         there = machine_shares()
         room = count_room(there, pool.cpus, pool.gpus, at_most=pool.size)
@@ -155,20 +147,20 @@ class LocalReserver:
                 f"pool {pool.name!r} asks for {pool.size} slots of {describe(pool.cpus, pool.gpus)} each; this machine "
                 f"has {describe(there.cpus, len(there.gpus))}: room for {room}. Ask for less; cpus = 0 shares the CPUs."
             )
-        request = _LocalRequest(pool)
+        request: list[Taken] = []
         self._requests.append(request)
         return request
 
-    def try_reserve(self, request: _LocalRequest) -> list[Shares] | None:
+    def try_reserve(self, pool: ResourcePool, request: list[Taken]) -> list[Shares] | None:
         """See `Reserver.try_reserve`."""
-        pool, free = request.pool, self._free()
+        free = self._free()
         taken = [free.take(pool.cpus, pool.gpus) for _ in range(pool.size)]
         if None in taken:
             return None
-        request.taken = [one for one in taken if one is not None]
-        return [Shares(one.cpus, one.gpus) for one in request.taken]
+        request += [one for one in taken if one is not None]
+        return [Shares(one.cpus, one.gpus) for one in request]
 
-    def free(self, request: _LocalRequest) -> None:
+    def free(self, request: list[Taken]) -> None:
         """See `Reserver.free`."""
         self._requests = [other for other in self._requests if other is not request]
 
@@ -183,7 +175,7 @@ class LocalReserver:
     def _free(self) -> Shares:
         free = machine_shares()
         for request in self._requests:
-            for taken in request.taken:
+            for taken in request:
                 free.free_cpus -= taken.cpus
                 for device, part in taken.gpus.items():
                     if device in free.free_gpus:

@@ -110,11 +110,3 @@ class Trajectory:
     def num_response_tokens(self) -> int:
         """Tokens from the first sampled one to the end."""
         return len(self.input_ids) - self.num_prompt_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The trajectories of all sessions of one prompt."""
-
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]

@@ -1,7 +1,8 @@
 """The transfer queue: one interface, several backends."""
 
+from rl_core.queue.client import TransferQueue
 from rl_core.queue.in_process import InProcessQueue
-from rl_core.queue.interface import Claim, Lease, LedgerEntry, QueueOptions, TaskSpec, TransferQueue, Unsettled
+from rl_core.queue.interface import Claim, Lease, LedgerEntry, QueueOptions, TaskSpec, Unsettled
 from rl_core.queue.ray.queue import RayQueue
 from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 

@@ -68,8 +68,14 @@ from rl_core.queue.rows import (
 MAX_READERS = 8
 
 
-class QueueClient(ABC):
-    """A `TransferQueue` whose state is kept elsewhere; backends say how requests travel and where rows lie."""
+class TransferQueue(ABC):
+    """Moves rows from producers to tasks; nothing is lost, nothing is delivered twice at once.
+
+    Every wait has a deadline in seconds, and the DeadlineError says what was waited for. Safe to use from several
+    threads.
+
+    Its state is kept elsewhere: backends say how requests travel there, and where rows lie.
+    """
 
     def __init__(self, tasks: Sequence[TaskSpec], payload: Payload) -> None:
         """Declare the tasks, and where rows lie."""
@@ -79,11 +85,19 @@ class QueueClient(ABC):
         self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())
 
     @abstractmethod
+    def close(self) -> None:
+        """Wake every waiter with NotReadyError, and free the rows; a journal's directory stays."""
+
+    @abstractmethod
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         """Carry a request to the queue's server and its answer back, waiting that long and a little longer."""
 
     def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
-        """See `TransferQueue.issue`."""
+        """Enter prompts, each to be settled by `num_sessions` sessions.
+
+        Raises:
+            DataError: A prompt uid was issued before.
+        """
         number = whole(num_sessions, "num_sessions")
         self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in prompts], number))
 
@@ -94,7 +108,14 @@ class QueueClient(ABC):
         deadline_s: float = DEFAULT_DEADLINE_S,
         claim_s: float = DEFAULT_LEASE_S,
     ) -> Claim:
-        """See `TransferQueue.claim`."""
+        """Take up to so many prompts to generate for, in the order of issue; waits for the first.
+
+        A producer that dies loses its claim by time (or at once, where the backend notices), and what it had not yet
+        put is handed out again. `put` needs no claim.
+
+        Raises:
+            DeadlineError: No prompt was to be had.
+        """
         number = whole(prompts, "prompts")
         request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True)
         reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
@@ -119,7 +140,13 @@ class QueueClient(ABC):
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
-        """See `TransferQueue.put`."""
+        """Settle one session with its trajectories, all or none of them; waits while the queue is full.
+
+        Raises:
+            DataError: Unknown prompt or session, or a NaN logprob.
+            AlreadySettledError: The session was put or failed before.
+            DeadlineError: The queue stayed full.
+        """
         check_trajectories(prompt_uid, session_index, trajectories)
         if trajectories:
             self.put_batch(batch_of_session(trajectories), deadline_s=deadline_s)
@@ -127,7 +154,15 @@ class QueueClient(ABC):
             self._put_all(Batch((), {}), [(prompt_uid, [whole(session_index, "session_index")])], deadline_s=deadline_s)
 
     def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
-        """See `TransferQueue.put_batch`."""
+        """Settle every session that the batch has rows of, all or none: one segment, however many sessions.
+
+        Args:
+            batch: Rows with any known columns; a session's rows must all be in it.
+            deadline_s: Longest wait for capacity.
+
+        Raises:
+            The same as `put`.
+        """
         check_finite(batch)
         batch = in_group_order(batch)
         if len(batch):
@@ -142,11 +177,11 @@ class QueueClient(ABC):
                 return
 
     def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
-        """See `TransferQueue.fail`."""
+        """Settle one session without rows; a prompt whose sessions all fail is dropped."""
         self._call(Fail(prompt_uid, whole(session_index, "session_index"), printable(reason)))
 
     def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
-        """See `TransferQueue.drop`."""
+        """Take a prompt and its rows out, or issue it again; running leases on it become outdated."""
         self._call(Drop(prompt_uid, printable(reason), bool(reissue)))
 
     def lease(
@@ -159,7 +194,23 @@ class QueueClient(ABC):
         lease_s: float = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
-        """See `TransferQueue.lease`."""
+        """Take groups that are ready for a task: so many, or these.
+
+        Args:
+            task: Name of a declared task.
+            groups: How many groups to wait for.
+            prompts: Uids of the groups to take, exactly these and in this order, whatever the task's order is; waits
+                until all of them are ready, and for those that another consumer has.
+            deadline_s: Longest wait.
+            lease_s: How long the groups stay taken.
+            allow_fewer: Take what is ready once nothing more can become ready.
+
+        Raises:
+            DeadlineError: Not enough became ready.
+            NothingToLeaseError: Nothing is ready, and nothing that was issued can become so.
+            DataError: A prompt that is named was never issued, is done or dropped, was acked by this task, or is too
+                stale, now or while this waits. Nothing is taken then.
+        """
         number, named = _asked(task, groups, prompts)
         if named and allow_fewer:
             raise DataError("a lease of named prompts takes exactly these; leave allow_fewer out, or name fewer.")
@@ -181,13 +232,18 @@ class QueueClient(ABC):
                 )
 
     def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
-        """See `TransferQueue.extend`."""
+        """Keep the groups for `lease_s` seconds from now."""
         task = lease.task if isinstance(lease, Lease) else GENERATE
         done = self._expect(self._call(Extend(lease.lease_id, task, lease_s)), Done)
         return replace(lease, expires_at=done.value)
 
     def ack(self, lease: Lease, given: Mapping[str, Column] | None = None) -> None:
-        """See `TransferQueue.ack`."""
+        """Finish a lease, adding columns aligned with the rows of `lease.batch`.
+
+        Raises:
+            OutdatedLeaseError: The lease ran out, was released or was acked.
+            DataError: A column that the task does not give, one that is missing, or a NaN logprob.
+        """
         task = self._tasks.get(lease.task)
         if task is None:
             raise DataError(f"unknown task {lease.task!r}; declared tasks: {sorted(self._tasks)}.")
@@ -204,21 +260,26 @@ class QueueClient(ABC):
                 return
 
     def finish(self, task: str, prompt_uids: Sequence[str]) -> None:
-        """See `TransferQueue.finish`."""
+        """Ack groups by name, all or none, that were leased and released before: work that counts later than it reads.
+
+        Raises:
+            DataError: The task gives columns, or a prompt was acked by it before, is done or dropped, is leased by a
+                consumer of the task, or lacks sessions or columns. Nothing is acked then.
+        """
         number = -1 - (uuid.uuid4().int >> 66)  # of 62 bits, and no lease's
         self._call(Finish(task, names_of(prompt_uids), number))
 
     def release(self, lease: Lease | Claim) -> None:
-        """See `TransferQueue.release`."""
+        """Give the groups back undone; nothing happens when the lease is outdated."""
         with contextlib.suppress(errors.NotReadyError):  # closed: nobody holds anything
             self._call(Release(lease.lease_id))
 
     def set_policy_version(self, version: int) -> None:
-        """See `TransferQueue.set_policy_version`."""
+        """Say which policy version is published; staleness counts from it. It never falls."""
         self._call(SetPolicyVersion(whole(version, "version")))
 
     def unsettled(self) -> list[Unsettled]:
-        """See `TransferQueue.unsettled`."""
+        """Prompts that were issued, or issued again, and have no whole result yet, in the order of issue."""
         return [
             Unsettled(
                 prompt=self._unpack(prompt),
@@ -231,15 +292,15 @@ class QueueClient(ABC):
         ]
 
     def ledger(self) -> list[LedgerEntry]:
-        """See `TransferQueue.ledger`."""
+        """Where every prompt stands, in issue order."""
         return msgspec.convert(self._ask("ledger"), list[LedgerEntry])
 
     def forget_finished(self) -> int:
-        """See `TransferQueue.forget_finished`."""
+        """Take done and dropped prompts out of the ledger, and say how many."""
         return int(self._ask("forget_finished"))
 
     def stats(self) -> dict[str, float]:
-        """See `TransferQueue.stats`."""
+        """Rows, bytes and groups by state, leases, waits, drops by reason."""
         return dict(self._ask("stats"))
 
     def recovery(self) -> Recovery | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.records import Prompt
-from rl_core.queue.client import QueueClient
+from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.database import SEGMENTS
 from rl_core.queue.messages import Reply, Request, Unpin
@@ -21,7 +21,7 @@ from rl_core.queue.tasks import check_options, check_tasks
 CLIENT = "this process"
 
 
-class InProcessQueue(QueueClient):
+class InProcessQueue(TransferQueue):
     """A `TransferQueue` in this process; safe to use from several threads.
 
     Rows are held, not copied; with a journal they lie in files that are mapped.

@@ -10,7 +10,8 @@ import numpy as np
 
 from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.data.records import NO_VERSION, Trajectory
-from rl_core.queue.interface import QueueOptions, TaskSpec, TransferQueue
+from rl_core.queue.client import TransferQueue
+from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.testing.clock import FakeClock, wait_until
 from rl_core.testing.rows import make_prompts, make_trajectory
 

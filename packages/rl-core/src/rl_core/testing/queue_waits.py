@@ -12,7 +12,7 @@ from rl_core.errors import (
     NothingToLeaseError,
     NotReadyError,
 )
-from rl_core.queue.interface import TransferQueue
+from rl_core.queue.client import TransferQueue
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     TRAIN,

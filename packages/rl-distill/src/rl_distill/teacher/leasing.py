@@ -5,8 +5,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
-from rl_core.queue.interface import Lease, TransferQueue
+from rl_core.queue.interface import Lease
 from rl_distill.daemon_thread import in_daemon_thread
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl_core import TransferQueue
 from rl_core.data.batch import Batch, Column
 from rl_core.data.records import FloatArray
 from rl_core.errors import (
@@ -19,7 +20,7 @@ from rl_core.errors import (
     RLError,
     TeacherError,
 )
-from rl_core.queue.interface import Lease, TaskSpec, TransferQueue
+from rl_core.queue.interface import Lease, TaskSpec
 from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.protocol import ScoreCache, Teacher
 from rl_distill.teacher.routing import TeacherRouter

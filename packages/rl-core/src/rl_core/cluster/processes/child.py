@@ -54,25 +54,25 @@ class RoleServer:
             if messages is None:
                 loop.call_soon_threadsafe(self._has_ended.set)
                 return
-            calls = [message for message in messages if message.packed.body]
+            calls = [(number, packed) for number, packed in messages if packed.body]
             if calls:
                 loop.call_soon_threadsafe(self._begin, calls)
-            for message in messages:
-                if not message.packed.body:  # a question: it is answered here, as the loop may be blocked
-                    self._say_stacks(message.number, loop)
+            for number, packed in messages:
+                if not packed.body:  # a question: it is answered here, as the loop may be blocked
+                    self._say_stacks(number, loop)
 
     def _begin(self, messages: list[Numbered]) -> None:
         """Begin calls in one turn of the event loop."""
-        for message in messages:
-            task = asyncio.get_running_loop().create_task(self._answer(message))
+        for number, packed in messages:
+            task = asyncio.get_running_loop().create_task(self._answer(number, packed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: Numbered) -> None:
-        answer = await self._role.answer(message.packed)
+    async def _answer(self, number: int, packed: Packed) -> None:
+        answer = await self._role.answer(packed)
         if self._has_ended.is_set():
             return  # the parent tells its callers that the role was closed
-        self._send(message.number, answer)
+        self._send(number, answer)
 
     def _say_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -84,7 +84,7 @@ class RoleServer:
 
     def _send(self, number: int, answer: Packed) -> None:
         with self._send_lock:
-            send_frame(self._connection, [Numbered(number, answer)])
+            send_frame(self._connection, [(number, answer)])
 
 
 def main() -> None:

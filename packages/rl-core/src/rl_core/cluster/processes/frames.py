@@ -4,7 +4,6 @@ import pickle
 import socket
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rl_core.cluster.processes.packing import Packed
 
@@ -12,12 +11,8 @@ HEADER_SIZE = struct.Struct("<Q")
 SOCKET_BYTES = 4 << 20
 
 
-class Numbered(NamedTuple):
-    """A call or an answer, with the call's number."""
-
-    number: int
-    packed: Packed
-
+Numbered = tuple[int, Packed]
+"""A call or an answer, with the call's number."""
 
 QUESTION = Packed(b"", ())
 """What the other side does right now: its reader answers, whatever becomes of calls. No pickle is empty."""
@@ -37,7 +32,7 @@ def send_frame(connection: socket.socket, messages: Sequence[Numbered] | None) -
     Raises:
         OSError: Nobody reads them any more.
     """
-    buffers = [memoryview(buffer) for message in messages or () for buffer in message.packed.buffers]
+    buffers = [memoryview(buffer) for _, packed in messages or () for buffer in packed.buffers]
     header = pickle.dumps(
         messages
         and [(number, packed.body, [memoryview(one).nbytes for one in packed.buffers]) for number, packed in messages],
@@ -58,9 +53,7 @@ def receive_frame(connection: socket.socket) -> list[Numbered] | None:
     header = pickle.loads(_receive(connection, size))  # noqa: S301 - from our own process, see packing.py
     if header is None:
         return None
-    return [
-        Numbered(number, Packed(body, [_receive(connection, size) for size in sizes])) for number, body, sizes in header
-    ]
+    return [(number, Packed(body, [_receive(connection, size) for size in sizes])) for number, body, sizes in header]
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray:

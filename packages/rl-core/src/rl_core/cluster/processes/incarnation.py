@@ -89,7 +89,7 @@ class ProcessIncarnation(RemoteIncarnation):
         await asyncio.wrap_future(self._ended)
 
     def _send(self, calls: list[tuple[int, Any]]) -> None:
-        self._frames.put([Numbered(*call) for call in calls])
+        self._frames.put(calls)
 
     def _write(self) -> None:
         """Send frame by frame, so that nobody else waits for a process that does not read."""

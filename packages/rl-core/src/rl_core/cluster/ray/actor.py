@@ -55,22 +55,6 @@ class Hello(NamedTuple):
     printed: list[Printed]
 
 
-class Door(NamedTuple):
-    """What an actor is told before it makes its object.
-
-    Attributes:
-        role: Such as engine[0].
-        incarnation: Its number.
-        mark: Of its descendants; see `rl_core.cluster.processes.guard`.
-        log: File on its node for what it prints; None leaves it to Ray.
-    """
-
-    role: str
-    incarnation: int
-    mark: str
-    log: str | None
-
-
 QUESTIONS = "questions"
 """The concurrency group of what is asked beside calls: a thread and an event loop of its own."""
 
@@ -78,27 +62,34 @@ QUESTIONS = "questions"
 class RoleActor:
     """Holds one role's object. Calls made together begin together, and all begin in their order."""
 
-    def __init__(self, door: Door) -> None:
-        """Have no object yet; print where it was said, and be watched."""
-        self._door = door
+    def __init__(self, role: str, incarnation: int, mark: str, log: str | None) -> None:
+        """Have no object yet; print where it is said, and be watched.
+
+        Args:
+            role: Such as engine[0].
+            incarnation: Its number.
+            mark: Of its descendants; see `rl_core.cluster.processes.guard`.
+            log: File on its node for what it prints; None leaves it to Ray.
+        """
+        self._name, self._mark = role, mark
         self._role = ServedRole()
         self._frames: dict[int, list[asyncio.Task[Packed]]] = {}
         self._num_answered: Counter[int] = Counter()
         self._num_begun = 0
         self._moved = asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        register_dump(door.mark)
-        if door.log is not None:
-            print_into(Path(door.log))
+        register_dump(mark)
+        if log is not None:
+            print_into(Path(log))
         self._printed = printed_files()
-        if door.log is not None:
-            sys.stderr.write(log_header(door.role, door.incarnation))
+        if log is not None:
+            sys.stderr.write(log_header(role, incarnation))
         if sys.platform == "linux":
             start_guard(self._family(), [os.getpid(), os.getppid()])  # the parent is the node's own process
 
     def __repr__(self) -> str:
         """What Ray puts before the lines that it prints."""
-        return self._door.role
+        return self._name
 
     async def hello(self) -> Wire:
         """Say where it is, as an answer."""
@@ -155,7 +146,7 @@ class RoleActor:
 
     def _family(self) -> Family:
         leads = os.getpgid(0) == os.getpid()  # so do Ray's workers
-        return Family(self._door.mark, os.getpid() if leads else 0)
+        return Family(self._mark, os.getpid() if leads else 0)
 
     def _begin(self, frame: int, calls: Sequence[Wire]) -> None:
         if calls:

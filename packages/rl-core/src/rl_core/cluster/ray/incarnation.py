@@ -21,7 +21,7 @@ from rl_core.cluster.processes.guard import Family, end_family, is_running
 from rl_core.cluster.processes.output import log_path, quote
 from rl_core.cluster.processes.packing import Packed
 from rl_core.cluster.processes.stack_dump import dump_of
-from rl_core.cluster.ray.actor import QUESTIONS, Door, Hello, RoleActor, is_seen_here, read_printed, to_wire
+from rl_core.cluster.ray.actor import QUESTIONS, Hello, RoleActor, is_seen_here, read_printed, to_wire
 from rl_core.cluster.ray.pools import free_pools_of, ray_nodes, say_free
 from rl_core.cluster.remote import RemoteIncarnation, role_environment
 from rl_core.cluster.role_spec import RoleSpec
@@ -195,7 +195,7 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
     if slot is not None:
         wanted = {"num_cpus": slot.taken.cpus, "num_gpus": sum(slot.taken.gpus.values())}
         wanted["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            slot.request.group, placement_group_bundle_index=slot.index
+            slot.request, placement_group_bundle_index=slot.index
         )
     remote: Any = ray.remote
     actor = remote(concurrency_groups={QUESTIONS: 1})(RoleActor)
@@ -205,7 +205,7 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         max_task_retries=0,
         runtime_env={"env_vars": role_environment(spec, mark)},
         **wanted,
-    ).remote(Door(str(spec), birth.context.incarnation, mark, log))
+    ).remote(str(spec), birth.context.incarnation, mark, log)
 
 
 def store(packed: Packed) -> Any:

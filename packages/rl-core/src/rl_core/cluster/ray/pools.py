@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import uuid
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,36 +23,28 @@ from rl_core.errors import SettingsError
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RayRequest:
-    """A pool that was asked of Ray."""
-
-    pool: ResourcePool
-    group: PlacementGroup
-
-
 class RayReserver:
     """The CPUs and GPUs of a Ray cluster."""
 
-    def begin(self, pool: ResourcePool) -> RayRequest:
+    def begin(self, pool: ResourcePool) -> PlacementGroup:
         """See `Reserver.begin`."""
         check_room(pool)
         bundle = {"CPU": pool.cpus, "GPU": pool.gpus, "memory": 1}  # a byte: an empty bundle is refused
         bundle = {name: amount for name, amount in bundle.items() if amount}
         name = f"{os.environ.get(MARK_VARIABLE, '')} {pool.name} {uuid.uuid4().hex}"  # see free_pools_of
-        group = placement_group([bundle] * pool.size, strategy=pool.strategy.upper(), name=name)
-        return RayRequest(pool, group)
+        group: PlacementGroup = placement_group([bundle] * pool.size, strategy=pool.strategy.upper(), name=name)
+        return group
 
-    def try_reserve(self, request: RayRequest) -> list[Shares] | None:
+    def try_reserve(self, pool: ResourcePool, request: PlacementGroup) -> list[Shares] | None:
         """See `Reserver.try_reserve`."""
-        if not request.group.wait(0):
+        if not request.wait(0):
             return None
-        return [empty_slot(request.pool) for _ in range(request.pool.size)]
+        return [empty_slot(pool) for _ in range(pool.size)]
 
-    def free(self, request: RayRequest) -> None:
+    def free(self, request: PlacementGroup) -> None:
         """See `Reserver.free`."""
         if ray.is_initialized():
-            remove_placement_group(request.group)
+            remove_placement_group(request)
 
     def describe_free(self) -> str:
         """See `Reserver.describe_free`."""

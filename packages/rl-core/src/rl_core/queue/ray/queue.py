@@ -16,7 +16,7 @@ from rl_core.cluster.ray.session import start_ray
 from rl_core.data.batch import Batch
 from rl_core.data.segment import decode_segment, plan_segment
 from rl_core.errors import DeadlineError, JournalError, NotReadyError, RLError, RoleError, SegmentError
-from rl_core.queue.client import QueueClient
+from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
 from rl_core.queue.payload import INLINE_BYTES, Prepared
@@ -29,7 +29,7 @@ FETCH_DEADLINE_S = 60.0
 RETRY_PAUSE_S = 0.1
 
 
-class RayQueue(QueueClient):
+class RayQueue(TransferQueue):
     """A `TransferQueue` for the processes of a Ray cluster; send it to actors and tasks as an argument.
 
     Starts Ray on this machine, with a token and on loopback, unless it runs already. The queue ends with the process

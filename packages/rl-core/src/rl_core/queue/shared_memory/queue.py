@@ -22,7 +22,7 @@ import msgspec
 
 from rl_core import errors
 from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError
-from rl_core.queue.client import QueueClient
+from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import (
     FRAME,
@@ -53,7 +53,7 @@ PAUSE_S = 1.0
 READ_BYTES = 1 << 17
 
 
-class SharedMemoryQueue(QueueClient):
+class SharedMemoryQueue(TransferQueue):
     """A `TransferQueue` for the processes of one host.
 
     The process that makes it starts a server process, and the queue ends with it. Others connect by its address; a
