@@ -101,17 +101,17 @@ class TrainingRun:
             return
         controller = Controller(controls, self._state)
         with console.phase("starting engines and learner"):
-            engine, learner = await stop.run(
+            engine, num_parameters = await stop.run(
                 controller.start(checkpoint),
                 what="engines and learner to start",
                 deadline_s=settings.roles.start_deadline_s,
             )
         self._controller = controller
-        ranks = f" on {learner.num_ranks} ranks" if learner.num_ranks > 1 else ""
+        ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
         console.say(f"engine: {engine}")
-        console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
+        console.say(f"learner: {num_parameters:,} parameters{ranks}")
         self._lifecycle.begins(self._state)
-        await stack.enter_async_context(ControlSocket(self._folder.path, controller.live.answer))
+        await stack.enter_async_context(ControlSocket(self._folder.path, controller.answer))
         await stack.enter_async_context(self._watchdog)
         try:
             await self._run_unless_hung(controller)
