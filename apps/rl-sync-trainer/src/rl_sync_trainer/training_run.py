@@ -24,7 +24,7 @@ from rl_trainer.rollouts.setup import make_transport, open_rollout
 from rl_trainer.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer.run.checkpoints import TrainerState, read_run_state
 from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.lifecycle import Outcome, RunLifecycle
+from rl_trainer.run.lifecycle import RunLifecycle
 from rl_trainer.run.stopping import StopRequestedError, StopSignal
 from rl_trainer.settings.schema import Settings
 
@@ -42,8 +42,8 @@ class TrainingRun:
         self._lifecycle = RunLifecycle(settings, folder, console, on_saved=self._say_saved)
         self._store, self._say = self._lifecycle.store, self._lifecycle.events.write
 
-    async def run(self) -> Outcome:
-        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+    async def run(self) -> int:
+        """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""
         return await self._lifecycle.launch(self._train, lambda: self._state)
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:

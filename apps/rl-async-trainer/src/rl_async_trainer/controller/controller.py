@@ -28,6 +28,7 @@ from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.data.records import Json
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights.publish import PublishReport
+from rl_metrics.reductions.histogram import Histogram
 from rl_trainer.reporting.step_metrics import has_distributions
 from rl_trainer.run.checkpoints import read_run_state
 from rl_trainer.run.stopping import StopRequestedError
@@ -45,6 +46,7 @@ class Controller:
         self.state = state
         self._parts = controls
         self._settings = controls.settings
+        self._trackers = controls.lifecycle.trackers
         self._scheduler = controls.scheduler
         self._changed = asyncio.Condition()
         self._was_restored = False
@@ -52,7 +54,7 @@ class Controller:
         self._metrics = StepMetrics()
         self._learner = LearnerLink(
             controls.roles.learner,
-            find_checkpoint=controls.find_checkpoint,
+            find_checkpoint=controls.lifecycle.find_checkpoint,
             on_lost=self._learner_is_lost,
             on_restored=self._learner_is_restored,
         )
@@ -172,9 +174,9 @@ class Controller:
     async def _validate_at_start(self) -> None:
         step = self.state.step
         if step == 0 and self._settings.trainer.validate_first and self.state.validated < 0:
-            self._parts.log_metrics(0, await self._validate(with_test=True))
+            self._trackers.log(0, await self._validate(with_test=True))
         elif self._lacks_validation:
-            self._parts.log_metrics(step, await self._validate(with_test=False), is_late=True)
+            self._trackers.log_late(step, await self._validate(with_test=False))
 
     async def _validate_again(self) -> None:
         """Begin a validation again that the learner gave up when it died, where its step is not trained again."""
@@ -223,8 +225,8 @@ class Controller:
         try:
             metrics |= await publishing
         finally:
-            self._parts.log_histograms(number, histograms)
-            self._parts.log_metrics(number, metrics)  # also where it is stopped amid a validation
+            self._trackers.log_histograms(number, {name: Histogram.from_json(one) for name, one in histograms.items()})
+            self._trackers.log(number, metrics)  # also where it is stopped amid a validation
             self._parts.write_rollouts(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
@@ -334,7 +336,7 @@ class Controller:
     def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
         """A validation beside the training is over."""
         self.state = self._parts.validator.noted(self.state, step, metrics)
-        self._parts.log_metrics(step, metrics, is_late=True)
+        self._trackers.log_late(step, metrics)
         self._parts.progress(f"validation of step {step}")
 
     # -- weights

@@ -27,7 +27,7 @@ from rl_trainer.rollouts.answers import Answer
 from rl_trainer.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
 from rl_trainer.rollouts.inputs import Inputs
 
-OnGenerations = Callable[[int, str, list[GenerationSample]], None]
+OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
 OnValidated = Callable[[int, dict[str, float]], None]
 
 
@@ -52,7 +52,7 @@ class Validator:
         Args:
             settings: Of the run.
             inputs: Of the run.
-            on_generations: Told the samples that were drawn of each validation, with their step.
+            on_generations: Told the samples that were drawn of each validation, with their step and name.
             progress: Told of each batch that was answered.
             probes: Asks what the policy thinks of tokens.
         """
@@ -96,7 +96,7 @@ class Validator:
                 found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
                 split = batches[0].split
                 if drawn:
-                    self._on_generations(step, split, drawn)
+                    self._on_generations(step, f"{split}/generations", drawn)
                 if split == "validation":
                     metrics |= found
                     with self._asking(f"what the policy of step {step} thinks of tokens", is_beside=is_beside):
