@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rl_distill.checkpoints.store import Saved
+from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher.service import TeacherService
 from rl_metrics.trackers.console import ConsoleTracker
@@ -13,7 +14,7 @@ from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.learning.start_learners import Learners, start_learners
+from rl_trainer.learning.start_learners import start_learners
 from rl_trainer.learning.teachers import make_teachers
 from rl_trainer.reporting.rollout_rows import RolloutWriter
 from rl_trainer.reporting.step_metrics import make_memory_watch

@@ -23,13 +23,14 @@ from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.weights.transports import TensorTransport
 from rl_core.weights.update import WeightTransport
 from rl_distill.checkpoints.store import CheckpointStore, Saved
+from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions.async_training import summarize_staleness
 from rl_metrics.reductions.recorder import Recorder
 from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.learning.parts import LearningParts
-from rl_trainer.learning.start_learners import Learners, start_learners
+from rl_trainer.learning.start_learners import start_learners
 from rl_trainer.learning.step import learn
 from rl_trainer.reporting.rollout_rows import draft_rollouts
 from rl_trainer.reporting.speeds import with_speeds
@@ -275,7 +276,7 @@ class LearnerHost:
             policy, transport = self._started.learners.policy, self._transport
             if transport is None:
                 raise NotReadyError("the learner has not been started.")
-            canary = self._started.canary(self._canary_sequences)
+            canary = self._started.learners.canary(self._canary_sequences)
             tensors = policy.export_weights()
             if isinstance(transport, TensorTransport):  # the next step must not change what an engine is taking
                 tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
