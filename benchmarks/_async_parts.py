@@ -22,10 +22,10 @@ from rl_core import Batch, Ragged
 from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_distill.learner import Objective, StepResult
+from rl_distill.learners import Learners
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine
-from rl_trainer.learning.start_learners import Learners
 
 
 class SleepingEngine(ScriptedEngine):

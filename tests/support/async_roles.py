@@ -28,11 +28,11 @@ from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.errors import CheckpointError, EngineError
 from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_distill.learner import StepResult
+from rl_distill.learners import Learners
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
 from rl_rollout.engines.weight_checks import update_tensors
-from rl_trainer.learning.start_learners import Learners
 
 FAULT_VARIABLE = "ASYNC_ROLES_FAULT"
 """What goes wrong: "learner:3" raises in its third step, "engine:9" in all responses from the ninth on; "mortal

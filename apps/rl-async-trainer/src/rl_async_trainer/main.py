@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rl_metrics.trackers.console import ConsoleTracker
     from rl_trainer.rollouts.inputs import Inputs
     from rl_trainer.run.folder import RunFolder
-    from rl_trainer.run.lifecycle import Outcome
 
 USAGE = """usage: rl-async-trainer COMMAND ...
 
@@ -102,7 +101,7 @@ def train(words: list[str]) -> int:
 
     async def launch(
         settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
-    ) -> "Outcome":
+    ) -> int:
         from rl_async_trainer.training_run import TrainingRun
 
         recorded = None if replayed is None else Path(replayed)

@@ -13,19 +13,6 @@ from rl_trainer.reporting.rollout_rows import RolloutDraft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerInfo:
-    """What the learner is.
-
-    Attributes:
-        num_parameters: Of the policy.
-        num_ranks: It is spread over so many.
-    """
-
-    num_parameters: int
-    num_ranks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrder:
     """A step to train.
 

@@ -23,7 +23,7 @@ from rl_rollout.simulation.report import (
     published_table,
     sync_steps,
 )
-from rl_rollout.simulation.search import Advice, advise, best_split, middle_split
+from rl_rollout.simulation.search import advise, best_split, middle_split
 from rl_rollout.simulation.synchronous import simulate_sync
 from rl_rollout.simulation.workload import Workload
 from rl_trainer.commands.command_line import say
@@ -52,8 +52,8 @@ def simulate(words: list[str]) -> int:
     batch = workload.batch
     say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
     say(outcome_table(outcomes))
-    for one in advice:
-        say(one.sentence)
+    for sentence in advice:
+        say(sentence)
     if options.json is not None:
         _write(Path(options.json), json.dumps(_record(workload, outcomes, advice, options.seed), indent=2) + "\n")
     return 0
@@ -110,7 +110,7 @@ def _workload(options: argparse.Namespace) -> Workload:
     return built_in_workload() if options.workload is None else read_workload(Path(options.workload))
 
 
-def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list[Outcome], list[Advice]]:
+def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list[Outcome], list[str]]:
     workload.batch.groups_per_step(options.sync_every)  # refused before anything is simulated
     policies = [
         Policy(max_staleness=staleness, sync_every=options.sync_every, partial_rollout=options.partial == "true")
@@ -165,13 +165,13 @@ def _whole_numbers(text: str, option: str, *, least: int) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _record(workload: Workload, outcomes: Sequence[Outcome], advice: Sequence[Advice], seed: int) -> dict[str, Any]:
+def _record(workload: Workload, outcomes: Sequence[Outcome], advice: Sequence[str], seed: int) -> dict[str, Any]:
     sync = sync_steps(outcomes)
     return {
         "workload": workload.name,
         "seed": seed,
         "results": [outcome_record(one, sync_step_s=sync[one.cluster.gpus]) for one in outcomes],
-        "advice": [one.sentence for one in advice],
+        "advice": list(advice),
     }
 
 

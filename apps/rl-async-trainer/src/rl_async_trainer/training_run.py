@@ -1,7 +1,7 @@
 """One launch of an asynchronous run: open what was left, start the roles, train, and leave the folder fit to go on."""
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,9 @@ from rl_async_trainer.schedule.restoring import restore_schedule
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_core.data.records import Json
 from rl_core.errors import HangError
 from rl_metrics.hang.report import FILE as HANG_FILE
 from rl_metrics.hang.report import HangReport
-from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
 from rl_rollout.prompts.supply import PromptSupply
@@ -36,7 +33,7 @@ from rl_trainer.reporting.token_probes import TokenProbes
 from rl_trainer.rollouts.inputs import Inputs
 from rl_trainer.run.checkpoints import read_run_state
 from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.lifecycle import Outcome, RunLifecycle
+from rl_trainer.run.lifecycle import RunLifecycle
 from rl_trainer.run.stopping import StopRequestedError, StopSignal
 
 
@@ -76,10 +73,10 @@ class TrainingRun:
         self._roles: Roles | None = None
         self._controller: Controller | None = None
         self._lifecycle = RunLifecycle(settings, folder, console)
-        self._say, self._trackers = self._lifecycle.events.write, self._lifecycle.trackers
+        self._say = self._lifecycle.events.write
 
-    async def run(self) -> Outcome:
-        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+    async def run(self) -> int:
+        """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""
         self._hung = asyncio.get_running_loop().create_future()
         return await self._lifecycle.launch(self._train, lambda: self._now)
 
@@ -101,17 +98,17 @@ class TrainingRun:
             return
         controller = Controller(parts, self._state)
         with console.phase("starting engines and learner"):
-            engine, learner = await stop.run(
+            engine, num_parameters = await stop.run(
                 controller.start(checkpoint),
                 what="engines and learner to start",
                 deadline_s=settings.roles.start_deadline_s,
             )
         self._controller = controller
-        ranks = f" on {learner.num_ranks} ranks" if learner.num_ranks > 1 else ""
+        ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
         console.say(f"engine: {engine}")
-        console.say(f"learner: {learner.num_parameters:,} parameters{ranks}")
+        console.say(f"learner: {num_parameters:,} parameters{ranks}")
         self._lifecycle.begins(self._state)
-        await stack.enter_async_context(ControlSocket(self._folder.path, controller.live.answer))
+        await stack.enter_async_context(ControlSocket(self._folder.path, controller.answer))
         await stack.enter_async_context(self._watchdog)
         try:
             await self._run_unless_hung(controller)
@@ -148,7 +145,7 @@ class TrainingRun:
         validator = Validator(
             settings,
             self._inputs,
-            on_generations=self._log_generations,
+            on_generations=self._lifecycle.trackers.log_generations,
             progress=lambda what: self._watchdog.progress(what),
             probes=TokenProbes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
         )
@@ -179,12 +176,9 @@ class TrainingRun:
             stop=stop,
             progress=self._watchdog.progress,
             say=self._say,
-            log_metrics=self._log_metrics,
-            log_histograms=self._log_histograms,
+            lifecycle=self._lifecycle,
             write_rollouts=rollouts.write,
             memory=make_memory_watch(settings, "controller", say=self._say),
-            find_checkpoint=self._lifecycle.find_checkpoint,
-            wall_s=lambda: self._lifecycle.wall_s,
         )
 
     async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> Roles:
@@ -221,15 +215,3 @@ class TrainingRun:
         for name, role in roles.items():
             if name in self._deaf:
                 await role.end("did not answer when the run hung")
-
-    def _log_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool = False) -> None:
-        if is_late:
-            self._trackers.log_late(step, metrics)
-        else:
-            self._trackers.log(step, metrics)
-
-    def _log_histograms(self, step: int, sketches: Mapping[str, Json]) -> None:
-        self._trackers.log_histograms(step, {name: Histogram.from_json(one) for name, one in sketches.items()})
-
-    def _log_generations(self, step: int, split: str, samples: list[GenerationSample]) -> None:
-        self._trackers.log_generations(step, f"{split}/generations", samples)

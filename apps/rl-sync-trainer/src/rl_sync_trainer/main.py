@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rl_metrics.trackers.console import ConsoleTracker
     from rl_trainer.rollouts.inputs import Inputs
     from rl_trainer.run.folder import RunFolder
-    from rl_trainer.run.lifecycle import Outcome
     from rl_trainer.settings.schema import Settings
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
@@ -58,9 +57,7 @@ def train(words: list[str]) -> int:
     from rl_trainer.commands.plan import describe_plan
     from rl_trainer.commands.train import train_checked
 
-    async def launch(
-        settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
-    ) -> "Outcome":
+    async def launch(settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker") -> int:
         from rl_sync_trainer.training_run import TrainingRun
 
         return await TrainingRun(settings, inputs, folder, console).run()

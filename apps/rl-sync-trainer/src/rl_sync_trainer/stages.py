@@ -236,7 +236,7 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
 
 async def _publish_once(parts: Parts, version: int) -> PublishReport:
     """From the learner's tensors on: export, pack, update, proof; the learner makes room for an engine that wakes."""
-    policy, canary = parts.learners.policy, parts.canary(canary_sequences(parts.settings, parts.inputs.train))
+    policy, canary = parts.learners.policy, parts.learners.canary(canary_sequences(parts.settings, parts.inputs.train))
     update = parts.transport.pack(policy.export_weights(), version=version, tied=policy.tied)
     if parts.settings.trainer.offload:
         parts.learners.offload()

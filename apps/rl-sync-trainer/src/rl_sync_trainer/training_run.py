@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rl_distill.checkpoints.store import Saved
+from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher.service import TeacherService
 from rl_metrics.trackers.console import ConsoleTracker
@@ -13,7 +14,7 @@ from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.learning.start_learners import Learners, start_learners
+from rl_trainer.learning.start_learners import start_learners
 from rl_trainer.learning.teachers import make_teachers
 from rl_trainer.reporting.rollout_rows import RolloutWriter
 from rl_trainer.reporting.step_metrics import make_memory_watch
@@ -24,7 +25,7 @@ from rl_trainer.rollouts.setup import make_transport, open_rollout
 from rl_trainer.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer.run.checkpoints import TrainerState, read_run_state
 from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.lifecycle import Outcome, RunLifecycle
+from rl_trainer.run.lifecycle import RunLifecycle
 from rl_trainer.run.stopping import StopRequestedError, StopSignal
 from rl_trainer.settings.schema import Settings
 
@@ -42,8 +43,8 @@ class TrainingRun:
         self._lifecycle = RunLifecycle(settings, folder, console, on_saved=self._say_saved)
         self._store, self._say = self._lifecycle.store, self._lifecycle.events.write
 
-    async def run(self) -> Outcome:
-        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint."""
+    async def run(self) -> int:
+        """Train until the last step or a signal; gives the exit status. See `RunLifecycle.launch`."""
         return await self._lifecycle.launch(self._train, lambda: self._state)
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:

@@ -24,7 +24,7 @@ class Checkpointing:
 
     async def begin(self, state: AsyncState) -> None:
         """Have the learner write a checkpoint of now; it names the groups that may be acked when it is whole."""
-        state = replace(state, unacked=self._scheduler.unsaved, wall_s=self._parts.wall_s())
+        state = replace(state, unacked=self._scheduler.unsaved, wall_s=self._parts.lifecycle.wall_s)
         self._num_saving += 1
         content = asdict(state) | {"unacked": list(state.unacked)}
         await self._learner.save(state.step, content, self._learner.course())

@@ -7,7 +7,7 @@ step that are written down.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,15 @@ from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.controller.teachers_link import TeachersLink
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
-from rl_async_trainer.liveness.heartbeats import Heart, Heartbeats, Link
-from rl_async_trainer.liveness.live_answers import LiveAnswers
-from rl_async_trainer.messages import LearnerInfo, PackedWeights, StepOrder, TrainedStep
+from rl_async_trainer.liveness.heartbeats import ask_roles
+from rl_async_trainer.liveness.live_answers import answer_request
+from rl_async_trainer.messages import PackedWeights, StepOrder, TrainedStep
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_core.cluster.restarts import RoleRestartedError
 from rl_core.data.records import Json
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights.publish import PublishReport
+from rl_metrics.reductions.histogram import Histogram
 from rl_trainer.reporting.step_metrics import has_distributions
 from rl_trainer.run.checkpoints import read_run_state
 from rl_trainer.run.stopping import StopRequestedError
@@ -38,7 +39,6 @@ class Controller:
 
     Attributes:
         state: Of the last step that was done.
-        live: Answers who asks the live run.
     """
 
     def __init__(self, parts: ControllerParts, state: AsyncState) -> None:
@@ -46,6 +46,7 @@ class Controller:
         self.state = state
         self._parts = parts
         self._settings = parts.settings
+        self._trackers = parts.lifecycle.trackers
         self._scheduler = parts.scheduler
         self._changed = asyncio.Condition()
         self._was_restored = False
@@ -53,7 +54,7 @@ class Controller:
         self._metrics = StepMetrics()
         self._learner = LearnerLink(
             parts.roles.learner,
-            find_checkpoint=parts.find_checkpoint,
+            find_checkpoint=parts.lifecycle.find_checkpoint,
             on_lost=self._learner_is_lost,
             on_restored=self._learner_is_restored,
         )
@@ -66,7 +67,6 @@ class Controller:
             on_weights_lost=lambda: self._weights.lost(),
         )
         self._rollouter = self._rollouts.link
-        self.live = LiveAnswers(parts, self._rollouter)
         self._checkpoints = Checkpointing(parts, self._learner, self._metrics)
         self._weights = WeightPublisher(
             self._learner,
@@ -76,10 +76,10 @@ class Controller:
             on_served=self._is_served,
         )
 
-    async def start(self, checkpoint: Path | None) -> tuple[str, LearnerInfo]:
+    async def start(self, checkpoint: Path | None) -> tuple[str, int]:
         """Start what is heavy in the roles, all at once; within one process one after the other.
 
-        Gives the engine's name, and what the learner is.
+        Gives the engine's name, and the number of the policy's parameters.
 
         There, models that are loaded at the same time would be broken: transformers changes global state to load one.
         """
@@ -103,7 +103,7 @@ class Controller:
         work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
         work += [self._teachers.serve(), self._hear_stop()]
         if self._settings.roles.kind != "inline":
-            work.append(self._heartbeats().run())
+            work.append(self._ask_roles())
         tasks = [asyncio.create_task(one) for one in work]
         learning = tasks[0]
         try:
@@ -119,15 +119,23 @@ class Controller:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._parts.validator.cancel()
 
-    def _heartbeats(self) -> Heartbeats:
-        links: dict[str, Link] = {"rollouter": self._rollouter, "learner": self._learner, "teachers": self._teachers}
-        hearts = {name: Heart(role=role, link=links[name]) for name, role in self._parts.roles.all.items()}
-        return Heartbeats(
-            hearts,
+    async def _ask_roles(self) -> None:
+        is_started = {
+            "rollouter": lambda: self._rollouter.is_started,
+            "learner": lambda: self._learner.is_started,
+            "teachers": lambda: self._teachers.is_started,
+        }
+        await ask_roles(
+            self._parts.roles.all,
+            is_started=lambda name: is_started[name](),
             deadline_s=self._settings.roles.heartbeat_deadline_s,
             say=self._parts.say,
             progress=self._parts.progress,
         )
+
+    async def answer(self, request: Mapping[str, Any]) -> Any:
+        """Answer who asks the live run; see `answer_request`."""
+        return await answer_request(self._parts, self._rollouter, request)
 
     async def save_stopped(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""
@@ -166,9 +174,9 @@ class Controller:
     async def _validate_at_start(self) -> None:
         step = self.state.step
         if step == 0 and self._settings.trainer.validate_first and self.state.validated < 0:
-            self._parts.log_metrics(0, await self._validate(with_test=True))
+            self._trackers.log(0, await self._validate(with_test=True))
         elif self._lacks_validation:
-            self._parts.log_metrics(step, await self._validate(with_test=False), is_late=True)
+            self._trackers.log_late(step, await self._validate(with_test=False))
 
     async def _validate_again(self) -> None:
         """Begin a validation again that the learner gave up when it died, where its step is not trained again."""
@@ -217,8 +225,8 @@ class Controller:
         try:
             metrics |= await publishing
         finally:
-            self._parts.log_histograms(number, histograms)
-            self._parts.log_metrics(number, metrics)  # also where it is stopped amid a validation
+            self._trackers.log_histograms(number, {name: Histogram.from_json(one) for name, one in histograms.items()})
+            self._trackers.log(number, metrics)  # also where it is stopped amid a validation
             self._parts.write_rollouts(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
@@ -328,7 +336,7 @@ class Controller:
     def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
         """A validation beside the training is over."""
         self.state = self._parts.validator.noted(self.state, step, metrics)
-        self._parts.log_metrics(step, metrics, is_late=True)
+        self._trackers.log_late(step, metrics)
         self._parts.progress(f"validation of step {step}")
 
     # -- weights

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import LearnerInfo, PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
+from rl_async_trainer.messages import PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.data.records import Json
@@ -48,7 +48,7 @@ class LearnerLink:
         self._role = SupervisedRole(role, on_lost=on_lost, start=self._restart)
         self._course = 0
         self._held: dict[int, IsCurrent] = {}
-        self._info: LearnerInfo | None = None
+        self._num_parameters: int | None = None
 
     @property
     def num_restarts(self) -> int:
@@ -58,7 +58,7 @@ class LearnerLink:
     @property
     def is_started(self) -> bool:
         """True while its ranks are there."""
-        return self._info is not None and self._role.is_current
+        return self._num_parameters is not None and self._role.is_current
 
     def course(self) -> IsCurrent:
         """Tells later whether the learner has still done the steps that it has done now."""
@@ -69,14 +69,14 @@ class LearnerLink:
         """It was set back to its checkpoint, and so was everybody who knows how far it is."""
         self._course += 1
 
-    async def start(self, checkpoint: Path | None) -> LearnerInfo:
-        """Start its ranks from a checkpoint; again, where it dies meanwhile."""
-        while self._info is None:
+    async def start(self, checkpoint: Path | None) -> int:
+        """Start its ranks from a checkpoint; again, where it dies meanwhile. Gives the number of parameters."""
+        while self._num_parameters is None:
             try:
-                self._info = await self._call("start", checkpoint)
+                self._num_parameters = await self._call("start", checkpoint)
             except RoleRestartedError:
                 continue  # and it is started
-        return self._info
+        return self._num_parameters
 
     async def train(self, order: StepOrder, is_current: IsCurrent) -> TrainedStep:
         """See `LearnerHost.train`."""
@@ -135,5 +135,5 @@ class LearnerLink:
 
     async def _restart(self) -> None:
         checkpoint = await asyncio.to_thread(self._find_checkpoint)
-        self._info = await self._bare.call("start", checkpoint)
+        self._num_parameters = await self._bare.call("start", checkpoint)
         await self._on_restored(checkpoint)

@@ -1,8 +1,7 @@
 """What the parts of the controller share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rl_async_trainer.assemble import Roles
 from rl_async_trainer.controller.validator import Validator
@@ -10,11 +9,11 @@ from rl_async_trainer.liveness.hang_evidence import HangEvidence
 from rl_async_trainer.schedule.record import ScheduleRecord
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_core.data.records import Json
 from rl_metrics.reductions.memory import MemoryWatch
 from rl_rollout.prompts.supply import PromptSupply
 from rl_rollout.schedule import Scheduler
 from rl_trainer.reporting.rollout_rows import RolloutDraft
+from rl_trainer.run.lifecycle import RunLifecycle
 from rl_trainer.run.stopping import StopSignal
 
 
@@ -34,12 +33,9 @@ class ControllerParts:
         stop: Ctrl-C and SIGTERM.
         progress: Told of each progress.
         say: Writes an event.
-        log_metrics: Takes the metrics of a step; `is_late` where they came after those of later steps.
-        log_histograms: Takes the distributions of a step, as `Histogram.to_json` gives them.
+        lifecycle: Knows trackers, checkpoints, and the time that was spent.
         write_rollouts: Writes trajectories of a step down.
         memory: Measures that of the controller's process.
-        find_checkpoint: The newest whole checkpoint.
-        wall_s: Seconds spent so far, over all launches.
     """
 
     settings: AsyncSettings
@@ -53,9 +49,6 @@ class ControllerParts:
     stop: StopSignal
     progress: Callable[[str], None]
     say: Callable[..., None]
-    log_metrics: Callable[..., None]
-    log_histograms: Callable[[int, Mapping[str, Json]], None]
+    lifecycle: RunLifecycle
     write_rollouts: Callable[[Sequence[RolloutDraft]], None]
     memory: MemoryWatch
-    find_checkpoint: Callable[[], Path | None]
-    wall_s: Callable[[], float]

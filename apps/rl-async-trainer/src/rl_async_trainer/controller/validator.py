@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
+from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.rollouter_link import RollouterLink
 from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
@@ -26,29 +27,12 @@ from rl_trainer.rollouts.answers import Answer
 from rl_trainer.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
 from rl_trainer.rollouts.inputs import Inputs
 
-OnGenerations = Callable[[int, str, list[GenerationSample]], None]
+OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
 OnValidated = Callable[[int, dict[str, float]], None]
 
 
-class Answerer(Protocol):
-    """Who answers validation problems: the engines or the learner's side."""
-
-    async def validate(self, batch: ValidationBatch) -> list[Answer]:
-        """Answer each problem, as often as the settings say."""
-        ...
-
-    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
-        """Say what the policy thinks of tokens; None where who answered has died since."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A batch that is being answered."""
-
-    what: str
-    is_beside: bool
-    since: float
+Answerer = RollouterLink | LearnerLink
+"""Who answers validation problems: the engines or the learner's side."""
 
 
 class Validator:
@@ -68,7 +52,7 @@ class Validator:
         Args:
             settings: Of the run.
             inputs: Of the run.
-            on_generations: Told the samples that were drawn of each validation, with their step.
+            on_generations: Told the samples that were drawn of each validation, with their step and name.
             progress: Told of each batch that was answered.
             probes: Asks what the policy thinks of tokens.
         """
@@ -77,7 +61,8 @@ class Validator:
         self._on_generations = on_generations
         self._progress = progress
         self._probes = probes
-        self._asked: _Asked | None = None
+        self._asked: Wait | None = None
+        self._is_beside = False
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -111,7 +96,7 @@ class Validator:
                 found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
                 split = batches[0].split
                 if drawn:
-                    self._on_generations(step, split, drawn)
+                    self._on_generations(step, f"{split}/generations", drawn)
                 if split == "validation":
                     metrics |= found
                     with self._asking(f"what the policy of step {step} thinks of tokens", is_beside=is_beside):
@@ -155,8 +140,7 @@ class Validator:
         asked = self._asked
         if asked is None:
             return None, False
-        on = "rollouter" if self._settings.schedule.validate_on == "engines" else "learner"
-        return Wait(what=asked.what, on=on, since_s=time.monotonic() - asked.since), not asked.is_beside
+        return replace(asked, since_s=time.monotonic() - asked.since_s), not self._is_beside
 
     async def cancel(self) -> None:
         """Give up those that run."""
@@ -183,7 +167,7 @@ class Validator:
                 yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
     async def _ask(self, batches: list[ValidationBatch], whom: Answerer, *, is_beside: bool) -> list[Answer]:
-        """Answerer to all problems, in the order of asking."""
+        """Answers to all problems, in the order of asking."""
         answers: list[Answer] = []
         for batch in batches:
             what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
@@ -195,7 +179,8 @@ class Validator:
     @contextmanager
     def _asking(self, what: str, *, is_beside: bool) -> Iterator[None]:
         """Note what is waited for, while it is."""
-        self._asked = _Asked(what=what, is_beside=is_beside, since=time.monotonic())
+        on = "rollouter" if self._settings.schedule.validate_on == "engines" else "learner"
+        self._asked, self._is_beside = Wait(what=what, on=on, since_s=time.monotonic()), is_beside
         try:
             yield
         finally:

@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 from rl_core.cluster import Role
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
@@ -12,76 +10,45 @@ MOST_S = 15.0
 """Longest time from an answer to the next question."""
 
 
-class Link(Protocol):
-    """The controller's end of a role."""
-
-    @property
-    def is_started(self) -> bool:
-        """False while what is heavy in it starts: it may then be deaf for long."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heart:
-    """A role that is asked.
-
-    Attributes:
-        role: Its `report` is called.
-        link: Knows whether it is started.
-    """
-
-    role: Role
-    link: Link
-
-
-class Heartbeats:
-    """Asks roles what they do; for those in processes of their own.
+async def ask_roles(
+    roles: Mapping[str, Role],
+    *,
+    is_started: Callable[[str], bool],
+    deadline_s: float,
+    say: Callable[..., None],
+    progress: Callable[[str], None],
+) -> None:
+    """Ask roles what they do, until this is cancelled; for those in processes of their own.
 
     A process that is stopped, starved, or whose event loop hangs would otherwise be waited for until a deadline of the
     work itself, which is long.
+
+    Args:
+        roles: Who is asked, by name.
+        is_started: False of a role whose models are being loaded: it may then be deaf for long.
+        deadline_s: Longest silence.
+        say: Writes an event.
+        progress: Told when a role has done something since it was asked last.
     """
 
-    def __init__(
-        self,
-        hearts: Mapping[str, Heart],
-        *,
-        deadline_s: float,
-        say: Callable[..., None],
-        progress: Callable[[str], None],
-    ) -> None:
-        """Ask nobody yet.
-
-        Args:
-            hearts: Who is asked, by name.
-            deadline_s: Longest silence.
-            say: Writes an event.
-            progress: Told when a role has done something since it was asked last.
-        """
-        self._hearts = hearts
-        self._deadline_s = deadline_s
-        self._say = say
-        self._progress = progress
-
-    async def run(self) -> None:
-        """Ask until this is cancelled."""
-        await asyncio.gather(*(self._ask(name, heart) for name, heart in self._hearts.items()))
-
-    async def _ask(self, name: str, heart: Heart) -> None:
+    async def ask(name: str, role: Role) -> None:
         before: Mapping[str, float] = {}
         while True:
-            await asyncio.sleep(min(MOST_S, self._deadline_s / 4))
-            if not heart.link.is_started:
+            await asyncio.sleep(min(MOST_S, deadline_s / 4))
+            if not is_started(name):
                 continue
-            incarnation = heart.role.incarnation
+            incarnation = role.incarnation
             try:
-                view = await heart.role.call("report", deadline_s=self._deadline_s)
+                view = await role.call("report", deadline_s=deadline_s)
             except (RoleDiedError, NotReadyError):
                 continue  # who works with it brings it back
             except DeadlineError:
-                if heart.role.incarnation == incarnation and heart.link.is_started:
-                    self._say("role_silent", role=name, silent_s=self._deadline_s)
-                    await heart.role.fail(f"did not answer for {self._deadline_s:g} s, and was killed")
+                if role.incarnation == incarnation and is_started(name):
+                    say("role_silent", role=name, silent_s=deadline_s)
+                    await role.fail(f"did not answer for {deadline_s:g} s, and was killed")
                 continue
             if view.counts != before:
                 before = view.counts
-                self._progress(f"{name} works")
+                progress(f"{name} works")
+
+    await asyncio.gather(*(ask(name, role) for name, role in roles.items()))

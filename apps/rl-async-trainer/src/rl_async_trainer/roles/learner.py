@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_async_trainer.messages import LearnerInfo, PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
+from rl_async_trainer.messages import PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.roles.learner_validation import LearnerValidation
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
@@ -23,13 +23,14 @@ from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.weights.transports import TensorTransport
 from rl_core.weights.update import WeightTransport
 from rl_distill.checkpoints.store import CheckpointStore, Saved
+from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions.async_training import summarize_staleness
 from rl_metrics.reductions.recorder import Recorder
 from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer.learning.parts import LearningParts
-from rl_trainer.learning.start_learners import Learners, start_learners
+from rl_trainer.learning.start_learners import start_learners
 from rl_trainer.learning.step import learn
 from rl_trainer.reporting.rollout_rows import draft_rollouts
 from rl_trainer.reporting.speeds import with_speeds
@@ -43,15 +44,6 @@ LEASE_WAIT_S = 2.0
 LEASE_S = 10.0
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Doing:
-    """What the learner does now, for who looks for the reason of a hang."""
-
-    what: str = "the order to start"
-    on: str = CONTROLLER
-    since: float = field(default_factory=time.monotonic)
 
 
 class LearnerHost:
@@ -86,15 +78,15 @@ class LearnerHost:
         self._store = CheckpointStore(
             folder / "checkpoints", keep=settings.trainer.keep_checkpoints, on_saved=self._note_saved
         )
-        self._doing = _Doing()
+        self._doing = Wait(what="the order to start", on=CONTROLLER, since_s=time.monotonic())
         self._validator = LearnerValidation(settings)
         is_apart = settings.roles.kind != "inline"  # else its memory is the controller's, which has its own watch
         self._memory = make_memory_watch(settings, "learner") if is_apart else None
         self._step = 0
         self._is_closing = False
 
-    async def start(self, checkpoint: Path | None) -> LearnerInfo:
-        """Start the ranks, with the weights of a checkpoint or of the initial policy.
+    async def start(self, checkpoint: Path | None) -> int:
+        """Start the ranks, with the weights of a checkpoint or of the initial policy; gives the number of parameters.
 
         Raises:
             CheckpointError: The checkpoint cannot be read.
@@ -172,12 +164,12 @@ class LearnerHost:
     async def report(self) -> RoleView:
         """What it does, for `status`, and for who looks for the reason of a hang."""
         doing, now = self._doing, time.monotonic()
-        since_s = now - doing.since
+        since_s = now - doing.since_s
         waits = self._validator.waits(now)
         if doing.on and not (waits and doing.on == CONTROLLER):  # which waits for the validation
-            waits = (Wait(what=doing.what, on=doing.on, since_s=since_s), *waits)
+            waits = (replace(doing, since_s=since_s), *waits)
         if not doing.on and self._settings.cluster.kind != "inline":
-            waits = (Wait(what=doing.what, on=RANK, since_s=since_s), *waits)
+            waits = (replace(doing, on=RANK, since_s=since_s), *waits)
         return RoleView(doing="" if doing.on else f"works on {doing.what}, for {since_s:.0f} s", waits=waits)
 
     async def parts(self, deadline_s: float) -> list[RoleReport]:
@@ -196,7 +188,7 @@ class LearnerHost:
 
     # -- in the learner's thread
 
-    def _start(self, checkpoint: Path | None) -> LearnerInfo:
+    def _start(self, checkpoint: Path | None) -> int:
         settings = self._settings
         with self._does("its ranks to start"):
             learners = self.make_learners()
@@ -217,7 +209,7 @@ class LearnerHost:
         self._transport = make_transport(
             settings, is_in_process=settings.roles.kind == settings.rollout.placement == "inline"
         )
-        return LearnerInfo(num_parameters=learners.policy.num_parameters, num_ranks=settings.parallel.ranks)
+        return learners.policy.num_parameters
 
     def _train(self, order: StepOrder) -> TrainedStep:
         parts, settings, step = self._started, self._settings, order.step
@@ -284,7 +276,7 @@ class LearnerHost:
             policy, transport = self._started.learners.policy, self._transport
             if transport is None:
                 raise NotReadyError("the learner has not been started.")
-            canary = self._started.canary(self._canary_sequences)
+            canary = self._started.learners.canary(self._canary_sequences)
             tensors = policy.export_weights()
             if isinstance(transport, TensorTransport):  # the next step must not change what an engine is taking
                 tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -321,11 +313,11 @@ class LearnerHost:
     @contextmanager
     def _does(self, what: str, on: str = "") -> Any:
         """Note what the learner does, while it does it."""
-        self._doing = _Doing(what, on, time.monotonic())
+        self._doing = Wait(what=what, on=on, since_s=time.monotonic())
         try:
             yield
         finally:
-            self._doing = _Doing("the next order", CONTROLLER, time.monotonic())
+            self._doing = Wait(what="the next order", on=CONTROLLER, since_s=time.monotonic())
 
     def _note_saved(self, saved: Saved) -> None:
         with self._saved_lock:

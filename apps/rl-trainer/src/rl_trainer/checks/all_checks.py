@@ -1,7 +1,6 @@
 """What can be refused before anything heavy starts: arithmetic, names and files."""
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from rl_rollout.skip.folder import open_folder
 from rl_rollout.skip.steps import StepSelection
 from rl_trainer.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer.checks.distillation import distillation_problems, teacher_files
+from rl_trainer.checks.model_folder import check_policy_folder
 from rl_trainer.settings.metrics import LEVELS
 from rl_trainer.settings.schema import Settings
 
@@ -339,26 +339,4 @@ def _files(settings: Settings) -> Iterator[str]:
         if path is not None and not path.exists():
             yield f"{name}: {path} does not exist (looked in {Path.cwd()})."
     yield from check_policy_folder(settings.policy.path, setting="policy.path")
-    yield from teacher_files(settings, check_policy_folder)
-
-
-def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
-    """Problems of a Hugging Face folder, in words."""
-    if not path.is_dir():
-        yield f"{setting}: {path} is not a folder (looked in {Path.cwd()})."
-        return
-    config = path / "config.json"
-    if not config.is_file():
-        yield f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder."
-    else:
-        try:
-            json.loads(config.read_text())
-        except ValueError as error:
-            yield f"{setting}: {config} is not JSON: {error}."
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        yield (
-            f"{setting}: {path} has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it "
-            "came from into it."
-        )
-    if not any(path.glob("*.safetensors")):
-        yield f"{setting}: {path} has no *.safetensors weights; other formats can run code and are not read."
+    yield from teacher_files(settings)

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from rl_core import Prompt
 from rl_core.cluster import ResourcePool
@@ -17,20 +16,13 @@ from rl_distill.teacher.routing import TeacherRouter, route_problems
 from rl_distill.teacher.vocabulary import check_same_vocabulary
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.prompts import PromptTokenizer
+from rl_trainer.checks.model_folder import check_policy_folder
 from rl_trainer.learning.distillation import has_policy_gradient, learns_from_rewards, objective_options
 from rl_trainer.learning.off_policy import check_texts, text_problems
 from rl_trainer.learning.start_learners import rank_pool
 from rl_trainer.learning.teachers import teacher_pool
 from rl_trainer.rollouts.engines import replica_pool
 from rl_trainer.settings.schema import Settings
-
-
-class FolderCheck(Protocol):
-    """Gives the problems of a model folder."""
-
-    def __call__(self, path: Path, *, setting: str) -> Iterator[str]:
-        """In words, with the setting that names the folder."""
-        ...
 
 
 def distillation_problems(settings: Settings) -> Iterator[str]:
@@ -130,17 +122,12 @@ def _described(pool: ResourcePool) -> str:
     return f"{pool.size} x {describe(pool.cpus, pool.gpus)}"
 
 
-def teacher_files(settings: Settings, check_folder: FolderCheck) -> Iterator[str]:
-    """What is wrong with teachers' models.
-
-    Args:
-        settings: The run's.
-        check_folder: Gives the problems of a model folder, with the setting that names it.
-    """
+def teacher_files(settings: Settings) -> Iterator[str]:
+    """What is wrong with teachers' models."""
     student = _config(settings.policy.path)
     for name, teacher in settings.distillation.teachers.items():
         setting = f"distillation.teachers.{name}"
-        found = list(check_folder(teacher.model, setting=f"{setting}.model"))
+        found = list(check_policy_folder(teacher.model, setting=f"{setting}.model"))
         yield from found
         if found:
             continue

@@ -12,7 +12,6 @@ from rl_trainer.commands.plan import PromptCounts
 from rl_trainer.reporting.trackers import make_console
 from rl_trainer.rollouts.inputs import Inputs, read_inputs
 from rl_trainer.run.folder import RunFolder, open_run, require_resumable
-from rl_trainer.run.lifecycle import Outcome
 from rl_trainer.settings.schema import Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
@@ -24,7 +23,7 @@ def train_checked(
     resume: bool,
     dry_run: bool,
     describe: Callable[[Chosen, PromptCounts], str],
-    launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, Outcome]],
+    launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
 ) -> int:
     """Train, or print the plan; gives the exit status.
@@ -34,7 +33,7 @@ def train_checked(
         resume: Go on with the run in the folder.
         dry_run: Print the plan and end; nothing is written.
         describe: The plan as text.
-        launch: Trains in a folder that this process holds.
+        launch: Trains in a folder that this process holds; gives the exit status.
         also_refused: What of the settings this trainer alone has cannot work, in words.
 
     Raises:
@@ -51,4 +50,4 @@ def train_checked(
         say(describe(settings, inputs.counts))
         return 0
     with open_run(settings, resume=resume, say=say) as folder:
-        return asyncio.run(launch(settings, inputs, folder, make_console(settings))).exit_status
+        return asyncio.run(launch(settings, inputs, folder, make_console(settings)))

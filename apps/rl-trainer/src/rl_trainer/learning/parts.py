@@ -1,11 +1,10 @@
 """What the learner's side of a step works with, wherever it runs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rl_core import Batch, Canary, Ragged, RowKey
 from rl_core.data.records import IntArray
 from rl_core.weights.publish import BFLOAT16_TOLERANCES, ProofTolerances
+from rl_distill.learners import Learners
 from rl_distill.objectives.batch_columns import SampledLogprobs
 from rl_distill.objectives.distillation import DistillationObjective
 from rl_distill.objectives.kl_control import AdaptiveKL
@@ -14,7 +13,6 @@ from rl_distill.objectives.selection import TokenSelection
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSet
 from rl_trainer.learning.objective import sampled_logprobs
-from rl_trainer.learning.start_learners import Learners
 from rl_trainer.settings.schema import Settings
 
 
@@ -56,12 +54,6 @@ class LearningParts:
             return self.objective.with_kl_coefficient(kl_coefficient)
         policy = self.objective.policy
         return replace(self.objective, policy=policy and policy.with_kl_coefficient(kl_coefficient))
-
-    def canary(self, sequences: Sequence[IntArray]) -> Canary:
-        """Fixed sequences with the learner's logprobs of the current weights."""
-        keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(sequences))]
-        logprobs = self.learners.policy.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(sequences, dtype="int32")}))
-        return Canary(sequences=list(sequences), logprobs=list(logprobs))
 
 
 def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:

@@ -1,9 +1,8 @@
 """What every launch of a run does, whichever trainer makes it: find where to go on, and tell how it ended."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,6 @@ from rl_trainer.run.checkpoints import RunState
 from rl_trainer.run.folder import RunFolder
 from rl_trainer.run.stopping import StopRequestedError, StopSignal
 from rl_trainer.settings.schema import Settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a launch ended.
-
-    Attributes:
-        exit_status: 0 when the last step was done, 130 or 143 when the user stopped it, 3 when it paused itself.
-        summary: What `summary.json` says.
-    """
-
-    exit_status: int
-    summary: Mapping[str, Any]
 
 
 class RunLifecycle:
@@ -72,8 +58,11 @@ class RunLifecycle:
 
     async def launch(
         self, train: Callable[[AsyncExitStack, StopSignal], Awaitable[None]], state: Callable[[], RunState]
-    ) -> Outcome:
+    ) -> int:
         """Train until the last step or a signal; an error leaves the folder as of the last checkpoint.
+
+        Gives the exit status: 0 when the last step was done, 130 or 143 when the user stopped it, 3 when it paused
+        itself.
 
         Args:
             train: Trains; what it opens is closed by the stack.
@@ -127,29 +116,21 @@ class RunLifecycle:
         title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
         self._console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
 
-    def _stopped(self, state: RunState, stop: StopSignal) -> Outcome:
+    def _stopped(self, state: RunState, stop: StopSignal) -> int:
         """The user stopped it, or it paused itself."""
         self.ending = "stopped"
-        if stop.is_paused:
-            return self._paused(state, stop)
-        summary = self._summary("stopped", state)
-        self._folder.write_summary(summary)
-        self.events.write("run_stopped", step=state.step, signal=stop.number)
-        self._console.say(f"stopped after step {state.step}; go on with --resume")
-        return Outcome(exit_status=stop.exit_status, summary=summary)
-
-    def _paused(self, state: RunState, stop: StopSignal) -> Outcome:
-        summary = self._summary("paused", state) | {"paused_by": stop.pause_reason}
-        self._folder.write_summary(summary)
-        self.events.write("run_stopped", step=state.step, signal=None, paused_by=stop.pause_reason)
-        self._console.say(f"paused after step {state.step} by {stop.pause_reason}; go on with --resume")
-        return Outcome(exit_status=stop.exit_status, summary=summary)
+        status, paused = ("paused", {"paused_by": stop.pause_reason}) if stop.is_paused else ("stopped", {})
+        self._folder.write_summary(self._summary(status, state) | paused)
+        self.events.write("run_stopped", step=state.step, signal=None if paused else stop.number, **paused)
+        by = f" by {stop.pause_reason}" if paused else ""
+        self._console.say(f"{status} after step {state.step}{by}; go on with --resume")
+        return stop.exit_status
 
     def _report(self) -> dict[str, Path]:
         """Where the page about the run will be."""
         return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
 
-    def _finished(self, state: RunState) -> Outcome:
+    def _finished(self, state: RunState) -> int:
         """The last step was done."""
         self.ending = "finished"
         summary = self._summary("finished", state)
@@ -159,7 +140,7 @@ class RunLifecycle:
         self._console.summary(
             "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
         )
-        return Outcome(exit_status=0, summary=summary)
+        return 0
 
     def _summary(self, status: str, state: RunState) -> dict[str, Any]:
         newest = self.store.steps()[-1:]

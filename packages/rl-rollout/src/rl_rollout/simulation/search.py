@@ -1,7 +1,6 @@
 """Which split of the GPUs is fastest, and which staleness is enough."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rl_core.errors import SettingsError
 from rl_rollout.simulation.asynchronous import Policy, simulate_async
@@ -18,19 +17,6 @@ SEARCH_VERSIONS = 3
 """Versions that are measured while splits are compared; the fastest is then simulated as long as was asked."""
 ENOUGH = 1.01
 """A higher staleness is worth it where it makes steps shorter by more than this factor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What to take, and why.
-
-    Attributes:
-        chosen: The fastest split with the least staleness that is within 1 % of the best.
-        sentence: It in words, against the synchronous trainer.
-    """
-
-    chosen: Outcome
-    sentence: str
 
 
 def splits(workload: Workload, gpus: int) -> list[Cluster]:
@@ -91,8 +77,11 @@ def best_split(workload: Workload, gpus: int, policy: Policy, *, num_versions: i
     return simulate_async(workload, clusters[best], policy, num_versions=num_versions, seed=seed)
 
 
-def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> Advice:
-    """What to take of the best splits of several stalenesses on equally many GPUs."""
+def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """What to take of the best splits of several stalenesses on equally many GPUs, against the synchronous trainer.
+
+    It is the fastest split with the least staleness that is within 1 % of the best.
+    """
     best = min(outcomes, key=lambda outcome: outcome.step_s)
     chosen = next(
         outcome
@@ -102,20 +91,18 @@ def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> Advice:
     speedup = sync.step_s / chosen.step_s
     gpus, rollout, train = sync.cluster.gpus, chosen.cluster.rollout_gpus, chosen.cluster.train_gpus
     if speedup <= 1:
-        sentence = (
+        return (
             f"{gpus} GPUs: stay with the synchronous trainer; the best split, {rollout} for rollouts and {train} for "
             f"training, is {speedup:.2f} times as fast."
         )
-        return Advice(chosen=chosen, sentence=sentence)
     if chosen.max_staleness == max(outcome.max_staleness for outcome in outcomes):
         more = "more staleness was not tried."
     else:
         more = f"more staleness gains less than {100 * (ENOUGH - 1):.0f} %."
-    sentence = (
+    return (
         f"{gpus} GPUs: {rollout} for rollouts, {train} for training, max_staleness {chosen.max_staleness}: "
         f"{speedup:.2f} times sync; {more}"
     )
-    return Advice(chosen=chosen, sentence=sentence)
 
 
 def _bounds(workload: Workload, clusters: Sequence[Cluster], *, seed: int) -> list[float]:

@@ -1,0 +1,81 @@
+"""What learns in a run, on shared ranks: a policy, and where the algorithm needs them a reference and a critic."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from rl_core import Batch, Canary, Ragged, RowKey
+from rl_core.data.records import IntArray
+from rl_core.errors import SettingsError
+from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.learner import Critic, Learner, PendingSave, Scorer
+
+CRITIC_FOLDER = "critic"
+
+
+@runtime_checkable
+class _TakesHeads(Protocol):
+    """A learner that compares whole distributions."""
+
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Read the teachers' output matrices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learners:
+    """Everything that computes with weights of its own, besides the engine.
+
+    Attributes:
+        policy: Is trained.
+        reference: Frozen copy of the initial policy, where the KL needs one.
+        critic: Says the values, where the advantage needs them.
+        close: Ends all of them, and their ranks.
+        stacks: What each rank with a process of its own does right now, within so many seconds; for any thread.
+    """
+
+    policy: Learner
+    reference: Scorer | None
+    critic: Critic | None
+    close: Callable[[], None]
+    stacks: Callable[[float], list[str]] = lambda _: []
+
+    def save(self, folder: Path, *, in_background: bool = False) -> PendingSave:
+        """Write everything that trains into an empty folder: the policy in it, the critic in a folder of its own."""
+        pending = [self.policy.save(folder, in_background=in_background)]
+        if self.critic is not None:
+            pending.append(self.critic.save(folder / CRITIC_FOLDER, in_background=in_background))
+        return SavedTogether(*pending)
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`.
+
+        Raises:
+            CheckpointError: Missing, torn, or of another model.
+        """
+        self.policy.load(folder)
+        if self.critic is not None:
+            self.critic.load(folder / CRITIC_FOLDER)
+
+    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
+        """Give the policy the output matrices of teachers, in the order of `teacher_index`.
+
+        Raises:
+            SettingsError: The learner cannot take them, or a teacher knows fewer tokens.
+        """
+        if not isinstance(self.policy, _TakesHeads):
+            raise SettingsError(f'distribution = "full" needs a learner that takes teachers; found {self.policy}.')
+        self.policy.load_teacher_heads(folders)
+
+    def canary(self, sequences: Sequence[IntArray]) -> Canary:
+        """Fixed sequences with the policy's logprobs of the current weights."""
+        keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(sequences))]
+        logprobs = self.policy.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(sequences, dtype="int32")}))
+        return Canary(sequences=list(sequences), logprobs=list(logprobs))
+
+    def offload(self) -> None:
+        """Free their memory until they are used again."""
+        for model in (self.policy, self.reference, self.critic):
+            if model is not None:
+                model.offload()
