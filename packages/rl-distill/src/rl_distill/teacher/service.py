@@ -20,11 +20,13 @@ from rl_core.errors import (
     TeacherError,
 )
 from rl_core.queue.interface import Lease, TaskSpec, TransferQueue
+from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.leasing import lease_group
-from rl_distill.teacher.protocol import ScoreCache, Teacher
+from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
+from rl_distill.teacher.score_cache import ScoreCache
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, teacher_columns
-from rl_distill.teacher.scoring import Aligner, ServedTeacher
+from rl_distill.teacher.scoring import ServedTeacher
 from rl_distill.teacher.step_report import ServiceReport, Tally
 
 Result = TypeVar("Result")
@@ -101,12 +103,12 @@ class TeacherService:
 
     def __init__(
         self,
-        teachers: Sequence[Teacher],
+        teachers: Sequence[ReplicatedTeacher],
         router: TeacherRouter,
         options: ServiceOptions,
         *,
         caches: Mapping[str, ScoreCache] | None = None,
-        aligners: Mapping[str, Aligner] | None = None,
+        aligners: Mapping[str, TeacherAligner] | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
         """Join teachers that are not started yet.
@@ -315,7 +317,7 @@ class TeacherService:
             hidden_size=self._widest() if self._options.with_hidden else None,
         )
 
-    def _shape(self, teacher: Teacher) -> ScoreShape:
+    def _shape(self, teacher: ReplicatedTeacher) -> ScoreShape:
         """What a teacher's scores must look like."""
         return ScoreShape(
             top_k=self._options.top_k,
