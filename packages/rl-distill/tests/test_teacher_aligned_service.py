@@ -7,7 +7,8 @@ from distillation_fakes import FakeReplica, make_options, make_prompt, make_traj
 
 from rl_core import InProcessQueue, TaskSpec
 from rl_distill.teacher.aligned import TeacherAligner, TokenPieces
-from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
+from rl_distill.teacher.protocol import TeacherPlan
+from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.service import ServiceOptions, TeacherService, teacher_task

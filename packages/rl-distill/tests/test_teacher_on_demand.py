@@ -9,19 +9,20 @@ from distillation_fakes import VOCAB_SIZE, FakeReplica, make_options, make_promp
 
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import SettingsError
-from rl_distill.teacher.on_demand import ModelTraits, OnDemandTeacher, model_traits
-from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
+from rl_distill.teacher.model_fingerprint import model_traits
+from rl_distill.teacher.protocol import TeacherPlan, TeacherTraits
+from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scores import TeacherRow
 from rl_distill.teacher.service import ServiceOptions, TeacherService
 
-TRAITS = ModelTraits(vocab_size=VOCAB_SIZE, hidden_size=4, max_tokens=50)
+TRAITS = TeacherTraits(vocab_size=VOCAB_SIZE, hidden_size=4, max_tokens=50)
 ROW = TeacherRow(key=RowKey("p", 0, 0), input_ids=np.arange(5, dtype=np.int32), loss_mask=np.arange(5) > 1)
 
 
 def made(replica):
-    return OnDemandTeacher(ReplicatedTeacher(TeacherPlan(name="big", top_k=2), lambda _: replica), TRAITS)
+    return ReplicatedTeacher(TeacherPlan(name="big", top_k=2), lambda _: replica, traits=TRAITS)
 
 
 def test_nothing_starts_before_the_first_score():
@@ -124,7 +125,7 @@ def test_a_second_run_takes_its_scores_from_the_cache_and_starts_no_teacher(tmp_
 def test_traits_are_read_from_a_models_configuration(tmp_path):
     config = {"vocab_size": 32, "hidden_size": 16, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert model_traits(tmp_path) == ModelTraits(vocab_size=32, hidden_size=16, max_tokens=64)
+    assert model_traits(tmp_path) == TeacherTraits(vocab_size=32, hidden_size=16, max_tokens=64)
 
 
 @pytest.mark.parametrize(

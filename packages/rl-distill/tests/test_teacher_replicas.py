@@ -10,7 +10,8 @@ from distillation_fakes import FakeReplica
 
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, NotReadyError, TeacherError
-from rl_distill.teacher.replicas import ReplicatedTeacher, TeacherPlan
+from rl_distill.teacher.protocol import TeacherPlan
+from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.scores import TeacherRow
 
 ROW = TeacherRow(

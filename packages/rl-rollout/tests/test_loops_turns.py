@@ -160,10 +160,10 @@ def test_no_template_and_unknown_stop_tokens_are_refused():
         ChatTurns(make_tokenizer(None), role="tool")
     with pytest.raises(SettingsError, match=r"turns.stop_tokens: the tokenizer has no token '<\|call\|>'"):
         join_turns(make_tokenizer(), TurnFormat(stop_tokens=("<|call|>",)), role="tool")
-    joined = join_turns(
+    _, stop_token_ids = join_turns(
         make_tokenizer(), TurnFormat(stop_tokens=("<eos>",)), role="tool", known_stops=("<|call|>", "<|endoftext|>")
     )
-    assert joined.stop_token_ids == (4, 1)
+    assert stop_token_ids == (4, 1)
 
 
 def test_prompts_show_the_tools_and_observations():
@@ -191,7 +191,7 @@ def test_a_template_that_fails_on_one_prompt_says_which():
 
 def test_plain_turns_are_text_between_two_texts():
     tokenizer = make_tokenizer(None)
-    turns = join_turns(tokenizer, TurnFormat(kind="plain", prefix="[", suffix="]="), role="tool").turns
+    turns, _ = join_turns(tokenizer, TurnFormat(kind="plain", prefix="[", suffix="]="), role="tool")
     assert isinstance(turns, PlainTurns)
     prompt = Prompt(uid="p", input_ids=encode(tokenizer, "1+2"))
     assert turns.prompt_ids(prompt) is prompt.input_ids

@@ -19,7 +19,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import EngineError, MissingExtraError, SettingsError
 from rl_rollout import SamplingParams, resolve_loop
 from rl_rollout.audit import SampledSpan
-from rl_rollout.loops.sampled_sequences import columns_of
+from rl_rollout.loops.verifiers import columns_of
 
 END = "<|im_end|>"
 TOKENIZER = make_tokenizer()
@@ -226,11 +226,11 @@ def test_columns_come_from_the_spans():
         for start, tokens, logprobs, version in [(1, [5, 6], [-0.1, -0.2], 3), (4, [7], [-0.3], 4), (4, [9], [-9], 4)]
     ]
     trained: set[int] = set()
-    columns = columns_of(ids, sampled, spans, trained=trained)
-    assert columns.loss_mask.tolist() == sampled.tolist()
-    assert columns.rollout_logprobs.tolist() == np.array([0, -0.1, -0.2, 0, -0.3], np.float32).tolist()
-    assert columns.policy_versions.tolist() == [-1, 3, 3, -1, 4]
+    mask, logprobs, versions = columns_of(ids, sampled, spans, trained=trained)
+    assert mask.tolist() == sampled.tolist()
+    assert logprobs.tolist() == np.array([0, -0.1, -0.2, 0, -0.3], np.float32).tolist()
+    assert versions.tolist() == [-1, 3, 3, -1, 4]
     assert trained == {0, 1}
-    again = columns_of(ids, sampled, spans, trained=trained)
-    assert not again.loss_mask.any()
-    assert not again.rollout_logprobs.any()
+    mask, logprobs, _ = columns_of(ids, sampled, spans, trained=trained)
+    assert not mask.any()
+    assert not logprobs.any()

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from rl_core.data.ragged import Ragged
 from rl_core.errors import CheckpointError, SettingsError
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptSource
-from rl_rollout.prompts.rows import JsonlRows
+from rl_rollout.prompts.rows import read_jsonl
 
 
 def prompt_set(folder, size=7):
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": i}) + "\n" for i in range(size)))
     return PromptSet(
-        [JsonlRows(path)],
+        [read_jsonl(path)],
         uids=[f"u{i}" for i in range(size)],
         tokens=Ragged.from_rows([[i] for i in range(size)], dtype=np.int32),
         rows=np.array([[0, i] for i in range(size)]),

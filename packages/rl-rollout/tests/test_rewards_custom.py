@@ -1,8 +1,8 @@
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_rollout.rewards import exact_match, load_function, resolve_reward
-from rl_rollout.rewards.custom import check_callable
+from rl_rollout.rewards import exact_match, resolve_reward
+from rl_rollout.rewards.registry import check_callable
 
 
 @pytest.fixture
@@ -17,27 +17,27 @@ def reward_file(tmp_path):
         "    def __call__(self, given): return 1.0\n"
         "def length_reward(given): return len(given.response_text)\n"
         "def two(a, b): return 0.0\n"
+        "def none(): return 0.0\n"
         "judge = Judge()\n"
     )
     return path
 
 
 def test_a_function_of_a_file(reward_file):
-    assert load_function(f"{reward_file}:length_reward").__name__ == "length_reward"
-    assert load_function(f"{reward_file}:judge")(None) == 1.0
+    assert resolve_reward(f"{reward_file}:length_reward").__name__ == "length_reward"
     assert resolve_reward(f"{reward_file}:judge")(None) == 1.0
 
 
 def test_relative_paths_start_at_the_working_directory(reward_file, monkeypatch):
     monkeypatch.chdir(reward_file.parent)
-    assert callable(load_function("reward.py:length_reward"))
+    assert callable(resolve_reward("reward.py:length_reward"))
 
 
 def test_files_of_one_name_do_not_mix(tmp_path):
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "reward.py").write_text(f"def reward(given): return {number}")
-    functions = [load_function(f"{tmp_path}/{number}/reward.py:reward") for number in (1, 2)]
+    functions = [resolve_reward(f"{tmp_path}/{number}/reward.py:reward") for number in (1, 2)]
     assert [function(None) for function in functions] == [1, 2]
 
 
@@ -46,23 +46,24 @@ def test_files_of_one_name_do_not_mix(tmp_path):
     [
         ("lenght_reward", r"has no 'lenght_reward'; it has .*two\. Did you mean 'length_reward'\?"),
         ("LIMIT", "must be callable; found int"),
-        ("two", r"must take one argument, a RewardInput; it is \(a, b\)"),
+        ("two", "needs the option 'b'"),
+        ("none", r"must take one argument, a RewardInput; it is \(\)"),
     ],
 )
 def test_what_is_not_a_reward_function_is_refused(reward_file, name, message):
     with pytest.raises(SettingsError, match=message):
-        load_function(f"{reward_file}:{name}")
+        resolve_reward(f"{reward_file}:{name}")
 
 
 def test_missing_files_and_malformed_references(tmp_path):
     with pytest.raises(SettingsError, match=r"the file .*/none\.py does not exist"):
-        load_function(f"{tmp_path}/none.py:reward")
+        resolve_reward(f"{tmp_path}/none.py:reward")
     for reference in ("reward.py", "reward.py:", ":reward"):
         with pytest.raises(SettingsError, match=r"must be given as path\.py:name"):
-            load_function(reference)
+            resolve_reward(reference)
     (tmp_path / "reward.txt").write_text("")
     with pytest.raises(SettingsError, match="is not a Python file"):
-        load_function(f"{tmp_path}/reward.txt:reward")
+        resolve_reward(f"{tmp_path}/reward.txt:reward")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_missing_files_and_malformed_references(tmp_path):
 def test_an_import_that_raises_shows_its_traceback(tmp_path, body, message):
     (tmp_path / "reward.py").write_text(body)
     with pytest.raises(SettingsError, match=message):
-        load_function(f"{tmp_path}/reward.py:reward")
+        resolve_reward(f"{tmp_path}/reward.py:reward")
 
 
 def test_names_of_the_registry():
@@ -93,5 +94,5 @@ def test_a_file_is_imported_anew_for_each_run(tmp_path):
     (tmp_path / "counting.py").write_text(
         "calls = 0\ndef reward(given):\n    global calls\n    calls += 1\n    return calls\n"
     )
-    first, second = (load_function(f"{tmp_path}/counting.py:reward") for _ in range(2))
+    first, second = (resolve_reward(f"{tmp_path}/counting.py:reward") for _ in range(2))
     assert (first(None), first(None), second(None)) == (1, 2, 1)

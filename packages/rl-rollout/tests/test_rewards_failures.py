@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_rollout.rewards import FailurePolicy, RewardInput, RewardResult, RewardScorer, quick
-from rl_rollout.rewards.rate_limit import RateLimit
+from rl_rollout.rewards.scorer import RateLimit
 
 
 def responses(*texts):

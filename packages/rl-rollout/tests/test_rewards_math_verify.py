@@ -115,7 +115,7 @@ def test_the_short_cut_for_integers_agrees_with_the_library(gold, change, separa
         math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None),
         timeout_seconds=None,
     )
-    assert asyncio.run(verify.compare(gold_text, answer)).is_equal == by_library == (change == 0)
+    assert asyncio.run(verify.compare(gold_text, answer)) == by_library == (change == 0)
 
 
 def test_answer_of():

@@ -11,11 +11,12 @@ from rl_rollout.rewards import (
     RewardOptions,
     RewardPart,
     RewardScorer,
-    ScoredPart,
     WeightedReward,
     build_scorer,
     resolve_reward,
 )
+
+PART = RewardPart(function="exact_match", name="a", weight=2.0)
 
 
 @pytest.fixture
@@ -185,15 +186,15 @@ def test_waiting_for_a_turn_is_no_part_of_the_time(reward_file):
 
 
 def test_a_weighted_reward_is_a_function_like_any_other(reward_file):
-    reward = WeightedReward([ScoredPart(name="a", weight=2.0, scorer=RewardScorer(resolve_reward("exact_match")))])
+    reward = WeightedReward([(PART, RewardScorer(resolve_reward("exact_match")))])
     assert asyncio.run(reward(given_text("1", ground_truth="1"))).reward == 2.0
-    broken = WeightedReward([ScoredPart(name="a", weight=2.0, scorer=RewardScorer(lambda _given: None))])
+    broken = WeightedReward([(PART, RewardScorer(lambda _given: None))])
     with pytest.raises(RuntimeError, match=r"part 'a' of the reward: .*gave reward = None"):
         asyncio.run(broken(given_text("1")))
 
 
 def test_a_weighted_reward_needs_different_parts():
-    part = ScoredPart(name="a", weight=2.0, scorer=RewardScorer(resolve_reward("exact_match")))
+    part = (PART, RewardScorer(resolve_reward("exact_match")))
     for parts in ((), (part, part)):
         with pytest.raises(SettingsError, match="at least one part, with different names"):
             WeightedReward(parts)

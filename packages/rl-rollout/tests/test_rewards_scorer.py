@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
-from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, load_function, quick, resolve_reward
+from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, quick, resolve_reward
 from rl_rollout.rewards.threaded import CallThreads
 
 
@@ -100,7 +100,7 @@ def test_a_function_that_raises_fails_that_response_alone(tmp_path, is_async):
         f"{'async ' * is_async}def reward(given):\n    if given.response_text == 'b':\n"
         "        raise KeyError('answer')\n    return 1.0\n"
     )
-    scored = score(load_function(f"{path}:reward"), "a", "b", "c")
+    scored = score(resolve_reward(f"{path}:reward"), "a", "b", "c")
     assert [one.result is None for one in scored] == [False, True, False]
     assert scored[1].failure == (
         "reward function 'mine.py:reward' on prompt p7 raised KeyError: 'answer' (mine.py, line 3, in reward)"

@@ -72,7 +72,23 @@ class StepResult:
     tokens: Mapping[str, Ragged] = field(default_factory=dict)
 
 
-class Learner(Protocol):
+class Scorer(Protocol):
+    """A policy that says how likely tokens are to it."""
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Logprobs of the tokens of each trajectory, float32, aligned with input_ids, first token 0."""
+        ...
+
+    def offload(self) -> int:
+        """Free memory until the next call, which brings everything back; gives the bytes freed, over all ranks."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Can be called twice."""
+        ...
+
+
+class Learner(Scorer, Protocol):
     """A policy in training. One caller at a time."""
 
     @property
@@ -83,10 +99,6 @@ class Learner(Protocol):
     @property
     def num_parameters(self) -> int:
         """Parameters of the policy."""
-        ...
-
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Logprobs of the tokens of each trajectory, float32, aligned with input_ids, first token 0."""
         ...
 
     def train_step(
@@ -144,30 +156,6 @@ class Learner(Protocol):
         Raises:
             CheckpointError: Missing, torn, or of another model.
         """
-        ...
-
-    def offload(self) -> int:
-        """Free memory until the next call, which brings everything back; gives the bytes freed, over all ranks."""
-        ...
-
-    def close(self) -> None:
-        """Free everything. Can be called twice."""
-        ...
-
-
-class Scorer(Protocol):
-    """A frozen policy."""
-
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """As `Learner.logprobs`."""
-        ...
-
-    def offload(self) -> int:
-        """As `Learner.offload`."""
-        ...
-
-    def close(self) -> None:
-        """Free everything. Can be called twice."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from rl_core import Batch, Canary, Ragged, RowKey
 from rl_core.data.records import IntArray
 from rl_core.errors import SettingsError
-from rl_distill.checkpoints.pending_save import SavedTogether
+from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 
 CRITIC_FOLDER = "critic"
@@ -46,7 +46,7 @@ class Learners:
         pending = [self.policy.save(folder, in_background=in_background)]
         if self.critic is not None:
             pending.append(self.critic.save(folder / CRITIC_FOLDER, in_background=in_background))
-        return SavedTogether(*pending)
+        return saved_together(*pending)
 
     def load(self, folder: Path) -> None:
         """Continue from `save`.

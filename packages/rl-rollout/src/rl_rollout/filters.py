@@ -8,7 +8,7 @@ from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_files import find_in
 
 GroupFilter = Callable[[GroupResult], str | None]
 """Why a group shall not train, in a few words; None keeps it."""
@@ -37,9 +37,7 @@ def resolve_filter(reference: str) -> GroupFilter:
     Raises:
         SettingsError: There is no such name, file or function.
     """
-    if ":" not in reference and not reference.endswith(".py"):
-        return FILTERS.get(reference)  # type: ignore[no-any-return]
-    found = load_attribute(reference, kind="group filter")
+    found = find_in(FILTERS, reference)
     if not callable(found):
         raise SettingsError(f"group filter {reference!r} must be a function of one GroupResult; found {found!r}.")
     return found  # type: ignore[no-any-return]

@@ -9,9 +9,25 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.registry import nearest_name
+from rl_core.registry import Registry, nearest_name
 
 TRACEBACK_LINES = 6
+
+
+def find_in(registry: Registry[Any], reference: str, *, is_fresh: bool = False) -> Any:
+    """What a registry has under a name, or a user's file under `path.py:name`.
+
+    Args:
+        registry: Says what it is, for messages.
+        reference: The name, or the file with one.
+        is_fresh: See `load_attribute`.
+
+    Raises:
+        SettingsError: There is no such name or file.
+    """
+    if ":" in reference or reference.endswith(".py"):
+        return load_attribute(reference, kind=registry.kind, is_fresh=is_fresh)
+    return registry.get(reference)
 
 
 def load_attribute(reference: str, *, kind: str, is_fresh: bool = False) -> Any:

@@ -14,7 +14,7 @@ from rl_rollout.engines.registry import known_engines
 from rl_rollout.filters import resolve_filter
 from rl_rollout.loops.registry import LOOPS
 from rl_rollout.rescoring import can_score_again
-from rl_rollout.skip.folder import open_folder
+from rl_rollout.skip.entry_folder import open_folder
 from rl_rollout.skip.steps import StepSelection
 from rl_trainer.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer.checks.distillation import distillation_problems, teacher_files

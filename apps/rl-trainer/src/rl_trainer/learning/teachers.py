@@ -10,11 +10,10 @@ from rl_core.cluster.shares import visible_gpus
 from rl_core.errors import SettingsError
 from rl_distill.policy_config import parse_policy_config, read_policy_config
 from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces
-from rl_distill.teacher.model_fingerprint import model_fingerprint
-from rl_distill.teacher.on_demand import OnDemandTeacher, model_traits
+from rl_distill.teacher.model_fingerprint import model_fingerprint, model_traits
 from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
-from rl_distill.teacher.protocol import Teacher, TeacherReplica
-from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher, TeacherPlan
+from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica
+from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.service import ServiceOptions, TeacherService
@@ -42,7 +41,7 @@ def make_teachers(
     if not chosen.teachers:
         return None
     caches = make_caches(settings)
-    teachers: list[Teacher] = []
+    teachers: list[ReplicatedTeacher] = []
     for name, teacher in chosen.teachers.items():
         plan = TeacherPlan(
             name=name,
@@ -55,8 +54,9 @@ def make_teachers(
             deadline_s=chosen.deadline_s,
             start_deadline_s=chosen.start_deadline_s,
         )
-        made = ReplicatedTeacher(plan, replica_maker(settings, name, log_directory=log_directory))
-        teachers.append(OnDemandTeacher(made, model_traits(teacher.model)) if caches else made)
+        make = replica_maker(settings, name, log_directory=log_directory)
+        traits = model_traits(teacher.model) if caches else None
+        teachers.append(ReplicatedTeacher(plan, make, traits=traits))
     return TeacherService(
         teachers,
         TeacherRouter(chosen),

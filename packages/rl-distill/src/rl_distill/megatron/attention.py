@@ -49,34 +49,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
     return out
 
 
-class _ToBuckets(torch.autograd.Function):
-    """Rows in bucket order; gradients of padding are dropped."""
+class _Reorder(torch.autograd.Function):
+    """Rows in another order; the gradient takes the way back, and is 0 for rows that are padding."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: HeadIndex) -> Tensor:
-        ctx.index = index
-        return rows.index_select(0, index.to_buckets)
+    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+        ctx.back, ctx.padding = back, padding
+        return rows.index_select(0, there)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.index.from_buckets), None
-
-
-class _FromBuckets(torch.autograd.Function):
-    """Rows in the pack's order; padding gets zero gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: HeadIndex) -> Tensor:
-        ctx.index = index
-        return rows.index_select(0, index.from_buckets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        index = ctx.index
-        grad = grads[0].index_select(0, index.to_buckets)
-        if len(index.padding):
-            grad.index_fill_(0, index.padding, 0.0)
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grads[0].index_select(0, ctx.back)
+        if ctx.padding is not None and len(ctx.padding):
+            grad.index_fill_(0, ctx.padding, 0.0)
+        return grad, None, None, None
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -230,7 +216,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
         q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
         out = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
-        out = _FromBuckets.apply(out, layout.heads[qkv[0].shape[1]])  # type: ignore[no-untyped-call]
+        index = layout.heads[qkv[0].shape[1]]
+        out = _Reorder.apply(out, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
         out = out.view(*qkv[0].shape)
         if self._context_group is not None:
             out = heads_to_tokens(out, group=self._context_group)
@@ -244,4 +231,5 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _bucketed(x: Tensor, index: HeadIndex) -> Tensor:
-    return _ToBuckets.apply(x.reshape(-1, x.shape[-1]), index)  # type: ignore[no-any-return, no-untyped-call]
+    rows = x.reshape(-1, x.shape[-1])
+    return _Reorder.apply(rows, index.to_buckets, index.from_buckets, None)  # type: ignore[no-any-return, no-untyped-call]

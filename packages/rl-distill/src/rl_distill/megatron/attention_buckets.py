@@ -57,10 +57,6 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     kept: Tensor | None = None
     experts: Tensor | None = None
 
-    def bucket_places(self) -> list[int]:
-        """Tokens of each bucket, padding included."""
-        return [rows * length for rows, length in self.buckets]
-
 
 def plan_buckets(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Group trajectories so that a bucket costs one call and little padding.

@@ -5,37 +5,28 @@ every rank has the same work however the trajectories lie. Source: DeepSpeed-Uly
 arXiv:2309.14509.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Exchange = Callable[[Tensor, Any], Tensor]
+"""(a rank's part, the ranks) -> its part after the exchange."""
 
-class _TokensToHeads(torch.autograd.Function):
-    """[T / ranks, heads, D] of this rank's tokens to [T, heads / ranks, D] of this rank's heads."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _tokens_to_heads(x, group)
+class _Exchange(torch.autograd.Function):
+    """An exchange between ranks; the gradient takes the way back."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _heads_to_tokens(grads[0], ctx.group), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    """The way back."""
+    def forward(ctx: Any, x: Tensor, group: Any, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _heads_to_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _tokens_to_heads(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.group), None, None, None
 
 
 class _AllTokensOfOneHead(torch.autograd.Function):
@@ -72,6 +63,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
+    """[T / ranks, heads, D] of this rank's tokens to [T, heads / ranks, D] of this rank's heads."""
     size = group.size()
     parts = x.reshape(x.shape[0], size, -1, x.shape[-1]).transpose(0, 1).contiguous()
     out = torch.empty_like(parts)
@@ -80,6 +72,7 @@ def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
 
 
 def _heads_to_tokens(x: Tensor, group: Any) -> Tensor:
+    """The way back."""
     size = group.size()
     parts = x.reshape(size, x.shape[0] // size, *x.shape[1:]).contiguous()
     out = torch.empty_like(parts)
@@ -99,7 +92,7 @@ def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
         [T, heads of this rank, head_dim].
     """
     if x.shape[1] % group.size() == 0:
-        return _TokensToHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+        return _Exchange.apply(x, group, _tokens_to_heads, _heads_to_tokens)  # type: ignore[no-any-return, no-untyped-call]
     first_query = group.rank() * (num_query_heads // group.size())
     head = first_query // (num_query_heads // x.shape[1])
     return _AllTokensOfOneHead.apply(x, head, group)  # type: ignore[no-any-return, no-untyped-call]
@@ -107,7 +100,7 @@ def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
 
 def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
     """[T, heads / ranks, head_dim] back to [T / ranks, heads, head_dim]."""
-    return _HeadsToTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(x, group, _heads_to_tokens, _tokens_to_heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_over_ranks(x: Tensor, *, group: Any) -> Tensor:

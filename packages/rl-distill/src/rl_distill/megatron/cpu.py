@@ -29,40 +29,23 @@ _FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange")
 _CPU = torch.device("cpu")
 
 
-class _Stream:
-    """A CUDA stream where everything is synchronous."""
+class _Synchronous:
+    """A CUDA stream, or an event of one, where everything has happened as soon as it is asked for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Accept whatever a CUDA stream takes."""
+        """Accept whatever CUDA's take."""
 
-    def wait_stream(self, stream: object) -> None:
-        """Nothing runs, so nothing is waited for."""
-
-    def wait_event(self, event: object) -> None:
-        """Nothing runs, so nothing is waited for."""
-
-    def record_event(self, event: object = None) -> "_Event":  # noqa: ARG002 - as torch's
+    def record_event(self, event: object = None) -> "_Synchronous":  # noqa: ARG002 - as torch's
         """Everything before has happened."""
-        return _Event()
+        return self
+
+    def wait(self, other: object = None) -> None:
+        """Nothing runs, so nothing is waited for, and there is nothing to record."""
+
+    wait_stream = wait_event = record = wait
 
     def synchronize(self) -> None:
         """Nothing runs, so nothing is waited for."""
-
-
-class _Event:
-    """A CUDA event that has always happened."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        """Accept whatever a CUDA event takes."""
-
-    def record(self, stream: object = None) -> None:
-        """Nothing to record."""
-
-    def wait(self, stream: object = None) -> None:
-        """Already happened."""
-
-    def synchronize(self) -> None:
-        """Already happened."""
 
 
 class _Overlay(types.ModuleType):
@@ -141,13 +124,13 @@ _GROUPS = _SharedGroups()
 
 
 def _torch_overlay() -> _Overlay:
-    stream = _Stream()
+    stream = _Synchronous()
     cuda = {
         "current_device": lambda: _CPU,
         "synchronize": lambda *_, **__: None,
         "empty_cache": lambda: None,
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _Synchronous,
+        "Event": _Synchronous,
         "current_stream": lambda *_, **__: stream,
         "default_stream": lambda *_, **__: stream,
         "stream": lambda _: contextlib.nullcontext(),

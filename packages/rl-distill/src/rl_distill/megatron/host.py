@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
@@ -22,7 +23,7 @@ from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, writ
 from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.convert import Block
 from rl_distill.megatron.cpu import install_cpu_compatibility
-from rl_distill.megatron.parallel import Place, Rendezvous, StoreListener, initialize_groups, join_ranks
+from rl_distill.megatron.parallel import Place, Rendezvous, initialize_groups, join_ranks, open_store
 from rl_distill.megatron.rank_model import RankModel, States
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
@@ -70,7 +71,7 @@ class RankHost:
         self._models: dict[str, RankModel] = {}
         self._savings: dict[Path, Future[Written]] = {}
         self._read: dict[str, States] = {}
-        self._listener: StoreListener | None = None
+        self._store: Store | None = None
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if context.size > 1 and torch.cuda.is_available():
@@ -79,12 +80,12 @@ class RankHost:
 
     def listen(self) -> Rendezvous:
         """Open the store where ranks meet; rank 0 alone."""
-        self._listener = StoreListener(self._context.address, num_ranks=self._context.size)
-        return self._listener.rendezvous
+        rendezvous, self._store = open_store(self._context.address, num_ranks=self._context.size)
+        return rendezvous
 
     def join(self, rendezvous: Rendezvous | None) -> Place:
         """Meet the other ranks, and make megatron's groups."""
-        join_ranks(self._context.rank, self._context.size, rendezvous=rendezvous, listener=self._listener)
+        join_ranks(self._context.rank, self._context.size, rendezvous=rendezvous, store=self._store)
         initialize_groups(self._parallel, seed=self._seed)
         return Place.of_this_rank()
 

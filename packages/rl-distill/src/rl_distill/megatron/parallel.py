@@ -20,17 +20,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A collective that takes longer fails on every rank that waits in it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of a learner meet.
-
-    Attributes:
-        address: Host of rank 0, as the others reach it.
-        port: Of its store.
-    """
-
-    address: str
-    port: int
+Rendezvous = tuple[str, int]
+"""Where the ranks of a learner meet: the host of rank 0, as the others reach it, and the port of its store."""
 
 
 def learner_device() -> torch.device:
@@ -44,29 +35,27 @@ def undisturbed_random_numbers() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices)
 
 
-class StoreListener:
-    """Rank 0's store, listening on one address alone and a port of the system's choice."""
-
-    def __init__(self, address: str, *, num_ranks: int) -> None:
-        """Listen; `rendezvous` says where."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((address, 0))
-        listener.listen(max(16, num_ranks))
-        self.rendezvous = Rendezvous(address=address, port=listener.getsockname()[1])
-        self.store = TCPStore(
-            address,
-            self.rendezvous.port,
-            num_ranks,
-            is_master=True,
-            timeout=COLLECTIVE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=True,
-        )
+def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
+    """Rank 0's store, listening on one address alone and a port of the system's choice; and where that is."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(max(16, num_ranks))
+    port: int = listener.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        num_ranks,
+        is_master=True,
+        timeout=COLLECTIVE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+    return (address, port), store
 
 
-def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, listener: StoreListener | None) -> None:
+def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, store: Store | None) -> None:
     """Make this process a rank of torch.distributed, once.
 
     A single process talks to nobody and opens no port. Where an engine in this process has already set up
@@ -76,7 +65,7 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, list
         rank: From 0.
         num_ranks: Number of processes.
         rendezvous: Where they meet; None for a single one.
-        listener: Rank 0's own store.
+        store: Rank 0's own.
 
     Raises:
         SettingsError: torch.distributed is set up here for another number of processes.
@@ -84,10 +73,10 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, list
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         if rendezvous is None:
-            store: Store = HashStore()
+            store = HashStore()
         else:
-            _use_interface_of(rendezvous.address)
-            store = listener.store if listener is not None else _client_store(rendezvous, num_ranks)
+            _use_interface_of(rendezvous[0])
+            store = _client_store(rendezvous, num_ranks) if store is None else store
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
     if dist.get_world_size() != num_ranks:
         raise SettingsError(
@@ -98,8 +87,7 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, list
 
 def _client_store(rendezvous: Rendezvous, num_ranks: int) -> Store:
     return TCPStore(
-        rendezvous.address,
-        rendezvous.port,
+        *rendezvous,
         num_ranks,
         is_master=False,
         timeout=COLLECTIVE_TIMEOUT,

@@ -34,14 +34,14 @@ def gae(
         SettingsError: gamma or lam is outside [0, 1].
         DataError: There are no `values`.
     """
-    episodes = episodes_of(rows)
+    rewards, offsets, share = episodes_of(rows)
     values = rows.column("values")[rows.loss_mask].double()
-    errors = episodes.rewards + gamma * next_values(values, episodes.offsets) - values
-    advantages = discounted_sums(errors, episodes.offsets, discount=gamma * lam)
+    errors = rewards + gamma * next_values(values, offsets) - values
+    advantages = discounted_sums(errors, offsets, discount=gamma * lam)
     returns = advantages + values
     if whiten:
         advantages = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
-    return {"advantages": unmasked(advantages * episodes.share, rows), "returns": unmasked(returns, rows)}
+    return {"advantages": unmasked(advantages * share, rows), "returns": unmasked(returns, rows)}
 
 
 def remax(rows: RewardedRows) -> dict[str, Tensor]:

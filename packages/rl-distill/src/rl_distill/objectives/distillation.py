@@ -7,6 +7,7 @@ estimates as a reward, Lu and Thinking Machines Lab 2025, thinkingmachines.ai/bl
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -19,8 +20,8 @@ from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison
-from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, TokenDivergence, clamped
-from rl_distill.objectives.kl import KLEstimator, StraightThrough, absolute, k1, k2
+from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, clamped
+from rl_distill.objectives.kl import KLEstimator, absolute, k1, k2, straight_through
 from rl_distill.objectives.log_ratios import excess
 from rl_distill.objectives.logit_divergence import MEASURES
 from rl_distill.objectives.micro_columns import masked, needed_column
@@ -28,7 +29,6 @@ from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy_objective import PolicyObjective
 
-EstimatorKind = Literal["k1", "abs", "k2", "k3"]
 DistillationLoss = Literal["forward_kl", "reverse_kl", "js", "uld", "k1", "abs", "k2", "k3", "nll"]
 
 WHO = "distillation"
@@ -44,7 +44,12 @@ def k3(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     return excess(teacher_logprobs - policy_logprobs)
 
 
-ESTIMATORS: dict[str, KLEstimator] = {"k1": StraightThrough(k1), "abs": StraightThrough(absolute), "k2": k2, "k3": k3}
+ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": partial(straight_through, estimator=k1),
+    "abs": partial(straight_through, estimator=absolute),
+    "k2": k2,
+    "k3": k3,
+}
 """In a loss. The gradients of k1 and abs themselves mean nothing there (see `kl`), so theirs is k2's."""
 
 
@@ -204,13 +209,13 @@ def estimate(
     if options.min_logprob is not None:
         is_bitten = (student.detach() < options.min_logprob) | (teacher < options.min_logprob)
         student, teacher = student.clamp_min(options.min_logprob), teacher.clamp_min(options.min_logprob)
-    found: TokenDivergence = clamped(ESTIMATORS[options.loss](student, teacher), is_bitten, options.divergence)
+    losses, is_clamped = clamped(ESTIMATORS[options.loss](student, teacher), is_bitten, options.divergence)
     return {
-        "loss": torch.where(is_scored, found.losses, 0.0),
+        "loss": torch.where(is_scored, losses, 0.0),
         "student_mass": student_mass,
         "teacher_mass": teacher_mass,
         "tail_mass": torch.where(is_scored, 1.0 - teacher_mass, 0.0),
-        "clamped_fraction": (found.is_clamped & is_scored).to(student_mass.dtype),
+        "clamped_fraction": (is_clamped & is_scored).to(student_mass.dtype),
     }
 
 

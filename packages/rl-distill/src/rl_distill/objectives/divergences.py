@@ -57,17 +57,8 @@ class DivergenceOptions:
         check_fields(self, owner="a divergence")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDivergence:
-    """What a divergence is at each token.
-
-    Attributes:
-        losses: [M], with gradient to the student's logprobs.
-        is_clamped: [M] bool, where max_loss or min_logprob bit.
-    """
-
-    losses: Tensor
-    is_clamped: Tensor
+TokenDivergence = tuple[Tensor, Tensor]
+"""[M] a divergence at each token, with gradient to the student's logprobs; [M] bool where a clamp bit."""
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -> Tensor:
@@ -136,8 +127,8 @@ def log_tail(log_p: Tensor) -> Tensor:
 def clamped(losses: Tensor, is_bitten: Tensor, options: DivergenceOptions) -> TokenDivergence:
     """[M] losses under max_loss, and where either clamp bit."""
     if options.max_loss is None:
-        return TokenDivergence(losses, is_bitten)
-    return TokenDivergence(losses.clamp(max=options.max_loss), is_bitten | (losses.detach() > options.max_loss))
+        return losses, is_bitten
+    return losses.clamp(max=options.max_loss), is_bitten | (losses.detach() > options.max_loss)
 
 
 def _bites(log_p: Tensor, log_q: Tensor, is_given: Tensor, options: DivergenceOptions) -> Tensor:

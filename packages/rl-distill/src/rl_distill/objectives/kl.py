@@ -11,7 +11,7 @@ Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -50,20 +50,10 @@ def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
 
 
-@dataclass(frozen=True, slots=True)
-class StraightThrough:
-    """The value of one estimator with the gradient of k2.
-
-    Attributes:
-        estimator: Gives the value.
-    """
-
-    estimator: KLEstimator
-
-    def __call__(self, policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-        """[T] estimates."""
-        gradient = k2(policy_logprobs, reference_logprobs)
-        return self.estimator(policy_logprobs, reference_logprobs).detach() + gradient - gradient.detach()
+def straight_through(policy_logprobs: Tensor, reference_logprobs: Tensor, *, estimator: KLEstimator) -> Tensor:
+    """The value of one estimator with the gradient of k2."""
+    gradient = k2(policy_logprobs, reference_logprobs)
+    return estimator(policy_logprobs, reference_logprobs).detach() + gradient - gradient.detach()
 
 
 KL_ESTIMATORS: Registry[KLEstimator] = Registry(
@@ -73,9 +63,9 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
         "abs": absolute,
         "k2": k2,
         "k3": k3,
-        "k1+": StraightThrough(k1),
-        "abs+": StraightThrough(absolute),
-        "k3+": StraightThrough(k3),
+        "k1+": partial(straight_through, estimator=k1),
+        "abs+": partial(straight_through, estimator=absolute),
+        "k3+": partial(straight_through, estimator=k3),
     },
     group="rl_distill.kl_estimators",
 )

@@ -300,6 +300,7 @@ def _measured(
         is_scored: [M] bool.
     """
     is_given = ids >= 0
+    losses, is_clamped = found
     student_mass, teacher_mass = masses
     measured = {
         "student_mass": student_mass,
@@ -307,7 +308,7 @@ def _measured(
         "tail_mass": (1.0 - teacher_mass).clamp_min(0.0),
         "overlap_ratio": (_is_among(ids, best) & is_given).sum(-1) / is_given.sum(-1).clamp_min(1),
         "agreement": (ids[:, :1] == best[:, :1]).any(-1),
-        "clamped_fraction": found.is_clamped,
+        "clamped_fraction": is_clamped,
     }
     rest = {name: torch.where(is_scored, value.to(teacher_mass.dtype), 0.0) for name, value in measured.items()}
-    return TokenComparison(losses=torch.where(is_scored, found.losses, 0.0), **rest)
+    return TokenComparison(losses=torch.where(is_scored, losses, 0.0), **rest)

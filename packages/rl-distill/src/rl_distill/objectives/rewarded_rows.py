@@ -167,23 +167,13 @@ def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
     return spread_units(rows, units, estimate(units.rewards, units.group))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episodes:
-    """The trained tokens alone, for estimators that go from token to token.
+def episodes_of(rows: RewardedRows) -> tuple[Tensor, Tensor, Tensor]:
+    """The trained tokens of a batch alone, each trajectory an episode of its own that ends with its session's reward.
 
-    Attributes:
-        rewards: [M] float64: `token_rewards`, and at each trajectory's last trained token its session's reward.
-        offsets: [N + 1] int64 rows of the trained tokens.
-        share: [M] float64 share of the trajectory in its session's advantage.
+    Returns:
+        [M] float64 rewards: `token_rewards`, and at each trajectory's last trained token its session's reward;
+        [N + 1] int64 rows of the trained tokens; [M] float64 share of the trajectory in its session's advantage.
     """
-
-    rewards: Tensor
-    offsets: Tensor
-    share: Tensor
-
-
-def episodes_of(rows: RewardedRows) -> Episodes:
-    """The trained tokens of a batch, each trajectory an episode of its own that ends with its session's reward."""
     credit = rows.credit(rows.rewards)
     counts = row_counts(rows.loss_mask, rows.offsets)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -193,11 +183,8 @@ def episodes_of(rows: RewardedRows) -> Episodes:
         rewards = torch.zeros(num_tokens, dtype=torch.float64, device=offsets.device)
     has_tokens = counts > 0
     last_token = offsets[1:][has_tokens] - 1
-    return Episodes(
-        rewards=rewards.index_add(0, last_token, credit.rewards[has_tokens].double()),
-        offsets=offsets,
-        share=spread_rows(credit.share.double(), offsets, num_tokens=num_tokens),
-    )
+    rewards = rewards.index_add(0, last_token, credit.rewards[has_tokens].double())
+    return rewards, offsets, spread_rows(credit.share.double(), offsets, num_tokens=num_tokens)
 
 
 def unmasked(values: Tensor, rows: RewardedRows) -> Tensor:

@@ -49,10 +49,10 @@ def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dic
     Raises:
         SettingsError: gamma is outside [0, 1].
     """
-    episodes = episodes_of(rows)
-    returns = discounted_sums(episodes.rewards, episodes.offsets, discount=gamma)
+    rewards, offsets, share = episodes_of(rows)
+    returns = discounted_sums(rewards, offsets, discount=gamma)
     whitened = masked_whiten(returns, torch.ones_like(returns, dtype=torch.bool))
-    return {"advantages": unmasked(whitened * episodes.share, rows), "returns": unmasked(returns, rows)}
+    return {"advantages": unmasked(whitened * share, rows), "returns": unmasked(returns, rows)}
 
 
 def reinforce_plus_plus_baseline(rows: RewardedRows) -> dict[str, Tensor]:

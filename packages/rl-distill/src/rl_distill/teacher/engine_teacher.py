@@ -3,31 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rl_core.data.records import FloatArray, IntArray
+from rl_core.data.records import IntArray
 from rl_core.errors import TeacherError
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2
 """Calls on the way to an engine, so that it has work while an answer travels; it batches by itself."""
-
-
-class EngineScores(Protocol):
-    """What such an engine gives of a sequence.
-
-    Attributes:
-        token_ids: [T, K + 1] int32; row 0 is -1.
-        logprobs: [T, K + 1] float32; row 0 is 0.
-    """
-
-    @property
-    def token_ids(self) -> IntArray:
-        """Of the token itself, and of the K likeliest."""
-        ...
-
-    @property
-    def logprobs(self) -> FloatArray:
-        """Theirs, at temperature 1."""
-        ...
 
 
 class ScoringEngine(Protocol):
@@ -42,8 +23,11 @@ class ScoringEngine(Protocol):
         """Load the model."""
         ...
 
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[EngineScores]:
-        """The likeliest tokens at each place of sequences."""
+    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[Any]:
+        """The likeliest tokens at each place of sequences, the token itself first.
+
+        Each has token_ids [T, K + 1] int32, row 0 -1, and their logprobs [T, K + 1] float32 at temperature 1, row 0 0.
+        """
         ...
 
     async def sleep(self) -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_distill.teacher.protocol import TeacherTraits
 
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -64,3 +65,23 @@ def _tensors(file: Path) -> dict[str, bytes]:
                 digest.update(stream.read(min(SAMPLE_BYTES, stop - start)))
             found[name] = digest.digest()
     return found
+
+
+def model_traits(folder: Path) -> TeacherTraits:
+    """Read what a folder's `config.json` says.
+
+    Raises:
+        SettingsError: It cannot be read, or lacks one of the three.
+    """
+    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "max_tokens": "max_position_embeddings"}
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        found = {ours: config[theirs] for ours, theirs in names.items()}
+        if not all(type(value) is int and value > 0 for value in found.values()):
+            raise ValueError(f"they must be whole numbers of at least 1; found {found}")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise SettingsError(
+            f"{folder / 'config.json'} must say {', '.join(names.values())} of a teacher with stored scores "
+            f"({type(error).__name__}: {error})."
+        ) from None
+    return TeacherTraits(**found)

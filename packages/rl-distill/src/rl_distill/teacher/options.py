@@ -6,12 +6,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from rl_core.errors import SettingsError
 from rl_distill.option_values import not_among, not_numbers, not_whole
 from rl_distill.options import DTYPES
 
-DivergenceName: TypeAlias = Literal["forward_kl", "reverse_kl", "js"]
-EstimatorName: TypeAlias = Literal["k1", "abs", "k2", "k3"]
 LossName: TypeAlias = Literal["forward_kl", "reverse_kl", "js", "k1", "abs", "k2", "k3", "uld", "nll"]
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "js")
@@ -175,15 +172,6 @@ class DistillationOptions:
                 continue
             yield from (f"teachers.{name}.{problem}" for problem in teacher.problems())
             yield from self._teacher_problems(name, teacher)
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            SettingsError: Has all of `problems`.
-        """
-        if found := list(self.problems()):
-            raise SettingsError("\n".join(found))
 
     def _unused(self) -> Iterator[str]:
         """Settings of a distillation that is not on: whoever wrote them meant it to be."""

@@ -1,9 +1,52 @@
-"""What the service knows of teachers, of stored scores, and of teachers with another tokenizer."""
+"""What teachers are asked for, and what they know of their replicas."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPlan:
+    """What a teacher is asked for, and how long it may take.
+
+    Attributes:
+        name: Of the teacher.
+        num_replicas: How many there are.
+        top_k: Likeliest tokens to give beside the sampled one.
+        with_hidden: Give hidden states too.
+        restarts: How often each replica may be started again.
+        dtype: What it computes in.
+        sleeps: Whether it frees its memory after use, where it can.
+        deadline_s: Longest wait for scores.
+        start_deadline_s: Longest wait for a replica to start, or to wake.
+    """
+
+    name: str
+    num_replicas: int = 1
+    top_k: int = 0
+    with_hidden: bool = False
+    restarts: int = 3
+    dtype: str = "float32"
+    sleeps: bool = True
+    deadline_s: float = 3600.0
+    start_deadline_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTraits:
+    """What every replica of a teacher is.
+
+    Attributes:
+        vocab_size: Its token ids are below this.
+        hidden_size: Width of its hidden states; None where it gives none.
+        max_tokens: Longest trajectory that it scores.
+    """
+
+    vocab_size: int
+    hidden_size: int | None
+    max_tokens: int
 
 
 class TeacherReplica(Protocol):
@@ -60,99 +103,4 @@ class TeacherReplica(Protocol):
 
     async def close(self) -> None:
         """End it, and whatever it started. Can be called twice."""
-        ...
-
-
-class Teacher(Protocol):
-    """A teacher as the service sees it; used by one event loop."""
-
-    @property
-    def name(self) -> str:
-        """In settings, metrics and errors."""
-        ...
-
-    @property
-    def num_replicas(self) -> int:
-        """Copies that score side by side."""
-        ...
-
-    @property
-    def at_once(self) -> int:
-        """Calls of `score` that make sense at once."""
-        ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest trajectory that it scores."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Its token ids are below this."""
-        ...
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Width of its hidden states; None where it gives none."""
-        ...
-
-    @property
-    def num_restarts(self) -> int:
-        """Replicas that were started again so far."""
-        ...
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which replicas scored so far, summed over them."""
-        ...
-
-    async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            TeacherError: It cannot, or cannot give what is asked for.
-            DeadlineError: It took too long.
-        """
-        ...
-
-    async def score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
-        """Scores of trajectories, in order, unchecked.
-
-        Raises:
-            EngineDiedError: The replica that scored them died; another one may score them.
-            TeacherError: It cannot score them, or no replica is left.
-            DeadlineError: It took too long.
-        """
-        ...
-
-    async def wake(self) -> None:
-        """Take the memory again, and prove that it serves: a replica that gives other scores than before is restarted.
-
-        Raises:
-            DeadlineError: It took too long.
-        """
-        ...
-
-    async def sleep(self) -> None:
-        """Free memory until `wake`, where it can."""
-        ...
-
-    async def close(self) -> None:
-        """End every replica. Can be called twice."""
-        ...
-
-
-class ScoreCache(Protocol):
-    """Stored scores of one teacher, checked and masked; its methods may be slow, and run in a thread."""
-
-    def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
-        """What is stored of each trajectory."""
-        ...
-
-    def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
-        """Keep the scores of trajectories."""
-        ...
-
-    def flush(self) -> None:
-        """Write what is not written yet."""
         ...

@@ -3,15 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import structlog
 
-from rl_core.data.row_keys import RowKey
 from rl_core.errors import DeadlineError, EngineDiedError, NotReadyError, RLError, TeacherError
-from rl_distill.teacher.protocol import TeacherReplica
+from rl_distill.teacher.probe import PROBE_TOKENS, probe_problem, probe_row
+from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica, TeacherTraits
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 log = structlog.get_logger(__name__)
@@ -19,46 +17,6 @@ log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 MakeReplica = Callable[[int], TeacherReplica]
 """Makes the replica of a number, not started; called again after each death."""
-
-PROBE_TOKENS = 4
-"""Length of the sequence that proves that a replica serves what it served before."""
-PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""How far its logprobs may then be from those of before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherPlan:
-    """What a teacher is asked for, and how long it may take.
-
-    Attributes:
-        name: Of the teacher.
-        num_replicas: How many there are.
-        top_k: Likeliest tokens to give beside the sampled one.
-        with_hidden: Give hidden states too.
-        restarts: How often each replica may be started again.
-        dtype: What it computes in.
-        sleeps: Whether it frees its memory after use, where it can.
-        deadline_s: Longest wait for scores.
-        start_deadline_s: Longest wait for a replica to start, or to wake.
-    """
-
-    name: str
-    num_replicas: int = 1
-    top_k: int = 0
-    with_hidden: bool = False
-    restarts: int = 3
-    dtype: str = "float32"
-    sleeps: bool = True
-    deadline_s: float = 3600.0
-    start_deadline_s: float = 900.0
-
-
-class _Traits(NamedTuple):
-    """What every replica is, known once the first has started."""
-
-    max_tokens: int
-    vocab_size: int
-    hidden_size: int | None
 
 
 class _Place:
@@ -77,96 +35,149 @@ class _Place:
 
 
 class ReplicatedTeacher:
-    """A `Teacher` over replicas; see the protocol for its methods.
+    """A teacher over replicas; used by one event loop.
 
     A replica that dies is started again while the others go on, `restarts` times; who asked it gets EngineDiedError,
     so that the lease can be given back. The next caller waits for one that serves.
+
+    One whose traits are known may start on demand, by the first `score` that needs it: where all of its scores are
+    stored, no process of it ever runs.
     """
 
-    def __init__(self, plan: TeacherPlan, make: MakeReplica, *, say: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self,
+        plan: TeacherPlan,
+        make: MakeReplica,
+        *,
+        traits: TeacherTraits | None = None,
+        say: Callable[..., None] | None = None,
+    ) -> None:
         """Make the replicas; `start` starts them.
 
         Args:
             plan: What is asked of them.
             make: Makes one, by its number; again after each death.
+            traits: What is known of it before it starts; then `score` starts and wakes it, not `start` and `wake`.
             say: Takes events: deaths and restarts, with their fields.
         """
         self._plan = plan
         self._make = make
-        self._say = say or _log_only
+        self._say = say or log.info
         self._places = [_Place(index, make(index)) for index in range(plan.num_replicas)]
         self._changed = asyncio.Condition()
         self._busy_s = 0.0
-        self._traits: _Traits | None = None
+        self._traits = traits
+        self._is_on_demand = traits is not None
+        self._is_started = self._is_awake = False
+        self._starting = asyncio.Lock()
         self._is_closed = False
 
     @property
     def name(self) -> str:
-        """See `Teacher.name`."""
+        """In settings, metrics and errors."""
         return self._plan.name
 
     @property
     def num_replicas(self) -> int:
-        """See `Teacher.num_replicas`."""
+        """Copies that score side by side."""
         return len(self._places)
 
     @property
     def at_once(self) -> int:
-        """See `Teacher.at_once`."""
+        """Calls of `score` that make sense at once."""
         return sum(place.replica.at_once for place in self._places)
 
     @property
     def max_tokens(self) -> int:
-        """See `Teacher.max_tokens`."""
+        """Longest trajectory that it scores."""
         return self._known().max_tokens
 
     @property
     def vocab_size(self) -> int:
-        """See `Teacher.vocab_size`."""
+        """Its token ids are below this."""
         return self._known().vocab_size
 
     @property
     def hidden_size(self) -> int | None:
-        """See `Teacher.hidden_size`."""
-        return self._known().hidden_size if self._plan.with_hidden else None
+        """Width of its hidden states; None where it gives none."""
+        is_known = self._plan.with_hidden or (self._is_on_demand and not self._is_started)
+        return self._known().hidden_size if is_known else None
 
     @property
     def num_restarts(self) -> int:
-        """See `Teacher.num_restarts`."""
+        """Replicas that were started again so far."""
         return sum(place.num_restarts for place in self._places)
 
     @property
     def busy_s(self) -> float:
-        """See `Teacher.busy_s`."""
+        """Seconds in which replicas scored so far, summed over them."""
         now = time.monotonic()
         return self._busy_s + sum(now - place.busy_since for place in self._places if place.num_calls)
 
+    @property
+    def is_started(self) -> bool:
+        """True once its model was loaded."""
+        return self._is_started
+
     async def start(self) -> None:
-        """See `Teacher.start`; where a replica cannot start, none is left."""
+        """Load the model, unless it starts on demand; where a replica cannot start, none is left.
+
+        Raises:
+            TeacherError: It cannot, or cannot give what is asked for.
+            DeadlineError: It took too long.
+        """
+        if not self._is_on_demand:
+            await self._start_all()
+
+    async def _start_all(self) -> None:
         starts = await asyncio.gather(*(self._start(place) for place in self._places), return_exceptions=True)
         errors = [error for error in starts if isinstance(error, BaseException)]
         if errors:
             await self.close()
             raise errors[0]
+        self._is_started = self._is_awake = True
 
     async def score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
-        """See `Teacher.score`."""
+        """Scores of trajectories, in order, unchecked.
+
+        Raises:
+            EngineDiedError: The replica that scored them died; another one may score them.
+            TeacherError: It cannot score them, or no replica is left.
+            DeadlineError: It took too long.
+        """
         plan = self._plan
+        if self._is_on_demand:
+            async with self._starting:
+                if not self._is_started:
+                    await self._start_all()
+                elif not self._is_awake:
+                    await self._wake_all()
         self._check_lengths(rows)
         what = f"scores of {len(rows)} trajectories, the first of prompt {rows[0].key.prompt_uid!r}"
         return await self._within(plan.deadline_s, self._score(rows), what=what)
 
     async def wake(self) -> None:
-        """See `Teacher.wake`."""
+        """Take the memory again, and prove that it serves: a replica that gives other scores than before is restarted.
+
+        Raises:
+            DeadlineError: It took too long.
+        """
+        if not self._is_on_demand:
+            await self._wake_all()
+
+    async def _wake_all(self) -> None:
         await asyncio.gather(*(self._wake(place) for place in self._places if place.is_serving))
+        self._is_awake = True
 
     async def sleep(self) -> None:
-        """See `Teacher.sleep`."""
-        if self._plan.sleeps:
-            await asyncio.gather(*(self._sleep(place) for place in self._places if place.is_serving))
+        """Free memory until `wake`, where it can."""
+        async with self._starting:
+            is_needed, self._is_awake = self._is_awake or not self._is_on_demand, False
+            if is_needed and self._plan.sleeps:
+                await asyncio.gather(*(self._sleep(place) for place in self._places if place.is_serving))
 
     async def close(self) -> None:
-        """See `Teacher.close`; the first error is raised when all are closed."""
+        """End every replica; the first error is raised when all are closed. Can be called twice."""
         self._is_closed = True
         restarts = [place.restarting for place in self._places if place.restarting is not None]
         for restart in restarts:
@@ -294,26 +305,13 @@ class ReplicatedTeacher:
 
     async def _prove(self, place: _Place, *, what: str) -> None:
         """Have a replica score a short sequence, and compare with the first answer that any gave."""
-        row = _probe(place.replica.vocab_size)
+        row = probe_row(place.replica.vocab_size)
         asked = f"replica {place.index} to score {PROBE_TOKENS} tokens {what}"
         (answer,) = await self._within(self._plan.start_deadline_s, self._ask(place.replica, [row]), what=asked)
-        if not np.isfinite(answer.logprobs).all():
-            raise TeacherError(
-                f"teacher {self.name!r}, replica {place.index}, must give finite logprobs; of a short sequence {what} "
-                f"it gave {answer.logprobs[1:, 0].tolist()}. Are there NaN or infinite numbers in its weights?",
-                teacher=self.name,
-            )
-        first = next((other.answer for other in self._places if other.answer is not None), None)
+        first = next((other.answer for other in self._places if other.answer is not None), answer)
+        if problem := probe_problem(answer, first, dtype=self._plan.dtype, what=what):
+            raise TeacherError(f"teacher {self.name!r}, replica {place.index}, {problem}", teacher=self.name)
         place.answer = place.answer or answer
-        expected = (first or answer).logprobs[1:, 0]
-        difference = float(np.abs(answer.logprobs[1:, 0] - expected).max())
-        if not difference <= PROBE_TOLERANCES[self._plan.dtype]:
-            raise TeacherError(
-                f"teacher {self.name!r}, replica {place.index}, must score a short sequence {what} as before; its "
-                f"logprobs were {expected.tolist()}, and are {answer.logprobs[1:, 0].tolist()}. Its weights are not "
-                "what they were: set sleep = false for it, and look at its log.",
-                teacher=self.name,
-            )
 
     async def _within(self, deadline_s: float, work: Awaitable[Result], *, what: str) -> Result:
         since = time.strftime("%H:%M:%S")
@@ -356,9 +354,11 @@ class ReplicatedTeacher:
                 '"megatron".',
                 teacher=self.name,
             )
-        self._traits = _Traits(replica.max_tokens, replica.vocab_size, replica.hidden_size)
+        self._traits = TeacherTraits(
+            vocab_size=replica.vocab_size, hidden_size=replica.hidden_size, max_tokens=replica.max_tokens
+        )
 
-    def _known(self) -> _Traits:
+    def _known(self) -> TeacherTraits:
         if self._traits is None:
             raise NotReadyError(f"teacher {self.name!r} has not been started.")
         return self._traits
@@ -373,16 +373,6 @@ class ReplicatedTeacher:
             f"distillation.teachers.{self.name}.restarts allows more restarts.",
             teacher=self.name,
         )
-
-
-def _log_only(event: str, **fields: Any) -> None:
-    log.info(event, **fields)
-
-
-def _probe(vocab_size: int) -> TeacherRow:
-    ids = np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size
-    mask: Any = np.arange(PROBE_TOKENS) > 0
-    return TeacherRow(key=RowKey("probe", 0, 0), input_ids=ids, loss_mask=mask)
 
 
 def _state(place: _Place) -> str:

@@ -15,7 +15,6 @@ import structlog
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_distill.teacher.score_entries import (
     ScoreEntry,
-    StoredRow,
     entry_names,
     require_library,
     set_aside,
@@ -79,7 +78,7 @@ class ScoreCache:
         self._lock = threading.RLock()
         self._entries: dict[str, ScoreEntry | None] = {}
         self._places: dict[bytes, tuple[str, int]] = {}
-        self._pending: dict[bytes, StoredRow] = {}
+        self._pending: dict[bytes, TeacherScores] = {}
         self._pending_bytes = 0
         self._failure: CacheError | None = None
         self._prepare()
@@ -177,7 +176,7 @@ class ScoreCache:
         for number, key in enumerate(entry.keys):
             self._places.setdefault(key, (name, number))
 
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes, StoredRow]:
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, TeacherScores]:
         """What is known of these, entry by entry; those of a torn one are left out."""
         found = {key: self._pending[key] for key in keys if key in self._pending}
         wanted: defaultdict[str, list[bytes]] = defaultdict(list)
@@ -207,7 +206,7 @@ class ScoreCache:
             if target is not None:
                 log.warning("teacher_scores_set_aside", entry=str(path), now=str(target), error=str(error))
 
-    def _packed(self, scores: TeacherScores, row: TeacherRow) -> StoredRow:
+    def _packed(self, scores: TeacherScores, row: TeacherRow) -> TeacherScores:
         """The trained tokens' scores."""
         width = self._kind.top_k + 1
         if scores.logprobs.shape != (len(row.input_ids), width) or (scores.hidden is None) is self._kind.with_hidden:
@@ -218,7 +217,7 @@ class ScoreCache:
             )
         mask = row.loss_mask
         hidden = None if scores.hidden is None else scores.hidden[mask]
-        return StoredRow(scores.logprobs[mask], scores.token_ids[mask], hidden)
+        return TeacherScores(logprobs=scores.logprobs[mask], token_ids=scores.token_ids[mask], hidden=hidden)
 
 
 def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
@@ -230,7 +229,7 @@ def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
     return digest.digest()
 
 
-def _unpacked(stored: StoredRow, row: TeacherRow) -> TeacherScores | None:
+def _unpacked(stored: TeacherScores, row: TeacherRow) -> TeacherScores | None:
     """Scores at their tokens; None where they are not this trajectory's, whatever their key says."""
     mask = row.loss_mask
     own = row.input_ids[mask]

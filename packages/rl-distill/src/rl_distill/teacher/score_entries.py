@@ -14,7 +14,6 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,7 +22,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.records import FloatArray, IntArray
 from rl_core.errors import BrokenEntryError, CacheError, CheckpointError, MissingExtraError
 from rl_core.files.bounded_json import load_json
 from rl_core.files.durable import sync_folder
@@ -38,6 +36,7 @@ from rl_core.files.zarr_arrays import (
     plan_array,
 )
 from rl_distill.checkpoints.plain_files import open_plain
+from rl_distill.teacher.scores import TeacherScores
 
 FORMAT = "rl-distill teacher scores"
 FORMAT_VERSION = 1
@@ -53,26 +52,6 @@ WRITING, BROKEN = ".writing-", "broken"
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """What is kept of a trajectory: the scores of its trained tokens, in order.
-
-    Attributes:
-        logprobs: [N, K + 1] float32.
-        token_ids: [N, K + 1] int32.
-        hidden: [N, H] float32, where states are kept.
-    """
-
-    logprobs: FloatArray
-    token_ids: IntArray
-    hidden: FloatArray | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in memory."""
-        return self.logprobs.nbytes + self.token_ids.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
 class EntryManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -119,8 +98,8 @@ class ScoreEntry:
             content = _read(path / name / METADATA, manifest.arrays[name].metadata.size_bytes)
             check_metadata(bytes(content), manifest.arrays[name], path=where)
 
-    def read(self, rows: Sequence[int]) -> list[StoredRow]:
-        """Scores of trajectories by their numbers; every chunk that has some of them is read once.
+    def read(self, rows: Sequence[int]) -> list[TeacherScores]:
+        """Scores of the trained tokens of trajectories, by their numbers; each chunk of them is read once.
 
         Raises:
             BrokenEntryError: A file is missing, or not what it must be.
@@ -128,7 +107,7 @@ class ScoreEntry:
         values = {name: self._slices(name, rows, width) for name, width in self._parts.items()}
         hidden = values.get("hidden")
         return [
-            StoredRow(logprobs, ids, None if hidden is None else hidden[number])
+            TeacherScores(logprobs=logprobs, token_ids=ids, hidden=None if hidden is None else hidden[number])
             for number, (logprobs, ids) in enumerate(zip(values["logprobs"], values["token_ids"], strict=True))
         ]
 
@@ -192,12 +171,12 @@ def entry_names(folder: Path) -> list[str]:
         raise CacheError(f"{folder} must be a folder that can be read: {error.strerror}.") from error
 
 
-def write_entry(folder: Path, rows: Mapping[bytes, StoredRow], *, compress: bool = True) -> str:
+def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores], *, compress: bool = True) -> str:
     """Store trajectories as a new entry, built aside under a lock, flushed, and renamed into its place.
 
     Args:
         folder: Of the entries.
-        rows: Scores by key; at least one, all of one width.
+        rows: Scores of trained tokens by key; at least one, all of one width.
         compress: Whether files are compressed.
 
     Returns:
@@ -274,7 +253,7 @@ def _make_aside(folder: Path) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _write_arrays(aside: Path, rows: Mapping[bytes, StoredRow], *, compress: bool) -> EntryManifest:
+def _write_arrays(aside: Path, rows: Mapping[bytes, TeacherScores], *, compress: bool) -> EntryManifest:
     stored = list(rows.values())
     arrays: dict[str, NDArray[Any]] = {
         "keys": np.frombuffer(b"".join(rows), dtype=np.uint8),

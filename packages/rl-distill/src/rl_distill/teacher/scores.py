@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,11 @@ class TeacherScores:
     token_ids: IntArray
     hidden: FloatArray | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.logprobs.nbytes + self.token_ids.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreShape:
@@ -71,13 +76,8 @@ class ScoreShape:
     hidden_size: int | None = None
 
 
-class _Fault(NamedTuple):
-    """Where the first token is that cannot be trained on, and what is wrong with it."""
-
-    is_wrong: BoolArray
-    expected: str
-    found: NDArray[np.generic]
-    advice: str
+_Fault = tuple[BoolArray, str, NDArray[np.generic], str]
+"""[T] which tokens cannot be trained on, what was expected, what was found there, and what to do."""
 
 
 def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape: ScoreShape) -> TeacherScores:
@@ -97,15 +97,15 @@ def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape:
     """
     _check_shapes(scores, row, teacher=teacher, shape=shape)
     scores, trains = _without_padding(scores, shape), row.loss_mask
-    for fault in _faults(scores, row, shape):
-        at = np.flatnonzero(fault.is_wrong & trains)
+    for is_wrong, expected, found, advice in _faults(scores, row, shape):
+        at = np.flatnonzero(is_wrong & trains)
         if len(at):
             raise _error(
                 row,
                 teacher,
-                f"token {at[0]} (id {row.input_ids[at[0]]}): expected {fault.expected}; found "
-                f"{np.array2string(np.asarray(fault.found[at[0]]), threshold=8)}. {len(at)} of "
-                f"{int(trains.sum())} trained tokens are so. {fault.advice}",
+                f"token {at[0]} (id {row.input_ids[at[0]]}): expected {expected}; found "
+                f"{np.array2string(np.asarray(found[at[0]]), threshold=8)}. {len(at)} of "
+                f"{int(trains.sum())} trained tokens are so. {advice}",
             )
     kept = trains[:, None]
     hidden = scores.hidden
@@ -198,51 +198,51 @@ def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterat
     logprobs, ids = np.asarray(scores.logprobs, dtype=np.float32), scores.token_ids
     top, top_ids = logprobs[:, 1:], ids[:, 1:]
     is_given = top_ids != NO_TOKEN
-    yield _Fault(
+    yield (
         _any(ids[:, :1] != row.input_ids[:, None]),
         "the token's own id first",
         ids[:, 0],
         "The teacher answers for the wrong token ids: it got other tokens than it was sent, or counts them otherwise.",
     )
-    yield _Fault(
+    yield (
         _any((ids < NO_TOKEN) | (ids >= shape.vocab_size)),
         f"token ids below {shape.vocab_size}, the student's vocabulary",
         ids,
         'Use a teacher with the student\'s vocabulary, or set distillation.other_tokenizer = "align".',
     )
-    yield _Fault(
+    yield (
         _any(~np.isfinite(logprobs)),
         "finite logprobs",
         logprobs,
         'Its weights or its arithmetic are broken: try dtype = "float32", and check the model\'s files.',
     )
-    yield _Fault(
+    yield (
         _any(logprobs > TOLERANCE),
         "logprobs of at most 0",
         logprobs,
         "They are no logarithms of probabilities: the teacher's engine gives something else.",
     )
-    yield _Fault(
+    yield (
         _any((np.diff(top, axis=1) > TOLERANCE) & is_given[:, 1:]),
         "the likeliest tokens first",
         top,
         "The teacher's engine orders them otherwise.",
     )
-    yield _Fault(
+    yield (
         _any((np.abs(top - logprobs[:, :1]) > AGREEMENT) & (top_ids == ids[:, :1])),
         "one logprob for the token, by itself and among the likeliest",
         logprobs,
         "The teacher's engine mixes up positions.",
     )
     mass = np.where(is_given, np.exp(np.minimum(top, 0.0)), 0.0).sum(axis=1)
-    yield _Fault(
+    yield (
         _any(mass[:, None] > 1 + AGREEMENT),
         "probabilities of distinct tokens, which sum up to at most 1",
         mass,
         "The teacher's engine gives tokens twice, or no probabilities.",
     )
     if scores.hidden is not None:
-        yield _Fault(
+        yield (
             _any(~np.isfinite(scores.hidden)),
             "finite hidden states",
             scores.hidden,

@@ -3,27 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rl_core.data.records import FloatArray
-from rl_distill.teacher.aligned import Translation
-from rl_distill.teacher.protocol import ScoreCache, Teacher
+from rl_distill.teacher.aligned import TeacherAligner
+from rl_distill.teacher.replicas import ReplicatedTeacher
+from rl_distill.teacher.score_cache import ScoreCache
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, check_scores, empty_scores
 from rl_distill.teacher.step_report import Tally
-
-
-class Aligner(Protocol):
-    """For a teacher with another tokenizer; `rl_distill.teacher.aligned.TeacherAligner` is one."""
-
-    def to_teacher(self, row: TeacherRow) -> Translation:
-        """A trajectory in the teacher's tokens."""
-        ...
-
-    def to_student(
-        self, scores: TeacherScores, row: TeacherRow, translation: Translation, *, rollout_logprobs: FloatArray
-    ) -> TeacherScores:
-        """The teacher's scores at the student's tokens; ids -1 where a token has none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +23,10 @@ class ServedTeacher:
         aligner: Where its tokens are not the student's.
     """
 
-    teacher: Teacher
+    teacher: ReplicatedTeacher
     index: int
     cache: ScoreCache | None = None
-    aligner: Aligner | None = None
+    aligner: TeacherAligner | None = None
 
     async def scores(
         self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray], *, shape: ScoreShape, tally: Tally
@@ -69,7 +55,7 @@ class ServedTeacher:
 
     async def _aligned_scores(
         self,
-        aligner: Aligner,
+        aligner: TeacherAligner,
         rows: Sequence[TeacherRow],
         logprobs: Sequence[FloatArray],
         *,

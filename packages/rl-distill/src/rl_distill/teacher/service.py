@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,11 +21,13 @@ from rl_core.errors import (
     TeacherError,
 )
 from rl_core.queue.interface import Lease, TaskSpec
+from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.leasing import lease_group
-from rl_distill.teacher.protocol import ScoreCache, Teacher
+from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
+from rl_distill.teacher.score_cache import ScoreCache
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, teacher_columns
-from rl_distill.teacher.scoring import Aligner, ServedTeacher
+from rl_distill.teacher.scoring import ServedTeacher
 from rl_distill.teacher.step_report import ServiceReport, Tally
 
 Result = TypeVar("Result")
@@ -67,15 +69,6 @@ class Scoring:
     since: float
 
 
-@dataclass(slots=True)
-class _Step:
-    """What is known of the rollouts that are served."""
-
-    is_over: bool = False
-    num_issues: int = 0
-    tallies: dict[str, Tally] = field(default_factory=dict)
-
-
 def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> TaskSpec:
     """The queue's task that the service serves.
 
@@ -102,12 +95,12 @@ class TeacherService:
 
     def __init__(
         self,
-        teachers: Sequence[Teacher],
+        teachers: Sequence[ReplicatedTeacher],
         router: TeacherRouter,
         options: ServiceOptions,
         *,
         caches: Mapping[str, ScoreCache] | None = None,
-        aligners: Mapping[str, Aligner] | None = None,
+        aligners: Mapping[str, TeacherAligner] | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
         """Join teachers that are not started yet.
@@ -134,7 +127,9 @@ class TeacherService:
         self._options = options
         self._say = say or _say_nothing
         self._news = asyncio.Condition()
-        self._step = _Step()
+        self._is_over = False
+        self._num_issues = 0
+        self._tallies: dict[str, Tally] = {}
         self._work: dict[int, Scoring] = {}
         self._report: ServiceReport | None = None
 
@@ -150,9 +145,8 @@ class TeacherService:
 
     def take_report(self) -> ServiceReport:
         """What was scored since the last call, or since `serve_while` began, while it goes on; nobody waited."""
-        tallies = self._step.tallies
         return ServiceReport(
-            waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in tallies.items()}
+            waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in self._tallies.items()}
         )
 
     async def start(self) -> None:
@@ -193,7 +187,8 @@ class TeacherService:
             TeacherError: A teacher gives what cannot be trained on, or none of its replicas is left.
             DeadlineError: Teachers took too long after the last rollout.
         """
-        self._step = _Step(tallies={name: Tally.begin(teacher) for name, teacher in self._teachers.items()})
+        self._is_over, self._num_issues = False, 0
+        self._tallies = {name: Tally.begin(teacher) for name, teacher in self._teachers.items()}
         rollouts: asyncio.Future[Result] = asyncio.ensure_future(work)
         serving = asyncio.create_task(self._serve(queue))
         both: set[asyncio.Future[Any]] = {rollouts, serving}
@@ -205,7 +200,7 @@ class TeacherService:
             ended = time.monotonic()
             await self._tell(is_over=True)
             await self._drain(serving)
-            teachers = {name: tally.end(self._teachers[name]) for name, tally in self._step.tallies.items()}
+            teachers = {name: tally.end(self._teachers[name]) for name, tally in self._tallies.items()}
             self._report = ServiceReport(waited_s=time.monotonic() - ended, teachers=teachers)
         finally:
             for task in both:
@@ -229,8 +224,8 @@ class TeacherService:
 
     async def _tell(self, *, is_over: bool = False) -> None:
         async with self._news:
-            self._step.num_issues += 1
-            self._step.is_over = self._step.is_over or is_over
+            self._num_issues += 1
+            self._is_over = self._is_over or is_over
             self._news.notify_all()
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
@@ -257,14 +252,14 @@ class TeacherService:
         room = asyncio.Semaphore(SPARE_LEASES + sum(teacher.at_once for teacher in self._teachers.values()))
         while True:
             await room.acquire()
-            seen = self._step.num_issues
+            seen = self._num_issues
             try:
                 lease = await lease_group(
                     queue, TASK, deadline_s=self._options.deadline_s, lease_s=3 * self._options.deadline_s
                 )
             except NothingToLeaseError:
                 room.release()
-                if self._step.is_over:
+                if self._is_over:
                     return
                 await self._wait_for_news(seen)
             except DeadlineError:  # rollouts have a deadline of their own
@@ -275,7 +270,7 @@ class TeacherService:
     async def _wait_for_news(self, seen: int) -> None:
         """Wait until prompts were issued after the count was read; ended by who runs the work, with its deadline."""
         async with self._news:
-            await self._news.wait_for(lambda: self._step.num_issues > seen or self._step.is_over)
+            await self._news.wait_for(lambda: self._num_issues > seen or self._is_over)
 
     async def _score_lease(self, queue: TransferQueue, lease: Lease) -> None:
         is_held = True
@@ -306,7 +301,7 @@ class TeacherService:
                 [rows[at] for at in own],
                 [logprobs[at] for at in own],
                 shape=self._shape(served.teacher),
-                tally=self._step.tallies[name],
+                tally=self._tallies[name],
             )
             found |= zip(own, scores, strict=True)
         return teacher_columns(
@@ -316,7 +311,7 @@ class TeacherService:
             hidden_size=self._widest() if self._options.with_hidden else None,
         )
 
-    def _shape(self, teacher: Teacher) -> ScoreShape:
+    def _shape(self, teacher: ReplicatedTeacher) -> ScoreShape:
         """What a teacher's scores must look like."""
         return ScoreShape(
             top_k=self._options.top_k,

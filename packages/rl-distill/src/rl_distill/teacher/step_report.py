@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_distill.teacher.protocol import Teacher
+from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.scores import TeacherRow
 
 
@@ -59,7 +59,7 @@ class Tally:
     num_stored: int = 0
 
     @classmethod
-    def begin(cls, teacher: Teacher) -> "Tally":
+    def begin(cls, teacher: ReplicatedTeacher) -> "Tally":
         """Count from now on."""
         return cls(began=time.monotonic(), busy_s=teacher.busy_s, num_restarts=teacher.num_restarts)
 
@@ -69,14 +69,14 @@ class Tally:
         self.num_tokens += sum(len(row.input_ids) for row in rows)
         self.num_stored += num_stored
 
-    def take(self, teacher: Teacher) -> TeacherReport:
+    def take(self, teacher: ReplicatedTeacher) -> TeacherReport:
         """What came of it since the last time; it counts on from zero."""
         report, fresh = self.end(teacher), Tally.begin(teacher)
         self.began, self.busy_s, self.num_restarts = fresh.began, fresh.busy_s, fresh.num_restarts
         self.num_trajectories = self.num_tokens = self.num_stored = 0
         return report
 
-    def end(self, teacher: Teacher) -> TeacherReport:
+    def end(self, teacher: ReplicatedTeacher) -> TeacherReport:
         """What came of it."""
         busy_s = teacher.busy_s - self.busy_s
         elapsed_s = (time.monotonic() - self.began) * teacher.num_replicas

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from ddsketch import CollapsingLowestDenseStore, CubicallyInterpolatedMapping
@@ -46,12 +46,8 @@ SUM = re.compile(r"(-?)0x([0-9a-f]{1,600})p(-?[0-9]{1,4})")
 Array = NDArray[Any]
 
 
-class _Buckets(NamedTuple):
-    """Buckets that hold a value, from the lowest values on: the range of each, and how many values are in it."""
-
-    lows: Array
-    highs: Array
-    counts: Array
+_Buckets = tuple[Array, Array, Array]
+"""Buckets that hold a value, from the lowest values on: their low and high ends, and how many values are in each."""
 
 
 class Histogram:
@@ -271,7 +267,7 @@ class Histogram:
         rows += [(_high(key - 1), _high(key), count) for key, count in _filled(self._positive)]
         columns = np.asarray(rows, dtype=np.float64).T
         lows, highs = columns[0].clip(self._min, self._max), columns[1].clip(self._min, self._max)
-        return _Buckets(lows, highs, columns[2].astype(np.int64))
+        return lows, highs, columns[2].astype(np.int64)
 
 
 def _keys(magnitudes: Array, exponents: Array) -> Array:

@@ -10,26 +10,23 @@ BlobSink = Callable[[bytes], str]
 """Keeps a packed part; gives its name, which is the same for the same content."""
 
 
-class PageBlobs:
-    """Writes each part into the page that is being written, as a script that no browser runs."""
+def page_blobs(page: BinaryIO) -> BlobSink:
+    """Writes each part into the page that is being written, once, as a script that no browser runs.
 
-    def __init__(self, page: BinaryIO) -> None:
-        """Write behind what the page has.
+    Args:
+        page: Open for writing, within its body.
+    """
+    written: set[str] = set()
 
-        Args:
-            page: Open for writing, within its body.
-        """
-        self._page = page
-        self._written: set[str] = set()
-
-    def put(self, content: bytes) -> str:
-        """Write it, unless it is there."""
+    def put(content: bytes) -> str:
         name = blob_name(content)
-        if name not in self._written:
-            self._written.add(name)
-            self._page.write(b'<script type="text/plain" id="' + name.encode() + b'">')
-            self._page.write(base64.b64encode(content) + b"</script>\n")
+        if name not in written:
+            written.add(name)
+            page.write(b'<script type="text/plain" id="' + name.encode() + b'">')
+            page.write(base64.b64encode(content) + b"</script>\n")
         return name
+
+    return put
 
 
 class FolderBlobs:

@@ -58,16 +58,6 @@ INDEX_KINDS: dict[str, Kind] = {
 
 
 @dataclass(slots=True)
-class _Names:
-    """Codes of names, in the order of their first appearance."""
-
-    codes: dict[str, int] = field(default_factory=dict)
-
-    def code(self, name: str) -> int:
-        return self.codes.setdefault(_short(name), len(self.codes))
-
-
-@dataclass(slots=True)
 class _Chunk:
     """Trajectories that are packed together."""
 
@@ -152,8 +142,8 @@ class RolloutPacker:
         self._chunk = _Chunk()
         self._chunks: list[dict[str, Any]] = []
         self._count = 0
-        self._names = {name: _Names() for name in ("source", "problem", "finish", "failure")}
-        self._names["failure"].code("")  # none
+        self._codes: dict[str, dict[str, int]] = {name: {} for name in ("source", "problem", "finish", "failure")}
+        self._codes["failure"][""] = 0  # none
         self._parts: dict[str, array[float]] = {}
         self._prompts: list[str] = []
         self._responses: list[str] = []
@@ -176,8 +166,9 @@ class RolloutPacker:
             ("finish", row.finish or UNNAMED),
             ("failure", row.failure or ""),
         ):
-            self._index[name].append(self._names[name].code(text))
-        if len(self._names["problem"].codes) > len(self._prompts):
+            codes = self._codes[name]
+            self._index[name].append(codes.setdefault(_short(text), len(codes)))
+        if len(self._codes["problem"]) > len(self._prompts):
             self._prompts.append(row.prompt[:SEEN_CHARACTERS])
         self._responses.append(_one_line(row.response))
         self._add_parts(row)
@@ -196,7 +187,7 @@ class RolloutPacker:
         header = {
             "chunks": self._chunks,
             "recorded": self._count if num_recorded is None else num_recorded,
-            "names": {name: list(names.codes) for name, names in self._names.items()},
+            "names": {name: list(codes) for name, codes in self._codes.items()},
             "parts": list(self._parts),
             "prompts": _told_apart(self._prompts),
             "responses": self._responses,

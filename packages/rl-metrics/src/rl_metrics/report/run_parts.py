@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rl_core.errors import DataError
+from rl_metrics.doctor.hang import went_on
+from rl_metrics.hang.stack_places import innermost_frames
 from rl_metrics.health import Verdict
 from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.report.curves import Columns, meaning_of, thin
@@ -169,6 +172,20 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[s
         else:
             found.append((f"{prefix}{name}", _short(value)))
     return found
+
+
+def describe_hang(run: RunRecord) -> dict[str, Any] | None:
+    """What hang.json says, or None where the run has none; counts are pairs, in their order.
+
+    `is_over` tells whether the run went on after it.
+    """
+    report = run.hang
+    if report is None:
+        return None
+    described: dict[str, Any] = msgspec.to_builtins(report)
+    for role in described["roles"]:
+        role |= {"counts": list(role["counts"].items()), "where": innermost_frames(role["stack"])}
+    return described | {"queue": list(report.queue.items()), "is_over": went_on(run)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,15 +12,15 @@ from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
 from rl_core.files.durable import sync_file, sync_folder
 from rl_metrics.output_file import check_output
-from rl_metrics.report.blobs import BlobSink, PageBlobs
+from rl_metrics.report.blobs import BlobSink, page_blobs
 from rl_metrics.report.curves import never_finite, pack_curves
 from rl_metrics.report.generation_blobs import pack_generations
-from rl_metrics.report.hang_part import describe_hang
 from rl_metrics.report.packing import pack
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.rollout_blobs import RolloutPacker
 from rl_metrics.report.run_parts import (
     SESSION_PLACE,
+    describe_hang,
     flat_settings,
     notable_events,
     pack_distributions,
@@ -57,7 +57,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: i
         with part.open("wb") as page:
             names = run_names([run.name for run in runs])
             page.write(page_head(", ".join(names)))
-            sink = PageBlobs(page).put
+            sink = page_blobs(page)
             page.write(page_tail(pack_runs(runs, sink, max_trajectories=max_trajectories)))
         sync_file(part)
         part.replace(output)

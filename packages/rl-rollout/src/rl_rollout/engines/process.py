@@ -56,7 +56,7 @@ class EngineCalls:
     """The protocol's methods over any way to call an engine by method name."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
-        """Say how to call: `call(method, *args)`."""
+        """Say how to call: `call(method, *args, **kwargs)`."""
         self._call = call
         self._sees_files: bool | None = None
 
@@ -72,7 +72,7 @@ class EngineCalls:
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
         """See `RolloutEngine.score_top_k`."""
-        scores: list[TokenScores] = await self._call("score_top_k", list(sequences), top_k)
+        scores: list[TokenScores] = await self._call("score_top_k", list(sequences), top_k=top_k)
         return scores
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -255,18 +255,18 @@ class ProcessEngine(EngineCalls):
                 except RoleDiedError as ending:
                     raise _engine_died(ending) from ending
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
         if method in OF_WEIGHTS and self.state == "restarting":
             raise EngineDiedError(f"the process of {self._spec} is being started again, and takes no weights now.")
-        return await self._call_role(method, *args)
+        return await self._call_role(method, *args, **kwargs)
 
-    async def _call_role(self, method: str, *args: Any) -> Any:
+    async def _call_role(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._role is None:
             raise NotReadyError("the engine is closed.")
         role, incarnation = self._role, self._role.incarnation
         try:
-            return await role.call(method, *args)
+            return await role.call(method, *args, **kwargs)
         except RoleError as error:
             if incarnation == role.incarnation and isinstance(error, RoleDiedError):
                 self._died_in = incarnation  # a call hears of it before its role does
@@ -294,17 +294,14 @@ class HostedEngine:
         await self._engine.start()
         return self._engine.traits
 
-    async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """See `RolloutEngine.generate`."""
-        return await _or_end(self._engine.generate(request))
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        """Any other method of `RolloutEngine`."""
+        ask = getattr(self.__dict__["_engine"], method)
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """See `RolloutEngine.score`."""
-        return await _or_end(self._engine.score(sequences))
+        async def answer(*args: Any, **kwargs: Any) -> Any:
+            return await _or_end(ask(*args, **kwargs))
 
-    async def score_top_k(self, sequences: Sequence[IntArray], top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`."""
-        return await _or_end(self._engine.score_top_k(sequences, top_k=top_k))
+        return answer
 
     def sees(self, file: Path) -> bool:
         """True where a file of the learner's host is here too."""
@@ -322,34 +319,6 @@ class HostedEngine:
 
             update = replace(update, file=None, tensors=load(content.tobytes()))
         return await _or_end(self._engine.update_weights(update))
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """See `RolloutEngine.abort`."""
-        await _or_end(self._engine.abort(request_ids))
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        await _or_end(self._engine.abort_all())
-
-    async def pause(self) -> None:
-        """See `RolloutEngine.pause`."""
-        await _or_end(self._engine.pause())
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        await _or_end(self._engine.resume())
-
-    async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`."""
-        await _or_end(self._engine.reset_prefix_cache())
-
-    async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
-        await _or_end(self._engine.sleep())
-
-    async def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
-        await _or_end(self._engine.wake())
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""

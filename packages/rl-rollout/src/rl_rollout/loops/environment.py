@@ -15,7 +15,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.user_errors import ends_the_run
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_files import find_in
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")
 
@@ -97,7 +97,7 @@ class EnvironmentLoop(SessionLoop):
 
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
         """See `SessionLoop.run_session`."""
-        joined = self._ready
+        turns, stop_token_ids = self._ready
         episode = Episode(
             self._make,
             self._blocking,
@@ -108,11 +108,11 @@ class EnvironmentLoop(SessionLoop):
             observation = await episode.reset(prompt)
             conversation = Conversation(
                 prompt=prompt,
-                prompt_ids=joined.turns.prompt_ids(prompt, observation=observation),
+                prompt_ids=turns.prompt_ids(prompt, observation=observation),
                 session_index=session_index,
                 context=context,
                 limits=self._options.limits,
-                stop_token_ids=joined.stop_token_ids,
+                stop_token_ids=stop_token_ids,
             )
             conversation.add_tools_time(episode.other_s)
             try:
@@ -129,6 +129,7 @@ class EnvironmentLoop(SessionLoop):
             await episode.close()
 
     async def _converse(self, conversation: Conversation, episode: Episode) -> SessionResult:
+        turns, _ = self._ready
         while True:
             generation = await conversation.sample()
             (text,) = conversation.context.decode([generation.token_ids])
@@ -142,7 +143,7 @@ class EnvironmentLoop(SessionLoop):
             ended_by = "max_turns"
             if not conversation.is_last_turn:
                 last_token = int(generation.token_ids[-1])
-                if conversation.append(self._ready.turns.reply_ids([Reply(text=observation)], last_token=last_token)):
+                if conversation.append(turns.reply_ids([Reply(text=observation)], last_token=last_token)):
                     continue
                 ended_by = "context"
             conversation.mark_cut()
@@ -164,10 +165,7 @@ class EnvironmentLoop(SessionLoop):
 
 def _factory(options: EnvironmentOptions) -> Callable[[], Any]:
     reference = options.environment
-    if ":" in reference or reference.endswith(".py"):
-        found = load_attribute(reference, kind="environment")
-    else:
-        found = ENVIRONMENTS.get(reference)
+    found = find_in(ENVIRONMENTS, reference)
     if not callable(found) or (
         isinstance(found, type) and not all(callable(getattr(found, name, None)) for name in ("reset", "step"))
     ):

@@ -130,17 +130,17 @@ class ToolsLoop(SessionLoop):
 
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:
         """See `SessionLoop.run_session`."""
-        joined = self._ready
+        turns, stop_token_ids = self._ready
         conversation = Conversation(
             prompt=prompt,
-            prompt_ids=joined.turns.prompt_ids(prompt),
+            prompt_ids=turns.prompt_ids(prompt),
             session_index=session_index,
             context=context,
             limits=self._options.limits,
-            stop_token_ids=joined.stop_token_ids,
+            stop_token_ids=stop_token_ids,
         )
         try:
-            return await self._converse(conversation, joined.turns)
+            return await self._converse(conversation, turns)
         except BaseException as error:
             if ends_the_run(error):
                 raise

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,20 +50,8 @@ class TurnFormat:
     stop_tokens: tuple[str, ...] = ()
 
 
-class Turns(Protocol):
-    """Token ids of everything in a session that is not sampled."""
-
-    def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
-        """[P] int32 what the first turn continues; an observation comes after the prompt's own messages."""
-        ...
-
-    def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
-        """[N] int32 what follows a turn that ended with last_token, up to where the next one begins."""
-        ...
-
-
 class ChatTurns:
-    """Turns as the chat template writes them.
+    """Turns as the chat template writes them: token ids of everything in a session that is not sampled.
 
     What follows a turn is cut out of the rendering of a short fixed conversation, whose assistant's turn holds a
     mark: all that the template writes after the mark and the turn's end token. Neither what was sampled nor the
@@ -102,7 +90,9 @@ class ChatTurns:
         self._shape = self._find_shape()
 
     def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
-        """See `Turns.prompt_ids`; a prompt of plain text stays as it is, and shows no tools.
+        """[P] int32 what the first turn continues; an observation comes after the prompt's own messages.
+
+        A prompt of plain text stays as it is, and shows no tools.
 
         Raises:
             DataError: The template refuses the messages, or an observation follows a prompt of plain text.
@@ -115,7 +105,9 @@ class ChatTurns:
         return self._encode(self._tokenizer.render(messages, where=f"prompt {prompt.uid}", tools=self._tools))
 
     def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
-        """See `Turns.reply_ids`; what a reply says never becomes a control token.
+        """[N] int32 what follows a turn that ended with last_token, up to where the next one begins.
+
+        What a reply says never becomes a control token.
 
         Raises:
             DataError: The template refuses the reply.
@@ -215,28 +207,20 @@ class PlainTurns:
         self._suffix = suffix
 
     def prompt_ids(self, prompt: Prompt, *, observation: str | None = None) -> IntArray:
-        """See `Turns.prompt_ids`."""
+        """See `ChatTurns.prompt_ids`."""
         if observation is None:
             return prompt.input_ids
         return np.concatenate([prompt.input_ids, self.reply_ids([Reply(text=observation)], last_token=-1)])
 
     def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:  # noqa: ARG002
-        """See `Turns.reply_ids`."""
+        """See `ChatTurns.reply_ids`."""
         text = self._prefix + "\n".join(reply.text for reply in replies) + self._suffix
         return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """Turns that were tried on a tokenizer.
-
-    Attributes:
-        turns: Makes what is not sampled.
-        stop_token_ids: What ends a turn, beside the model's own end token.
-    """
-
-    turns: Turns
-    stop_token_ids: tuple[int, ...]
+Turns = ChatTurns | PlainTurns
+Joined = tuple[Turns, tuple[int, ...]]
+"""Turns that were tried on a tokenizer, and the tokens that end a turn beside the model's own end token."""
 
 
 def join_turns(
@@ -271,7 +255,7 @@ def join_turns(
         if turn_format.kind == "plain"
         else ChatTurns(tokenizer, role=role, tools=tools, end_token_ids=stop_token_ids)
     )
-    return Joined(turns=turns, stop_token_ids=tuple(stop_token_ids))
+    return turns, tuple(stop_token_ids)
 
 
 _Shape = Callable[[Sequence[Reply], str], list[Message]]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import Json, Prompt, Timings, Trajectory
+from rl_core.data.records import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_rollout.audit import SampledSpan
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
-from rl_rollout.loops.sampled_sequences import columns_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
 
@@ -156,9 +156,10 @@ def _trajectories(episode: Any, served: Any, *, wall_s: float) -> list[Trajector
             if not branch.trainable:
                 continue
             ids = np.array(branch.token_ids, dtype=np.int32)
-            columns = columns_of(ids, np.array(branch.sampled_mask, dtype=np.bool_), served.spans, trained=trained)
-            if columns.loss_mask.any():
-                trajectories.append(_trajectory(trace, columns, served, output_index=len(trajectories)))
+            sampled = np.array(branch.sampled_mask, dtype=np.bool_)
+            columns = columns_of(ids, sampled, served.spans, trained=trained)
+            if columns[0].any():
+                trajectories.append(_trajectory(trace, ids, columns, served, output_index=len(trajectories)))
     if not trajectories:
         raise DataError("no branch of the episode has tokens that were sampled.")
     reward_s = sum(trace.timing.scoring.duration for trace in traces)
@@ -172,22 +173,61 @@ def _trajectories(episode: Any, served: Any, *, wall_s: float) -> list[Trajector
     return trajectories
 
 
-def _trajectory(trace: Any, columns: Any, served: Any, *, output_index: int) -> Trajectory:
+def _trajectory(
+    trace: Any, input_ids: IntArray, columns: tuple[BoolArray, FloatArray, IntArray], served: Any, *, output_index: int
+) -> Trajectory:
+    mask, logprobs, versions = columns
     components = {name: part.value for name, part in trace.rewards.items() if part is not None}
     extras: dict[str, Json] = {"ended_by": trace.stop_condition or "done", "num_turns": trace.num_turns}
     return Trajectory(
         prompt_uid=served.prompt.uid,
         session_index=served.session_index,
         output_index=output_index,
-        input_ids=columns.input_ids,
-        loss_mask=columns.loss_mask,
-        rollout_logprobs=columns.rollout_logprobs,
-        policy_versions=columns.policy_versions,
+        input_ids=input_ids,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        policy_versions=versions,
         finish_reason="length" if trace.is_truncated else "stop",
         reward=float(trace.reward),
         reward_components={**components, **{k: v for k, v in trace.metrics.items() if v is not None}},
         extras=extras,
     )
+
+
+def columns_of(
+    input_ids: IntArray, sampled: BoolArray, spans: Sequence[SampledSpan], *, trained: set[int]
+) -> tuple[BoolArray, FloatArray, IntArray]:
+    """Give each sampled token of a sequence the logprob and version that the engine gave with it.
+
+    A token that is called sampled, but that no span gave after just these tokens, stays in the mask without a version:
+    the audit fails its session.
+
+    Args:
+        input_ids: [T] int32.
+        sampled: [T] bool, what the program calls sampled.
+        spans: What the engine gave.
+        trained: Indices of the spans that an earlier sequence trains, which this one masks; what it trains is added.
+
+    Returns:
+        [T] its loss_mask, rollout_logprobs and policy_versions.
+    """
+    mask = sampled.copy()
+    logprobs = np.zeros(len(input_ids), dtype=np.float32)
+    versions = np.full(len(input_ids), NO_VERSION, dtype=np.int32)
+    for index, span in enumerate(spans):
+        start = len(span.input_ids)
+        stop = start + len(span.token_ids)
+        if stop > len(input_ids) or not np.array_equal(input_ids[start:stop], span.token_ids):
+            continue
+        if not mask[start:stop].any() or not np.array_equal(input_ids[:start], span.input_ids):
+            continue
+        if index in trained:
+            mask[start:stop] = False
+            continue
+        trained.add(index)
+        logprobs[start:stop] = np.where(mask[start:stop], span.logprobs, 0)
+        versions[start:stop] = np.where(mask[start:stop], span.policy_versions, NO_VERSION)
+    return mask, logprobs, versions
 
 
 def _reason(episode: Any) -> str:

@@ -9,7 +9,7 @@ from rl_core.errors import DataError, MissingExtraError
 BATCH_ROWS = 1024
 
 
-class ParquetRows:
+class ParquetTable:
     """A parquet file as an Arrow table; a row becomes Python objects when it is asked for."""
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,6 @@ class ParquetRows:
             import pyarrow.parquet as pq
         except ImportError as error:
             raise MissingExtraError(f"{path}: parquet files need pyarrow. Run: pip install pyarrow") from error
-        self.path = path
         try:
             self._table = pq.read_table(path, memory_map=True)
         except (pa.ArrowException, OSError) as error:
@@ -41,7 +40,3 @@ class ParquetRows:
     def __iter__(self) -> Iterator[dict[str, Json]]:
         for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
             yield from batch.to_pylist()
-
-    def locate(self, row: int) -> str:
-        """File and row, counted from 1."""
-        return f"{self.path}, row {row + 1}"

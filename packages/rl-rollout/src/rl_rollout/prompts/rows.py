@@ -1,56 +1,35 @@
 """Rows of the user's files: JSONL, parquet, and Hugging Face datasets on disk."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from rl_core.data.records import Json
 from rl_core.errors import DataError
-from rl_rollout.prompts.hf_dataset import HfDatasetRows, is_hf_dataset
-from rl_rollout.prompts.parquet import ParquetRows
+from rl_rollout.prompts.hf_dataset import is_hf_dataset, read_hf_dataset
+from rl_rollout.prompts.parquet import ParquetTable
 
 EXTENSIONS = (".parquet", ".jsonl")
 
+RowTable = Sequence[dict[str, Json]] | ParquetTable
+"""Rows by their index from 0, and in order."""
 
-class Rows(Protocol):
+
+class Rows:
     """The rows of one file."""
 
-    @property
-    def path(self) -> Path:
-        """The file or folder as the user named it."""
-        ...
+    def __init__(self, path: Path, rows: RowTable, *, lines: Sequence[int] | None = None) -> None:
+        """Take what a library read.
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> dict[str, Json]:
-        """A row by its index from 0."""
-        ...
-
-    def __iter__(self) -> Iterator[dict[str, Json]]: ...
-
-    def locate(self, row: int) -> str:
-        """Where a row is, in the user's words; rows and lines are counted from 1."""
-        ...
-
-
-class JsonlRows:
-    """One JSON object a line; blank lines are skipped."""
-
-    def __init__(self, path: Path) -> None:
-        """Read and parse the whole file.
-
-        Raises:
-            DataError: A line is not UTF-8, not JSON, or not an object.
+        Args:
+            path: The file or folder as the user named it.
+            rows: Has the rows by their index from 0, and in order.
+            lines: Of the rows in the file, counted from 1 with blank ones; None where it has none.
         """
         self.path = path
-        self._rows: list[dict[str, Json]] = []
-        self._lines: list[int] = []
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._rows.append(_parse_line(line, where=f"{path}, line {number}"))
-                    self._lines.append(number)
+        self._rows = rows
+        self._lines = lines
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -63,8 +42,24 @@ class JsonlRows:
         return iter(self._rows)
 
     def locate(self, row: int) -> str:
-        """File and line, counted from 1 with blank lines."""
-        return f"{self.path}, line {self._lines[row]}"
+        """Where a row is, in the user's words; rows and lines are counted from 1."""
+        return f"{self.path}, row {row + 1}" if self._lines is None else f"{self.path}, line {self._lines[row]}"
+
+
+def read_jsonl(path: Path) -> Rows:
+    """Read and parse a whole file of JSON lines: one object a line; blank lines are skipped.
+
+    Raises:
+        DataError: A line is not UTF-8, not JSON, or not an object.
+    """
+    rows: list[dict[str, Json]] = []
+    lines: list[int] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                rows.append(_parse_line(line, where=f"{path}, line {number}"))
+                lines.append(number)
+    return Rows(path, rows, lines=lines)
 
 
 def open_rows(path: Path) -> Rows:
@@ -76,18 +71,17 @@ def open_rows(path: Path) -> Rows:
     """
     if not path.exists():
         raise DataError(f"{path} does not exist. Give the path of a {' or '.join(EXTENSIONS)} file.")
-    rows: Rows
     if path.is_dir():
         if not is_hf_dataset(path):
             raise DataError(
                 f"{path} is a folder, but not one that datasets' save_to_disk wrote (it has no state.json). "
                 f"Give such a folder, or a {' or '.join(EXTENSIONS)} file."
             )
-        rows = HfDatasetRows(path)
+        rows = Rows(path, read_hf_dataset(path))
     elif path.suffix == ".jsonl":
-        rows = JsonlRows(path)
+        rows = read_jsonl(path)
     elif path.suffix == ".parquet":
-        rows = ParquetRows(path)
+        rows = Rows(path, ParquetTable(path))
     else:
         raise DataError(
             f"{path} has the unknown extension {path.suffix!r}; expected {' or '.join(EXTENSIONS)}, or a folder "

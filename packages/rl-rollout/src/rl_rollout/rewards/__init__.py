@@ -1,7 +1,6 @@
 """Rewards: functions that judge responses, and what runs them."""
 
 from rl_rollout.rewards.build import build_scorer
-from rl_rollout.rewards.custom import load_function
 from rl_rollout.rewards.judge import JudgeModel
 from rl_rollout.rewards.length import LengthTarget, Overlong
 from rl_rollout.rewards.math_verify import MathVerify
@@ -10,7 +9,7 @@ from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardOutpu
 from rl_rollout.rewards.registry import resolve_reward
 from rl_rollout.rewards.rules import exact_match, last_boxed, last_number, number_match
 from rl_rollout.rewards.scorer import RewardScorer, Scored
-from rl_rollout.rewards.weighted import ScoredPart, WeightedReward
+from rl_rollout.rewards.weighted import WeightedReward
 
 __all__ = [
     "FailurePolicy",
@@ -26,13 +25,11 @@ __all__ = [
     "RewardResult",
     "RewardScorer",
     "Scored",
-    "ScoredPart",
     "WeightedReward",
     "build_scorer",
     "exact_match",
     "last_boxed",
     "last_number",
-    "load_function",
     "number_match",
     "quick",
     "resolve_reward",

@@ -8,7 +8,7 @@ from rl_rollout.rewards.options import FailurePolicy, RewardOptions
 from rl_rollout.rewards.protocol import RewardFunction
 from rl_rollout.rewards.registry import resolve_reward
 from rl_rollout.rewards.scorer import RewardScorer
-from rl_rollout.rewards.weighted import ScoredPart, WeightedReward
+from rl_rollout.rewards.weighted import WeightedReward
 
 
 def build_scorer(options: RewardOptions, *, parts: Mapping[str, Any] | None = None) -> RewardScorer:
@@ -32,7 +32,7 @@ def build_scorer(options: RewardOptions, *, parts: Mapping[str, Any] | None = No
         except SettingsError as error:
             raise SettingsError(f"parts[{number}]: {error}") from error
         scorer = _scorer(options.of_part(part), function)
-        scored.append(ScoredPart(name=part.label, weight=part.weight, scorer=scorer, on_failure=part.on_failure))
+        scored.append((part, scorer))
     # Limits and retries are the parts' own; what is left for the sum is whether a failed session counts as 0.
     policy = FailurePolicy(on_failure="zero" if options.on_failure == "zero" else "drop", retries=0)
     return RewardScorer(WeightedReward(scored), timeout_s=None, max_concurrency=1_000_000, failures=policy)

@@ -12,7 +12,7 @@ from typing import Literal
 from rl_core.data.records import Json, Prompt
 from rl_core.errors import SettingsError
 from rl_core.registry import nearest_name
-from rl_rollout.rewards.code_tests import Case, CodeTests, read_tests, same_output, same_value
+from rl_rollout.rewards.code_tests import CodeTests, read_tests, same_output, same_value
 from rl_rollout.rewards.outputs import cut
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
@@ -134,20 +134,20 @@ class CodeReward:
     async def _run_cases(self, program: str, tests: CodeTests) -> list[Outcome]:
         outcomes: list[Outcome] = []
         started_at = time.monotonic()
-        for case in tests.cases:
+        for given, expected in tests.cases:
             if time.monotonic() - started_at >= self.total_s:
                 late = Outcome(is_passed=False, is_timed_out=True, reason=f"{self.total_s:g} s were over")
                 return outcomes + [late] * (len(tests.cases) - len(outcomes))
-            outcomes.append(self._outcome(case, await self.sandbox.run(program, stdin=case.input.encode())))
+            outcomes.append(self._outcome(await self.sandbox.run(program, stdin=given.encode()), expected))
             if self.mode == "all" and not outcomes[-1].is_passed:
                 break
         return outcomes
 
-    def _outcome(self, case: Case, run: ProgramRun) -> Outcome:
+    def _outcome(self, run: ProgramRun, expected: str) -> Outcome:
         if not run.is_success:
             return Outcome(is_passed=False, is_timed_out=is_timed_out(run), reason=describe_run(run))
         printed = run.stdout.decode("utf-8", errors="replace")
-        if same_output(printed, case.output, compare=self.compare):
+        if same_output(printed, expected, compare=self.compare):
             return Outcome(is_passed=True)
         return Outcome(is_passed=False, reason=f"printed {cut(printed, max_characters=200)!r}")
 

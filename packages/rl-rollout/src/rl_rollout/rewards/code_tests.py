@@ -26,12 +26,8 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
 CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What a program prints, given its standard input."""
-
-    input: str
-    output: str
+Case = tuple[str, str]
+"""A program's standard input, and what it prints then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +81,7 @@ def read_tests(ground_truth: Json) -> CodeTests:
     if not isinstance(tests, list) or not tests or not isinstance(setup, str):
         raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
     if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in tests):
-        return CodeTests(cases=tuple(Case(input=_text(t["input"]), output=_text(t["output"])) for t in tests))
+        return CodeTests(cases=tuple((_text(t["input"]), _text(t["output"])) for t in tests))
     if not all(isinstance(test, str) for test in tests):
         raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
     steps = [Step(kind="setup", source=setup)] if setup.strip() else []

@@ -13,7 +13,6 @@ import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import IO, Any, NoReturn, cast
 
@@ -23,19 +22,6 @@ from rl_rollout.rewards.rules import last_boxed
 
 INTEGER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,300})")
 START_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether two expressions are equal.
-
-    Attributes:
-        is_equal: True when math-verify proves it.
-        is_timed_out: True when it found no verdict in time; is_equal is then False.
-    """
-
-    is_equal: bool
-    is_timed_out: bool = False
 
 
 class MathVerify:
@@ -66,21 +52,21 @@ class MathVerify:
 
     async def __call__(self, given: RewardInput) -> RewardResult:
         """Score one response."""
-        verdict = await self.compare(str(given.ground_truth), answer_of(given.response_text))
+        is_equal = await self.compare(str(given.ground_truth), answer_of(given.response_text))
+        reward = float(is_equal or False)
         return RewardResult(
-            reward=float(verdict.is_equal),
-            components={"accuracy": float(verdict.is_equal), "math_verify_timed_out": float(verdict.is_timed_out)},
+            reward=reward, components={"accuracy": reward, "math_verify_timed_out": float(is_equal is None)}
         )
 
-    async def compare(self, gold: str, answer: str) -> Verdict:
-        """Whether an answer equals the gold one.
+    async def compare(self, gold: str, answer: str) -> bool | None:
+        """Whether math-verify proves that an answer equals the gold one; None where it found no verdict in time.
 
         Raises:
             DataError: The gold answer is no expression.
             RoleError: The worker cannot start, or died.
         """
         if is_integer(gold) and is_integer(answer):
-            return Verdict(is_equal=_integer(gold) == _integer(answer))
+            return _integer(gold) == _integer(answer)
         return await asyncio.wrap_future(self._threads.submit(self._compare_in_worker, gold, answer))
 
     def close(self) -> None:
@@ -89,19 +75,19 @@ class MathVerify:
             worker.stop()
         self._threads.shutdown(wait=False)
 
-    def _compare_in_worker(self, gold: str, answer: str) -> Verdict:
+    def _compare_in_worker(self, gold: str, answer: str) -> bool | None:
         worker = self._idle.get()
         try:
             reply = worker.ask({"gold": gold, "answer": answer})
         except DeadlineError:
-            return Verdict(is_equal=False, is_timed_out=True)
+            return None
         finally:
             self._idle.put(worker)
         if "error" in reply:
             raise RoleError(f"math-verify raised {reply['error']} on gold {gold!r} and answer {answer[:200]!r}.")
         if not reply["is_gold_parsed"]:
             raise DataError(f"math-verify finds no expression in the ground truth {gold!r}. Repair the row.")
-        return Verdict(is_equal=bool(reply["is_equal"]))
+        return bool(reply["is_equal"])
 
 
 def answer_of(response_text: str) -> str:

@@ -15,7 +15,6 @@ DEFAULT_RETRIES = 2
 MAX_BACKOFF_S = 60.0
 
 OnFailure = Literal["drop", "retry", "zero"]
-FailureKind = Literal["raised", "timed_out", "bad_value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Reward functions by name, or from a file."""
+"""Reward functions by name, or in the user's own files, given as `path.py:function`."""
 
 import functools
 import inspect
@@ -8,9 +8,8 @@ from typing import Any
 from rl_core.data.records import Json
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry, nearest_name
-from rl_rollout.rewards.custom import check_callable
 from rl_rollout.rewards.protocol import RewardFunction
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_files import find_in
 
 REWARDS: Registry[Any] = Registry(
     "reward function",
@@ -46,8 +45,7 @@ def resolve_reward(
         SettingsError: There is no such name, file, function or option, or an option is missing or impossible.
         MissingExtraError: It needs a library that is not installed.
     """
-    is_path = ":" in reference or reference.endswith(".py")
-    found = load_attribute(reference, kind="reward function", is_fresh=True) if is_path else REWARDS.get(reference)
+    found = find_in(REWARDS, reference, is_fresh=True)
     return bind_options(found, {} if options is None else options, name=reference, parts=parts or {})
 
 
@@ -101,3 +99,27 @@ def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Para
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter for parameter in parameters[num_taken:] if parameter.kind in by_name}
+
+
+def check_callable(function: Any, *, name: str) -> RewardFunction:
+    """Refuse what cannot be called with one RewardInput.
+
+    Raises:
+        SettingsError: It is not callable, takes other arguments, or yields.
+    """
+    if not callable(function):
+        raise SettingsError(f"reward function {name!r} must be callable; found {type(function).__name__}.")
+    for called in (function, type(function).__call__):
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise SettingsError(f"reward function {name!r} uses `yield`; it must return a number.")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some compiled callables have none
+        return function  # type: ignore[no-any-return]
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        raise SettingsError(
+            f"reward function {name!r} must take one argument, a RewardInput; it is {signature} ({error})."
+        ) from None
+    return function  # type: ignore[no-any-return]

@@ -17,7 +17,6 @@ from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
-from rl_rollout.rewards.rate_limit import RateLimit
 from rl_rollout.rewards.threaded import CallThreads
 from rl_rollout.user_errors import describe_raised, is_meant_for_us
 
@@ -48,6 +47,27 @@ class Scored:
     wait_s: float = 0.0
     num_attempts: int = 1
     failure_names: tuple[str, ...] = ()
+
+
+class RateLimit:
+    """Lets calls start at most so often; the first goes at once, each other one after its turn."""
+
+    def __init__(self, calls_per_s: float) -> None:
+        """Choose the rate.
+
+        Args:
+            calls_per_s: Above 0.
+        """
+        self._interval_s = 1.0 / calls_per_s
+        self._next_at = 0.0
+
+    async def wait(self) -> None:
+        """Wait for the turn of one call."""
+        now = time.monotonic()
+        turn_at = max(self._next_at, now)
+        self._next_at = turn_at + self._interval_s
+        if turn_at > now:
+            await asyncio.sleep(turn_at - now)
 
 
 class RewardScorer:

@@ -2,34 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from rl_core.data.records import Json, Prompt
 from rl_core.errors import RolloutError, SettingsError
+from rl_rollout.rewards.options import RewardPart
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import RewardScorer, Scored, marked
-
-
-class RewardPartError(RolloutError):
-    """One of several rewards failed; the message has its name and reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredPart:
-    """One of several rewards, ready to be called.
-
-    Attributes:
-        name: What its components start with.
-        weight: Its factor in the sum.
-        scorer: Calls it, with limits and retries of its own; its own policy must not be "zero".
-        on_failure: "fail" fails the whole reward; "zero" counts 0, with the component `name/reward_failed`.
-    """
-
-    name: str
-    weight: float
-    scorer: RewardScorer
-    on_failure: Literal["fail", "zero"] = "fail"
 
 
 class WeightedReward:
@@ -39,16 +17,17 @@ class WeightedReward:
     name. A part that fails, fails the whole with its name, unless its `on_failure` is "zero".
     """
 
-    def __init__(self, parts: Sequence[ScoredPart]) -> None:
+    def __init__(self, parts: Sequence[tuple[RewardPart, RewardScorer]]) -> None:
         """Join the parts.
 
         Args:
-            parts: With different names.
+            parts: With different names; the scorer calls a part with limits and retries of its own, and its own policy
+                must not be "zero".
 
         Raises:
             SettingsError: There is none, or two have the same name.
         """
-        names = [part.name for part in parts]
+        names = [part.label for part, _ in parts]
         if not names or len({*names}) < len(names):
             raise SettingsError(f"a weighted reward needs at least one part, with different names; found {names}.")
         self._parts = tuple(parts)
@@ -57,30 +36,31 @@ class WeightedReward:
         """Score one response.
 
         Raises:
-            RewardPartError: A part failed.
+            RolloutError: A part failed.
         """
         scored = await self.score_one(given)
         if scored.result is None:
-            raise RewardPartError(scored.failure)
+            raise RolloutError(scored.failure)
         return scored.result
 
     async def score_one(self, given: RewardInput) -> Scored:
         """Score one response; a scorer calls this, for a time that leaves out where parts waited for their turn."""
-        batches = await asyncio.gather(*(part.scorer.score([given]) for part in self._parts))
+        batches = await asyncio.gather(*(scorer.score([given]) for _, scorer in self._parts))
         scored = [
-            marked(one) if part.on_failure == "zero" else one for part, (one,) in zip(self._parts, batches, strict=True)
+            marked(one) if part.on_failure == "zero" else one
+            for (part, _), (one,) in zip(self._parts, batches, strict=True)
         ]
         reward_s, num_attempts = max(one.reward_s for one in scored), max(one.num_attempts for one in scored)
         total, components, extras = 0.0, dict[str, float](), dict[str, Json]()
-        for part, one in zip(self._parts, scored, strict=True):
+        for (part, _), one in zip(self._parts, scored, strict=True):
             if one.result is None:
-                failure = f"part {part.name!r} of the reward: {one.failure}"
+                failure = f"part {part.label!r} of the reward: {one.failure}"
                 return Scored(failure=failure, reward_s=reward_s, num_attempts=num_attempts)
             total += part.weight * one.result.reward
-            components[part.name] = one.result.reward
-            components |= {f"{part.name}/{name}": value for name, value in one.result.components.items()}
+            components[part.label] = one.result.reward
+            components |= {f"{part.label}/{name}": value for name, value in one.result.components.items()}
             if one.result.extras:
-                extras[part.name] = dict(one.result.extras)
+                extras[part.label] = dict(one.result.extras)
         result = RewardResult(reward=total, components=components, extras=extras)
         return Scored(result=result, reward_s=reward_s, num_attempts=num_attempts)
 
@@ -90,10 +70,10 @@ class WeightedReward:
         Raises:
             SettingsError: A part fails.
         """
-        for part in self._parts:
-            await part.scorer.rehearse(prompt)
+        for _, scorer in self._parts:
+            await scorer.rehearse(prompt)
 
     def close(self) -> None:
         """Close the parts."""
-        for part in self._parts:
-            part.scorer.close()
+        for _, scorer in self._parts:
+            scorer.close()

@@ -1,4 +1,4 @@
-"""Where entries are kept: on a local disk; and which place a directory's name means.
+"""Entries on a local disk.
 
 An entry is built aside, flushed to the disk and renamed into its place, so that it is there whole or not at all. A
 writer holds a lock on what it builds; what has no lock was left by one that died, and goes.
@@ -18,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files.bounded_json import shown_path
 from rl_core.files.durable import sync_folder
-from rl_rollout.skip.entry_folder import EntryFolder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
 MAX_DEPTH = 4
@@ -32,26 +31,6 @@ BROKEN = "broken"
 WRITING, REMOVING = ".writing-", ".removing-"
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def open_folder(directory: str) -> EntryFolder:
-    """A local folder, or through fsspec a place on an object store.
-
-    Raises:
-        CacheError: It cannot be read or made.
-        MissingExtraError: A URL is given, and fsspec or what it needs is not installed.
-    """
-    scheme, separator, rest = directory.partition("://")
-    if not separator or scheme in ("file", "local"):
-        try:
-            return LocalFolder(Path(rest if separator else directory).expanduser())
-        except RuntimeError as error:
-            raise CacheError(f"{directory} is no place for a skip cache: {error}") from error
-    try:
-        from rl_rollout.skip.remote_folder import RemoteFolder
-    except ImportError as error:
-        raise MissingExtraError("skip caches at a URL need fsspec. Run: pip install 'rl-rollout[skip]'") from error
-    return RemoteFolder(directory)
 
 
 class LocalFolder:
@@ -81,7 +60,11 @@ class LocalFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator["LocalFiles | None"]:
-        """An entry's files, held open: they stay readable as long as nobody deletes them."""
+        """An entry's files, held open: they stay readable as long as nobody deletes them. None where there is none.
+
+        Raises:
+            BrokenEntryError: It is a link, or no folder.
+        """
         path = self.path_of(name)
         try:
             descriptor = os.open(path, FOLDER_FLAGS)
@@ -98,7 +81,11 @@ class LocalFolder:
 
     @contextmanager
     def begin(self, name: str) -> Iterator["LocalWriter"]:
-        """A new entry, built aside under a lock."""
+        """A new entry, built aside under a lock; nothing of it stays where it is not published.
+
+        Raises:
+            CacheError: It cannot be written.
+        """
         try:
             aside, lock = self._make_aside(name)
         except OSError as error:
@@ -146,7 +133,7 @@ class LocalFolder:
         return aside
 
     def set_aside(self, name: str) -> str | None:
-        """Move an entry below `broken`."""
+        """Move an entry below `broken`; gives where it is now, or None where it is gone."""
         target = self._root / BROKEN / f"{name}-{secrets.token_hex(TOKEN_BYTES)}"
         try:
             target.parent.mkdir(exist_ok=True)
@@ -173,7 +160,11 @@ class LocalFolder:
         _remove_tree(self._root / BROKEN / name)
 
     def prepare(self) -> None:
-        """Make the folder, and sweep it."""
+        """Make the folder, and sweep it.
+
+        Raises:
+            CacheError: It cannot be made or written.
+        """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -185,7 +176,11 @@ class LocalFolder:
             raise CacheError(f"{self._root} must be a folder that this user can write, for a skip cache; it is not.")
 
     def check(self) -> None:
-        """Refuse a place where there can be no such folder; nothing is made."""
+        """Refuse a place where there can be no such folder; nothing is made.
+
+        Raises:
+            CacheError: There can be none.
+        """
         if self._root.exists() and not self._root.is_dir():
             raise CacheError(f"{self._root} must be a folder, or a place for a new one; it is a file.")
         above = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
@@ -223,11 +218,15 @@ class LocalFiles:
         self._path = path
 
     def is_current(self) -> bool:
-        """False when the entry was removed or replaced since it was opened."""
+        """False when the entry was removed or replaced since it was opened: what it lacks then says nothing of it."""
         return _is_at(self._path, self._descriptor)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file by its path in the entry."""
+        """Bytes of every file by its path in the entry.
+
+        Raises:
+            BrokenEntryError: There is a link, a device, or too much.
+        """
         found: dict[str, int] = {}
         try:
             self._collect(self._descriptor, "", found, depth=0)
@@ -236,7 +235,11 @@ class LocalFiles:
         return found
 
     def read(self, path: str, size_bytes: int) -> memoryview:
-        """A whole file."""
+        """A whole file, in memory that is the caller's to change.
+
+        Raises:
+            BrokenEntryError: It is missing, no plain file, or of another size.
+        """
         where = f"{self._path}/{path}"
         try:
             with self._open(path) as descriptor:
@@ -297,7 +300,7 @@ class LocalWriter:
         self._target = target
 
     def write(self, path: str, *parts: bytes | memoryview) -> None:
-        """Add a file, flushed to the disk."""
+        """Add a file of these parts, flushed to the disk; several threads may do so at once."""
         file = self._aside / path
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as stream:
@@ -306,7 +309,15 @@ class LocalWriter:
             os.fsync(stream.fileno())
 
     def publish(self, manifest: bytes, *, replace: bool) -> bool:
-        """Write the manifest, flush every folder, and rename the entry into its place."""
+        """Write the manifest, flush every folder, and rename the entry into its place.
+
+        Args:
+            manifest: Written last.
+            replace: Whether it takes the place of an entry of this name.
+
+        Returns:
+            False where another one was there first, which stays.
+        """
         self.write(MANIFEST, manifest)
         folders = [folder for folder, _, _ in os.walk(self._aside)]
         with ThreadPoolExecutor(NUM_FLUSHES, "skip-cache") as threads:

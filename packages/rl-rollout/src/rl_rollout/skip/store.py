@@ -16,8 +16,8 @@ from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_core.files.bounded_json import shown, shown_path
 from rl_core.files.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter
-from rl_rollout.skip.folder import BROKEN, open_folder
+from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter, open_folder
+from rl_rollout.skip.folder import BROKEN
 from rl_rollout.skip.manifest import (
     ARRAYS_FOLDER,
     FORMAT,

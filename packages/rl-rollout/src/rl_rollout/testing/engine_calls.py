@@ -2,6 +2,8 @@
 """Short ways to ask an engine, each in an event loop of its own."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,21 +15,16 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngi
 PROMPT = np.array([5, 9, 14, 3, 22], dtype=np.int32)
 
 
-class refuses:  # noqa: N801 - reads as a statement
+@contextmanager
+def refuses(words: str) -> Iterator[None]:
     """Expects an EngineError whose message has these words."""
-
-    def __init__(self, words: str) -> None:
-        """Expect these words."""
-        self._words = words
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        """Compare."""
-        assert isinstance(error, EngineError), f"expected an EngineError about {self._words!r}; found {error!r}"
-        assert self._words in str(error)
-        return True
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    assert isinstance(found, EngineError), f"expected an EngineError about {words!r}; found {found!r}"
+    assert words in str(found)
 
 
 def generate(engine: RolloutEngine, *, num_samples: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Generation]:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ToolError
@@ -14,10 +13,8 @@ MAX_RUNNING = 256
 """Calls at once, the ones that were left behind included: a function that always hangs runs out of threads."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    value: Any = None
-    error: BaseException | None = None
+Outcome = tuple[Any, BaseException | None]
+"""What a function gave, and what it raised."""
 
 
 class BlockingCalls:
@@ -25,7 +22,7 @@ class BlockingCalls:
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._threads: CallThreads[Callable[[], Any], _Outcome] = CallThreads(self._call)
+        self._threads: CallThreads[Callable[[], Any], Outcome] = CallThreads(self._call)
         self._num_running = 0
         self._lock = threading.Lock()
 
@@ -43,23 +40,24 @@ class BlockingCalls:
         outcomes = await self._threads.run([function], timeout_s=timeout_s)
         if not outcomes:
             raise TimeoutError(f"it gave nothing for {timeout_s:g} s, and was left behind")
-        if outcomes[0].error is not None:
-            raise outcomes[0].error
-        return outcomes[0].value
+        value, error = outcomes[0]
+        if error is not None:
+            raise error
+        return value
 
     def close(self) -> None:
         """End the idle threads."""
         self._threads.close()
 
-    def _call(self, function: Callable[[], Any]) -> _Outcome:
+    def _call(self, function: Callable[[], Any]) -> Outcome:
         try:
-            return _Outcome(value=function())
+            return function(), None
         except SystemExit as error:
-            return _Outcome(error=RuntimeError(f"it called sys.exit({shown(error.code)})"))
+            return None, RuntimeError(f"it called sys.exit({shown(error.code)})")
         except Exception as error:
-            return _Outcome(error=error)
+            return None, error
         except BaseException as error:  # nobody interrupts or cancels this thread: it is the function's own
-            return _Outcome(error=RuntimeError(f"it raised {shown_error(error)}"))
+            return None, RuntimeError(f"it raised {shown_error(error)}")
         finally:
             with self._lock:
                 self._num_running -= 1

@@ -15,6 +15,11 @@ class FunctionTool:
     """A function that a model may call; see `tool`.
 
     Calling the object calls the function, as if it were not decorated.
+
+    Attributes:
+        name: See `Tool.name`.
+        description: See `Tool.description`.
+        parameters: See `Tool.parameters`.
     """
 
     def __init__(
@@ -30,25 +35,11 @@ class FunctionTool:
             raise SettingsError(f"a tool must be a function; found {type(function).__name__}.")
         self._function = function
         self._signature = Signature(function)
-        self._name = name or str(getattr(function, "__name__", type(function).__name__))
-        self._description = description or self._signature.description
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.description = description or self._signature.description
+        self.parameters: Mapping[str, Json] = self._signature.schema
         self._is_async = inspect.iscoroutinefunction(function)
         self._blocking = BlockingCalls()
-
-    @property
-    def name(self) -> str:
-        """See `Tool.name`."""
-        return self._name
-
-    @property
-    def description(self) -> str:
-        """See `Tool.description`."""
-        return self._description
-
-    @property
-    def parameters(self) -> Mapping[str, Json]:
-        """See `Tool.parameters`."""
-        return self._signature.schema
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself."""

@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -21,7 +22,6 @@ from rl_core.errors import MissingExtraError, SettingsError, ToolError
 from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import printable, shown_error
 from rl_rollout.tools import server_process
-from rl_rollout.tools.loop_thread import LoopThread
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.non_protocol_output import TELL, drop_tracebacks
 from rl_rollout.tools.protocol import Tool
@@ -36,32 +36,44 @@ log = structlog.get_logger(__name__)
 
 IS_LINUX = sys.platform == "linux"
 STDERR_CHARS = 400
+CLOSE_S = 15.0
+"""Longest wait for what a server's event loop runs last, and for its thread."""
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a daemon thread: whatever other loops do, what runs here goes on."""
+
+    def __init__(self, name: str) -> None:
+        """Start it."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run there, and wait here; cancelling the wait cancels it there."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run one last thing, and end the thread."""
+        ending = asyncio.run_coroutine_threadsafe(last, self._loop)
+        with contextlib.suppress(TimeoutError):
+            ending.result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 class McpTool:
-    """A tool of a server; see `Tool`."""
+    """A tool of a server; see `Tool`. The server checks its parameters."""
 
     def __init__(self, server: "McpServer", description: Any) -> None:
         """Take what the server says of it."""
         self._server = server
-        self._name = str(description.name)
-        self._description = str(description.description or description.title or "")
-        self._parameters: dict[str, Json] = dict(description.input_schema)
-
-    @property
-    def name(self) -> str:
-        """See `Tool.name`."""
-        return self._name
-
-    @property
-    def description(self) -> str:
-        """See `Tool.description`."""
-        return self._description
-
-    @property
-    def parameters(self) -> Mapping[str, Json]:
-        """See `Tool.parameters`; the server checks them."""
-        return self._parameters
+        self.name = str(description.name)
+        self.description = str(description.description or description.title or "")
+        self.parameters: Mapping[str, Json] = dict(description.input_schema)
 
     async def call(self, arguments: Mapping[str, Json]) -> str:
         """See `Tool.call`.
@@ -69,7 +81,7 @@ class McpTool:
         Raises:
             ToolError: The tool failed, or its server died or does not start again.
         """
-        return await self._server.call(self._name, arguments)
+        return await self._server.call(self.name, arguments)
 
 
 class McpServer:

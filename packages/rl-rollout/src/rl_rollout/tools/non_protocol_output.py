@@ -13,22 +13,17 @@ TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell_of_garbage", d
 MAX_SHOWN = 80
 
 
-class _Garbage(logging.Filter):
-    """Drops what the library mcp logs of such lines."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error: Any = record.exc_info[1] if record.exc_info else None
-        tell = TELL.get()
-        if tell is None or record.funcName != "_parse_line" or not isinstance(error, ValueError):
-            return True
-        errors: list[Any] = getattr(error, "errors", list)()  # pydantic has them
-        tell(shown(errors[0]["input"] if errors else str(error), max_characters=MAX_SHOWN))
-        return False
-
-
-GARBAGE = _Garbage()
+def is_message(record: logging.LogRecord) -> bool:
+    """A filter that drops what the library mcp logs of such lines."""
+    error: Any = record.exc_info[1] if record.exc_info else None
+    tell = TELL.get()
+    if tell is None or record.funcName != "_parse_line" or not isinstance(error, ValueError):
+        return True
+    errors: list[Any] = getattr(error, "errors", list)()  # pydantic has them
+    tell(shown(errors[0]["input"] if errors else str(error), max_characters=MAX_SHOWN))
+    return False
 
 
 def drop_tracebacks() -> None:
     """Drop them where TELL is set; can be called again."""
-    logging.getLogger("mcp.client.stdio").addFilter(GARBAGE)
+    logging.getLogger("mcp.client.stdio").addFilter(is_message)

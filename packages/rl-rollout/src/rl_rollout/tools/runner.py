@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
@@ -47,6 +47,10 @@ class CallOptions:
             raise SettingsError(f'on_large_result must be "truncate" or "error"; found {self.on_large_result!r}.')
 
 
+_Attempt = tuple[object, BaseException | None]
+"""What a tool gave, and what it raised."""
+
+
 class ToolRunner:
     """Calls tools; what a tool does wrong is text for the model, and an outcome for the counts."""
 
@@ -81,7 +85,7 @@ class ToolRunner:
             return _failed(call, "timed_out", f"{call.name} gave nothing for {self._options.timeout_s:g} s.")
         return self._settled(call, task)
 
-    def _settled(self, call: ToolCall, task: asyncio.Task["_Attempt"]) -> ToolResult:
+    def _settled(self, call: ToolCall, task: asyncio.Task[_Attempt]) -> ToolResult:
         if task.cancelled():  # by somebody who looks for tasks to cancel: nobody of ours did
             return _failed(call, "raised", f"{call.name} was cancelled.")
         value, error = task.result()
@@ -99,7 +103,7 @@ class ToolRunner:
             return _failed(call, "raised", f"{call.name} gave no text ({type(value).__name__}).")
         return self._sized(call, printable(value))
 
-    def _leave(self, task: asyncio.Task["_Attempt"]) -> None:
+    def _leave(self, task: asyncio.Task[_Attempt]) -> None:
         task.cancel()
         self._left.add(task)
         task.add_done_callback(self._left.discard)
@@ -114,7 +118,7 @@ class ToolRunner:
         return ToolResult(call=call, text=shortened(text, max_chars=limit), outcome="truncated")
 
 
-async def _attempt(tool: Tool, call: ToolCall) -> "_Attempt":
+async def _attempt(tool: Tool, call: ToolCall) -> _Attempt:
     """Call once. What a tool raises stays here: SystemExit, say, would end the event loop as a task's error."""
     try:
         value: object = await tool.call(call.arguments)
@@ -122,15 +126,8 @@ async def _attempt(tool: Tool, call: ToolCall) -> "_Attempt":
     except BaseException as error:
         if is_meant_for_us(error):
             raise
-        return _Attempt(error=error)
-    return _Attempt(value=value)
-
-
-class _Attempt(NamedTuple):
-    """What a tool gave, or raised."""
-
-    value: object = None
-    error: BaseException | None = None
+        return None, error
+    return value, None
 
 
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:

@@ -8,7 +8,7 @@ from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import Tool, tool_schema
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_files import find_in
 
 TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
 
@@ -71,10 +71,7 @@ def resolve_tool(reference: str) -> Tool:
         SettingsError: There is no such name, file or function, or it is no tool.
         MissingExtraError: It needs a library that is not installed.
     """
-    if ":" in reference or reference.endswith(".py"):
-        found = load_attribute(reference, kind="tool")
-    else:
-        found = TOOLS.get(reference)
+    found = find_in(TOOLS, reference)
     if isinstance(found, type):
         found = found()
     if all(hasattr(found, attribute) for attribute in ("name", "description", "parameters", "call")):

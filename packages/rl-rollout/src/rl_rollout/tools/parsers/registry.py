@@ -3,7 +3,7 @@
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.tools.parsers.protocol import ToolParser
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_files import find_in
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool parser",
@@ -22,10 +22,7 @@ def resolve_parser(reference: str) -> ToolParser:
     Raises:
         SettingsError: There is no such name, file or class, or it has no `parse`.
     """
-    if ":" in reference or reference.endswith(".py"):
-        parser_class = load_attribute(reference, kind="tool parser")
-    else:
-        parser_class = TOOL_PARSERS.get(reference)
+    parser_class = find_in(TOOL_PARSERS, reference)
     if not isinstance(parser_class, type) or not hasattr(parser_class, "parse"):
         raise SettingsError(f"tool parser {reference!r} must be a class with `parse`; found {parser_class!r}.")
     parser: ToolParser = parser_class()

@@ -1,0 +1,43 @@
+"""A short sequence by which a teacher's replica proves that it serves what it served before."""
+
+from typing import Any
+
+import numpy as np
+
+from rl_core.data.row_keys import RowKey
+from rl_distill.teacher.scores import TeacherRow, TeacherScores
+
+PROBE_TOKENS = 4
+"""Length of the sequence that proves that a replica serves what it served before."""
+PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+"""How far its logprobs may then be from those of before."""
+
+
+def probe_row(vocab_size: int) -> TeacherRow:
+    """The sequence, of a vocabulary's first tokens."""
+    ids = np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size
+    mask: Any = np.arange(PROBE_TOKENS) > 0
+    return TeacherRow(key=RowKey("probe", 0, 0), input_ids=ids, loss_mask=mask)
+
+
+def probe_problem(answer: TeacherScores, first: TeacherScores, *, dtype: str, what: str) -> str | None:
+    """What is wrong with a replica's answer; None where nothing is.
+
+    Args:
+        answer: Its scores of the sequence.
+        first: The first answer that any replica gave.
+        dtype: What the teacher computes in.
+        what: When it was asked, for the message.
+    """
+    found, expected = answer.logprobs[1:, 0], first.logprobs[1:, 0]
+    if not np.isfinite(answer.logprobs).all():
+        return (
+            f"must give finite logprobs; of a short sequence {what} it gave {found.tolist()}. Are there NaN or "
+            "infinite numbers in its weights?"
+        )
+    if not float(np.abs(found - expected).max()) <= PROBE_TOLERANCES[dtype]:
+        return (
+            f"must score a short sequence {what} as before; its logprobs were {expected.tolist()}, and are "
+            f"{found.tolist()}. Its weights are not what they were: set sleep = false for it, and look at its log."
+        )
+    return None
