@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Protocol
 
 from rl_core.data.batch import Batch
+from rl_core.data.segment import plan_segment
 
 INLINE_BYTES = 1 << 16
 """Segments up to this size travel with the message that announces them, and need no place of their own."""
@@ -20,6 +21,12 @@ class Prepared(NamedTuple):
     place: Any
     size_bytes: int
     plan: Any
+
+
+def prepare_segment(batch: Batch) -> Prepared:
+    """Lay a batch out as a segment, which travels with its message where it is small."""
+    plan = plan_segment(batch)
+    return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
 
 
 class Payload(Protocol):

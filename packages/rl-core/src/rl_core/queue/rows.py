@@ -38,13 +38,13 @@ def batch_of_session(trajectories: Sequence[Trajectory]) -> Batch:
     return batch if is_scored else batch.only(batch.names - {"reward"})
 
 
-def check_finite(batch: Batch, names: Sequence[str] | None = None) -> None:
+def check_finite(batch: Batch) -> None:
     """Refuse columns with NaN or infinity.
 
     Raises:
         DataError: There is one; the message names column, row and token.
     """
-    for name in batch.names if names is None else names:
+    for name in batch.names:
         column = batch[name]
         if column.dtype.kind != "f":
             continue

@@ -153,7 +153,7 @@ class QueueService:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._expire()
         self._is_changed = False
-        while self._retry_leases() or self._retry_puts():
+        while self._retry(self._leases, "lease") or self._retry(self._puts, "put"):
             pass
         self._refuse_late()
 
@@ -305,12 +305,6 @@ class QueueService:
         now = time.monotonic()
         waiting = _Waiting(request, client, answer, now, now + request.deadline_s, self._turn, blocked)
         (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
-
-    def _retry_leases(self) -> bool:
-        return self._retry(self._leases, "lease")
-
-    def _retry_puts(self) -> bool:
-        return self._retry(self._puts, "put")
 
     def _retry(self, queue: list[_Waiting], kind: str) -> bool:
         """Answer those that can go on, first come first served; True when somebody could."""

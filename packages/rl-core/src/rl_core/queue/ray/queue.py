@@ -14,12 +14,12 @@ import numpy as np
 from rl_core import errors
 from rl_core.cluster.ray.session import start_ray
 from rl_core.data.batch import Batch
-from rl_core.data.segment import decode_segment, plan_segment
+from rl_core.data.segment import decode_segment
 from rl_core.errors import DeadlineError, JournalError, NotReadyError, RLError, RoleError, SegmentError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
-from rl_core.queue.payload import INLINE_BYTES, Prepared
+from rl_core.queue.payload import Prepared, prepare_segment
 from rl_core.queue.shared_memory.scratch import Scratches
 from rl_core.queue.tasks import check_options, check_tasks
 
@@ -171,8 +171,7 @@ class RayRows:
 
     def prepare(self, batch: Batch) -> Prepared:
         """A segment, which travels with its message where it is small."""
-        plan = plan_segment(batch)
-        return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
+        return prepare_segment(batch)
 
     def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - the store names no place here
         """Give a segment to this node's storage."""

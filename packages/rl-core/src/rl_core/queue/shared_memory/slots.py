@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data.batch import Batch
-from rl_core.data.segment import decode_segment, plan_segment, segment_size
+from rl_core.data.segment import decode_segment, segment_size
 from rl_core.errors import JournalError, SegmentError
-from rl_core.queue.payload import INLINE_BYTES, Prepared
+from rl_core.queue.payload import Prepared, prepare_segment
 
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
@@ -144,8 +144,7 @@ class SlotRows:
 
     def prepare(self, batch: Batch) -> Prepared:
         """A segment, which travels with its message where it is small."""
-        plan = plan_segment(batch)
-        return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
+        return prepare_segment(batch)
 
     def write(self, prepared: Prepared, place: Any) -> Any:
         """Write a segment into a slot."""
