@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_async_trainer.messages import StepOrder
 from rl_async_trainer.roles.learner import LearnerHost
 from rl_async_trainer.roles.rollouter import Rollouter
 from rl_async_trainer.roles.teachers import TeacherHost
@@ -75,12 +74,14 @@ class ScriptedLearnerHost(LearnerHost):
         policy = DigestPolicy(pace=random.Random())
         return Learners(policy=policy, reference=None, critic=None, close=policy.close)
 
-    def _rows(self, order: StepOrder) -> Batch:
-        rows = super()._rows(order)
+    def rows(self, uids: Sequence[str], *, step: int, deadline_s: float) -> Batch:
+        """The groups of a step, none of them older than the run allows."""
+        rows = super().rows(uids, step=step, deadline_s=deadline_s)
+        schedule = self._settings.schedule
         versions = rows.ragged("policy_versions").values
         oldest = versions[versions != NO_VERSION].min()
-        behind = order.version - oldest
-        assert behind <= self._settings.schedule.max_staleness, f"step {order.step} got tokens of version {oldest}"
+        version = (step - 1) // schedule.sync_every
+        assert version - oldest <= schedule.max_staleness, f"step {step} got tokens of version {oldest} at {version}"
         return rows
 
 

@@ -8,8 +8,8 @@ import pytest
 from scripted_replicas import a_canary, an_update
 
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
-from rl_async_trainer.messages import PackedWeights
 from rl_core.errors import DeadlineError
+from rl_distill.learner_host import PackedWeights
 
 
 def publish(rollouter: Any, *, deadline_s: float) -> None:

@@ -6,9 +6,8 @@ Weights never, and of rows the few that people read, or that the policy is asked
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rl_core import Canary, Prompt
+from rl_core import Prompt
 from rl_core.data.records import IntArray, Json
-from rl_core.weights.update import WeightUpdate
 from rl_trainer.reporting.rollout_rows import RolloutDraft
 
 
@@ -65,25 +64,6 @@ class ProbeOrder:
     step: int
     sequences: Sequence[IntArray]
     top_k: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWeights:
-    """Weights on their way to the engines.
-
-    Attributes:
-        update: Names, digests and where the tensors are; no tensor itself.
-        canary: What must come out.
-        step: Steps that the learner had done.
-        pack_s: Seconds that it took.
-        is_live: The engines take the learner's own tensors, which must not change until they have them.
-    """
-
-    update: WeightUpdate
-    canary: Canary
-    step: int
-    pack_s: float
-    is_live: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import PackedWeights, ProbeOrder, StepOrder, TrainedStep, ValidationBatch
+from rl_async_trainer.messages import ProbeOrder, StepOrder, TrainedStep, ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.data.records import Json
 from rl_core.errors import RoleDiedError
 from rl_distill.checkpoints.store import Saved
+from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.rollouts.answers import Answer
 

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import PackedWeights, ProbeOrder, ValidationBatch
+from rl_async_trainer.messages import ProbeOrder, ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.errors import RoleDiedError
 from rl_core.weights.publish import PublishReport
+from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter.group_events import Dispatch, GroupEvent
 from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_trainer.learning.parts import proof_tolerances

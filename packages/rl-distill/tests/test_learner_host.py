@@ -1,6 +1,6 @@
 """Ranks beneath the learner host."""
 
-from rl_async_trainer.roles.learner import rank_reports
+from rl_distill.learner_host import rank_reports
 
 SPEAKS = "engine[0] is serving in pid 7; under way: generate.\nits event loop turns\nthread MainThread ..."
 SILENT = (

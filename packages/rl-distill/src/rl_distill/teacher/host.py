@@ -1,0 +1,93 @@
+"""Teachers as a role: they lease what arrives in a queue, score it, and ack."""
+
+import asyncio
+import time
+from typing import Any
+
+from rl_core import TransferQueue
+from rl_core.cluster.role_report import RoleView, Wait
+from rl_core.errors import NotReadyError
+from rl_distill.teacher.service import TeacherService
+from rl_distill.teacher.step_report import ServiceReport
+
+
+class TeacherHost:
+    """Holds a service of teachers, which whoever derives from it sets before it starts it.
+
+    Attributes:
+        service: Its teachers; None before they are made.
+    """
+
+    def __init__(self, queue: TransferQueue) -> None:
+        """Nothing is started.
+
+        Args:
+            queue: Has what is scored.
+        """
+        self._queue = queue
+        self.service: TeacherService | None = None
+        self._events: list[dict[str, Any]] = []
+        self._window_began = time.monotonic()
+
+    async def start(self) -> None:
+        """Start every teacher.
+
+        Raises:
+            TeacherError: One cannot start.
+        """
+        if self.service is not None:
+            await self.service.start()
+        self._window_began = time.monotonic()
+
+    async def serve(self) -> None:
+        """Score what arrives, until this is cancelled.
+
+        Raises:
+            TeacherError: A teacher gives what cannot be trained on, or none is left.
+        """
+        await self._started.serve_while(self._queue, asyncio.Event().wait())
+
+    async def issued(self) -> None:
+        """Say that prompts were issued: there may be something to lease."""
+        await self._started.issued()
+
+    def take_window(self) -> tuple[ServiceReport, list[dict[str, Any]], float]:
+        """What was done since the last call, the events, and the seconds since then."""
+        report, now = self._started.take_report(), time.monotonic()
+        elapsed_s, self._window_began = now - self._window_began, now
+        events, self._events = self._events, []
+        return report, events, elapsed_s
+
+    async def report(self) -> RoleView:
+        """What it does, for `status` and hang diagnosis."""
+        if self.service is None:
+            return RoleView(doing="nothing yet")
+        scoring = self.service.scoring
+        waits: tuple[Wait, ...] = ()
+        if scoring:
+            oldest = scoring[0]
+            what = f"the scores of {len(scoring)} group(s), the oldest {oldest.prompt_uid}"
+            on = f"teacher {', '.join(map(repr, oldest.teachers))}"
+            waits = (Wait(what=what, on=on, since_s=time.time() - oldest.since),)
+        return RoleView(
+            doing="scores what arrives",
+            waits=waits,
+            holds=tuple(one.prompt_uid for one in scoring),
+            counts={"groups": float(len(scoring))},
+        )
+
+    async def close(self) -> None:
+        """End every teacher. Can be called twice."""
+        service, self.service = self.service, None
+        if service is not None:
+            await service.close()
+
+    def say(self, event: str, /, **fields: Any) -> None:
+        """Take an event of the present window."""
+        self._events.append({"event": event, **fields})
+
+    @property
+    def _started(self) -> TeacherService:
+        if self.service is None:
+            raise NotReadyError("the teachers have not been started.")
+        return self.service
