@@ -52,7 +52,7 @@ PRELOADED = (
     "rl_rollout.engines.transformers",
     "rl_sync_trainer.training_run",
     "rl_async_trainer.training_run",
-    "rl_async_trainer.roles.rollouter",
+    "rl_rollout.rollouter.rollouter",
     "rl_async_trainer.roles.learner",
 )
 COLD_VARIABLE = "RL_TESTS_COLD"
