@@ -12,7 +12,6 @@ from _async_parts import make_engines, make_learners
 from _async_workload import Plan, Script, bound_of
 from _digits import FIRST_DIGIT, write_tokenizer
 
-from rl_async_trainer.assemble import RoleFactories
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.training_run import TrainingRun
 from rl_core.weights.transports import TensorTransport
@@ -38,7 +37,7 @@ SYNC, ASYNC = "sync", "async"
 MODES = (SYNC, ASYNC)
 WORK = {SYNC: ("timing_s/adv", "timing_s/update_actor"), ASYNC: ("perf/time_per_step",)}
 """Metrics that are the seconds of a step in which the learner works on it, all of its rows being there."""
-FACTORIES = RoleFactories(rollouter="_async_parts:ScriptedRollouter", learner="_async_parts:ScriptedLearnerHost")
+FACTORIES = {"rollouter": "_async_parts:ScriptedRollouter", "learner": "_async_parts:ScriptedLearnerHost"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from probed_roles import DIED
 from run_equality import learnt
 from tiny_run import TinyRun, copy_tiny_run, make_tiny_run, train_here
 
-from rl_async_trainer.assemble import RoleFactories
 from rl_metrics.run_files.events import read_events
 from rl_metrics.run_files.json_lines import read_json_lines
 from rl_metrics.run_files.run_record import ProbeRow, open_run
@@ -121,7 +120,7 @@ def test_a_role_that_dies_when_it_is_asked_is_asked_again_at_the_next_validation
 ) -> None:
     from rl_async_trainer import training_run
 
-    roles = RoleFactories(rollouter="probed_roles:MortalRollouter", learner="probed_roles:MortalLearnerHost")
+    roles = {"rollouter": "probed_roles:MortalRollouter", "learner": "probed_roles:MortalLearnerHost"}
     made = partial(training_run.TrainingRun, factories=roles)
     monkeypatch.setattr(training_run, "TrainingRun", made)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))

@@ -7,13 +7,12 @@ import sys
 from functools import partial
 
 from rl_async_trainer import main, supervisor, training_run
-from rl_async_trainer.assemble import RoleFactories
 
-FACTORIES = RoleFactories(
-    rollouter="async_roles:ScriptedRollouter",
-    learner="async_roles:ScriptedLearnerHost",
-    teachers="async_roles:RaisingTeachers",
-)
+FACTORIES = {
+    "rollouter": "async_roles:ScriptedRollouter",
+    "learner": "async_roles:ScriptedLearnerHost",
+    "teachers": "async_roles:RaisingTeachers",
+}
 
 if __name__ == "__main__":
     made = partial(training_run.TrainingRun, factories=FACTORIES)

@@ -1,7 +1,7 @@
 """Settings become the queue and the roles of an asynchronous run."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,12 @@ LEARNER = "learner host"
 TEACHERS = "teachers"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleFactories:
-    """What each role is made from, as "module:class"; one of your own has the methods of the one it stands for.
-
-    Attributes:
-        rollouter: See `Rollouter`.
-        learner: See `LearnerHost`.
-        teachers: See `TeacherHost`.
-    """
-
-    rollouter: str = "rl_async_trainer.roles.rollouter:Rollouter"
-    learner: str = "rl_async_trainer.roles.learner:LearnerHost"
-    teachers: str = "rl_async_trainer.roles.teachers:TeacherHost"
+FACTORIES = {
+    "rollouter": "rl_async_trainer.roles.rollouter:Rollouter",
+    "learner": "rl_async_trainer.roles.learner:LearnerHost",
+    "teachers": "rl_async_trainer.roles.teachers:TeacherHost",
+}
+"""What each role is made from, as "module:class"; one of your own has the methods of the one it stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +74,7 @@ async def start_roles(
     *,
     folder: Path,
     canary_sequences: Sequence[IntArray],
-    factories: RoleFactories,
+    factories: Mapping[str, str],
 ) -> Roles:
     """Start every role's process; what is heavy in them starts when they are told to.
 
@@ -94,10 +87,10 @@ async def start_roles(
     )
     common: dict[str, Any] = {"settings": settings, "queue": queue}
     specs = [
-        _spec(ROLLOUTER, factories.rollouter, roles.rollouter_restarts, log_directory=logs, **common),
+        _spec(ROLLOUTER, factories["rollouter"], roles.rollouter_restarts, log_directory=logs, **common),
         _spec(
             LEARNER,
-            factories.learner,
+            factories["learner"],
             roles.learner_restarts,
             canary_sequences=list(canary_sequences),
             folder=folder,
@@ -105,7 +98,7 @@ async def start_roles(
         ),
     ]
     if has_teachers(settings):
-        specs.append(_spec(TEACHERS, factories.teachers, roles.teacher_restarts, folder=folder, **common))
+        specs.append(_spec(TEACHERS, factories["teachers"], roles.teacher_restarts, folder=folder, **common))
     try:
         starting = (cluster.start(spec, deadline_s=roles.start_deadline_s) for spec in specs)
         started = await asyncio.gather(*starting)

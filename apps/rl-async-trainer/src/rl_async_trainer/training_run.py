@@ -1,13 +1,13 @@
 """One launch of an asynchronous run: open what was left, start the roles, train, and leave the folder fit to go on."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.assemble import RoleFactories, Roles, open_queue, start_roles
+from rl_async_trainer.assemble import FACTORIES, Roles, open_queue, start_roles
 from rl_async_trainer.controller.controller import Controller
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.validator import Validator
@@ -47,7 +47,7 @@ class TrainingRun:
         folder: RunFolder,
         console: ConsoleTracker,
         *,
-        factories: RoleFactories | None = None,
+        factories: Mapping[str, str] | None = None,
         replayed: Path | None = None,
     ) -> None:
         """Name what is needed; nothing heavy starts before `run`.
@@ -57,11 +57,11 @@ class TrainingRun:
             inputs: Of the run.
             folder: Of the run, held by this process.
             console: Shows progress.
-            factories: What roles are made from.
+            factories: Roles that are made from something else than `FACTORIES` says.
             replayed: Folder of a recorded run that this one repeats.
         """
         self._replayed = replayed
-        self._factories = factories or RoleFactories()
+        self._factories = {**FACTORIES, **(factories or {})}
         self._settings = settings
         self._inputs = inputs
         self._folder = folder

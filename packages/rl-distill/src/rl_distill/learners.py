@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from rl_core import Batch, Canary, Ragged, RowKey
 from rl_core.data.records import IntArray
@@ -12,15 +11,6 @@ from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 
 CRITIC_FOLDER = "critic"
-
-
-@runtime_checkable
-class _TakesHeads(Protocol):
-    """A learner that compares whole distributions."""
-
-    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
-        """Read the teachers' output matrices."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +54,10 @@ class Learners:
         Raises:
             SettingsError: The learner cannot take them, or a teacher knows fewer tokens.
         """
-        if not isinstance(self.policy, _TakesHeads):
+        load = getattr(self.policy, "load_teacher_heads", None)
+        if load is None:
             raise SettingsError(f'distribution = "full" needs a learner that takes teachers; found {self.policy}.')
-        self.policy.load_teacher_heads(folders)
+        load(folders)
 
     def canary(self, sequences: Sequence[IntArray]) -> Canary:
         """Fixed sequences with the policy's logprobs of the current weights."""
