@@ -21,6 +21,7 @@ from rl_async_trainer.roles.rollouter import Rollouter
 from rl_core import Batch, Ragged
 from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.learner import Objective, StepResult
 from rl_distill.learners import Learners
 from rl_rollout.engines.protocol import GenerateRequest, Generation
@@ -136,14 +137,11 @@ class SleepingPolicy:
         """One number: the steps."""
         return {"steps": torch.tensor([[float(self.step)]])}
 
-    def save(self, directory: Path, *, in_background: bool = False) -> "SleepingPolicy":
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """One number."""
         del in_background
         (directory / "step").write_text(str(self.step))
-        return self
-
-    def wait(self) -> None:
-        """It is written."""
+        return PendingSave()
 
     def load(self, directory: Path) -> None:
         """As it was saved."""

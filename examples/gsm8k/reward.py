@@ -11,11 +11,11 @@ async def reward(given: RewardInput) -> dict[str, float]:
     answer = boxed if boxed is not None else last_number(given.response_text)
     if answer is None or not str(answer).strip():
         return {"reward": 0.0, "accuracy": 0.0, "boxed": 0.0, "timed_out": 0.0}
-    verdict = await verify.compare(str(given.ground_truth), str(answer))
-    accuracy = float(verdict.is_equal)
+    is_equal = await verify.compare(str(given.ground_truth), str(answer))  # None where it found no verdict in time
+    accuracy = float(is_equal or False)
     return {
         "reward": accuracy,
         "accuracy": accuracy,
         "boxed": float(boxed is not None),
-        "timed_out": float(verdict.is_timed_out),
+        "timed_out": float(is_equal is None),
     }
