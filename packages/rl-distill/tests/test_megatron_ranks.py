@@ -24,7 +24,7 @@ def test_ranks_say_where_they_are_while_one_waits_for_the_other_in_a_collective(
     learner = MegatronLearner(tied_policy, LearnerOptions(), ranks=ranks, name="halted")
     scored: list[Any] = []
     scoring = threading.Thread(target=lambda: scored.append(learner.logprobs(make_batch([5, 3]))))
-    pid = ranks._group[1].pid
+    pid = ranks._group._group[1].pid
     os.kill(pid, signal.SIGSTOP)
     try:
         scoring.start()
