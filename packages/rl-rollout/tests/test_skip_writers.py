@@ -116,12 +116,19 @@ def check_pruned_while_read(workers, tmp_path, *, reads):
         workers.start("keep_pruning", root, stop=str(stop), max_bytes=room, first=first) for first in (100_000, 100_001)
     ]
     reader = workers.start("read_until", root, stop=str(stop))
-    seen = [read(store, key) for _ in range(reads) for key in store.entries()]
+    seen = set()
+
+    def read_all():
+        seen.update(number for key in store.entries() if (number := read(store, key)) is not None)
+        return len(seen) > 1
+
+    for _ in range(reads):
+        read_all()
+    wait_until(read_all, "an entry of the others, which may take long to start", deadline_s=DEADLINE_S)
     stop.touch()
     reader.result()
     for other in others:
         other.result()
-    assert len({number for number in seen if number is not None}) > 1
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= room
     assert [path.name for path in root.iterdir() if path.name.startswith((".", "broken"))] == []
 
