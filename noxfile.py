@@ -124,6 +124,8 @@ def checks(session: nox.Session) -> None:
     parser = argparse.ArgumentParser(prog="nox -s checks --")
     parser.add_argument("--at-once", type=int, default=2, help="how many side by side")
     options = parser.parse_args(session.posargs)
+    if options.at_once < 1:
+        parser.error(f"--at-once must be at least 1; found {options.at_once}.")
     with summary(session):
         run_jobs(session, [Job(name, tuple(words)) for name, *words in CHECKS], at_once=options.at_once)
 
