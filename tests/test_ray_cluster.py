@@ -81,7 +81,7 @@ def test_nothing_is_left_when_the_process_that_started_it_is_killed():
             assert len(processes_with(token)) > 4  # Ray, the actor, its two children
         finally:
             owner.kill()
-    wait_until(lambda: not processes_with(token), "Ray, the role and its children to end", deadline_s=30)
+    wait_until(lambda: not processes_with(token), "Ray, the role and its children to end", deadline_s=60)
 
 
 def test_missing_ray_is_said_with_the_extra(monkeypatch):

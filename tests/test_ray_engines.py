@@ -39,7 +39,7 @@ def test_engines_of_an_actor_end_with_it_and_leave_their_resources_to_the_next(t
             tokens = await rollouter.call("generate", deadline_s=60)
             os.kill(rollouter.pid, signal.SIGKILL)
             await rollouter.wait_death()
-            await asyncio.to_thread(wait_until, lambda: not is_running(engine), "the engine to end", deadline_s=30)
+            await asyncio.to_thread(wait_until, lambda: not is_running(engine), "the engine to end", deadline_s=60)
             another = await rollouter.call("start", deadline_s=300)
             again = await rollouter.call("generate", deadline_s=60)
             return tokens, again, engine, another
@@ -48,4 +48,4 @@ def test_engines_of_an_actor_end_with_it_and_leave_their_resources_to_the_next(t
     assert tokens == again
     assert len(tokens) > 0
     assert engine != another
-    wait_until(lambda: not is_running(another), "the engine to end with the rollouter", deadline_s=30)
+    wait_until(lambda: not is_running(another), "the engine to end with the rollouter", deadline_s=60)

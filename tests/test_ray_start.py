@@ -46,7 +46,7 @@ def slow_ray(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
 def test_it_is_started_once_more_and_nothing_of_the_first_is_left(slow_ray: SlowRay):
     start_ray(RayOptions(num_cpus=1))
     first, second = slow_ray.left
-    wait_until(lambda: first.poll() is not None, "the first start's process to end", deadline_s=30)
+    wait_until(lambda: first.poll() is not None, "the first start's process to end", deadline_s=60)
     assert is_running(second.pid)
 
 

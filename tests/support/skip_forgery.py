@@ -106,14 +106,14 @@ class Outcome:
         message: Of the error.
         events: What the interpreter's audit hooks told that reading has no need of: imports, code, processes.
         growth_mib: How much the process's peak memory grew.
-        seconds: How long it took.
+        processor_s: Processor time it took.
     """
 
     error: str | None
     message: str
     events: list[str]
     growth_mib: float
-    seconds: float
+    processor_s: float
 
 
 def make_entry(root: Path, *, compress: bool) -> Path:

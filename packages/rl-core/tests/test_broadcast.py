@@ -32,7 +32,7 @@ NUM_BYTES = 400 + 7 + 18 + 0 + 24 + 4
 
 @pytest.fixture
 def transport() -> Iterator[BroadcastTransport]:
-    transport = BroadcastTransport(bucket_bytes=128, deadline_s=20.0)
+    transport = BroadcastTransport(bucket_bytes=128, deadline_s=60.0)
     yield transport
     transport.close()
 
@@ -63,7 +63,7 @@ def assert_arrived(found: dict[str, torch.Tensor], update: WeightUpdate) -> None
 
 @pytest.mark.parametrize("bucket_bytes", [1, 3, 128, NUM_BYTES - 1, NUM_BYTES, NUM_BYTES + 1, 2**20])
 def test_tensors_arrive_bit_for_bit_whatever_the_buckets(bucket_bytes: int) -> None:
-    transport = BroadcastTransport(bucket_bytes=bucket_bytes, deadline_s=20.0)
+    transport = BroadcastTransport(bucket_bytes=bucket_bytes, deadline_s=60.0)
     update = transport.pack(TENSORS, version=3, tied={})
     assert update.tensors is update.file is None
     assert_arrived(Receiver().take(update), update)
@@ -140,7 +140,7 @@ def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTra
     assert_arrived(Receiver().take(update), update)  # another engine is served meanwhile
     started = time.monotonic()
     impatient.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 RECEIVER_PROGRAM = """
@@ -189,7 +189,7 @@ def test_a_receiver_that_ends_midway_is_given_up_and_disturbs_no_other(ending: s
         assert_arrived(Receiver().take(update), update)
         started = time.monotonic()
         transport.pack({"a": torch.ones(3)}, version=2, tied={})  # waits for who still takes the last one
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         assert len(transport._engines) == 1
     finally:
         process.kill()

@@ -234,7 +234,7 @@ def test_a_role_and_its_children_end_when_its_parent_is_killed(state, tmp_path):
             assert len(family_members(family)) == 3
         finally:
             parent.kill()
-    wait_until(lambda: not family_members(family), "the role and its children to end", deadline_s=5)
+    wait_until(lambda: not family_members(family), "the role and its children to end")
 
 
 def test_ctrl_c_does_not_end_a_role():
@@ -258,7 +258,7 @@ def test_known_processes_are_told_by_the_time_of_their_start():
         ((pid, started),) = [pair for pair in descendants(os.getpid()) if pair[0] == child.pid]
         assert family_members(Family("0" * 32, known=frozenset({(pid, started)}))) == [child.pid]
         assert family_members(Family("0" * 32, known=frozenset({(pid, started - 1)}))) == []
-        child.communicate(b"\n", timeout=20)
+        child.communicate(b"\n", timeout=START_S)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 
 START_S = 60.0
-NOTICED_S = 5.0
 SPEC = RoleSpec(name="echo", factory="cluster_conformance.role:EchoRole")
 
 
@@ -167,6 +166,6 @@ def test_ctrl_c_during_a_start_leaves_nothing(tmp_path):
         found = [process for mark in marks() for process in family_members(Family(mark))]
         assert len(found) == 2
         parent.send_signal(signal.SIGINT)
-        assert parent.communicate(timeout=10)[0] == "broken off\n"
+        assert parent.communicate(timeout=START_S)[0] == "broken off\n"
     assert parent.returncode == 0
     assert not any(map(is_running, found))

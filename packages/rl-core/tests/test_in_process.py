@@ -38,8 +38,8 @@ def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
     queue.put("p0", 0, [make_trajectory("p0", 0)])
     queue.lease("train", groups=1, lease_s=0.05)
     started = time.monotonic()
-    assert queue.lease("train", groups=1, deadline_s=20).prompts[0].uid == "p0"
-    assert time.monotonic() - started < 10
+    assert queue.lease("train", groups=1, deadline_s=600).prompts[0].uid == "p0"
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("capacity_rows", [0, -1])

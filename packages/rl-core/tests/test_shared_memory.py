@@ -85,7 +85,7 @@ def test_a_lease_whose_answer_nobody_heard_is_taken_back(queue):
     with connection_of(queue) as stream:
         stream.sendall(encode_frame(ASK_FOR_ONE))
         wait_until(lambda: queue.stats()["leases"] == 1, "the lease")
-    assert queue.lease("train", groups=1, deadline_s=20).prompts[0].uid == "p0"
+    assert queue.lease("train", groups=1, deadline_s=60).prompts[0].uid == "p0"
 
 
 @pytest.mark.parametrize("size", [4, 1 << 20, (1 << 32) - 1])

@@ -33,7 +33,7 @@ def serve(directory, replica, *, mode, top_k):
         service = TeacherService(
             [ReplicatedTeacher(TeacherPlan(name="big", top_k=top_k), lambda _: replica)],
             TeacherRouter(make_options({"big": ["default"]})),
-            ServiceOptions(vocab_size=15, top_k=top_k, deadline_s=20),
+            ServiceOptions(vocab_size=15, top_k=top_k, deadline_s=60),
             caches={"big": cache},
             aligners={"big": TeacherAligner(STUDENT, TEACHER, encode, mode=mode)},
         )
@@ -51,7 +51,7 @@ def serve(directory, replica, *, mode, top_k):
         return service.report.teachers["big"]
 
     report = asyncio.run(run())
-    batch = queue.lease("train", groups=1, deadline_s=5).batch
+    batch = queue.lease("train", groups=1, deadline_s=60).batch
     queue.close()
     return batch, report
 

@@ -86,7 +86,7 @@ def run_service(directory, replica):
         service = TeacherService(
             [made(replica)],
             TeacherRouter(options),
-            ServiceOptions(vocab_size=VOCAB_SIZE, top_k=2, deadline_s=20),
+            ServiceOptions(vocab_size=VOCAB_SIZE, top_k=2, deadline_s=60),
             caches={"big": cache},
         )
 
@@ -104,7 +104,7 @@ def run_service(directory, replica):
 
     report = asyncio.run(run())
     cache.flush()
-    batch = queue.lease("train", groups=2, deadline_s=5).batch
+    batch = queue.lease("train", groups=2, deadline_s=60).batch
     queue.close()
     return report, batch
 

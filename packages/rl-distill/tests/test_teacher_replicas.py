@@ -24,7 +24,7 @@ def run(
 ) -> ReplicatedTeacher:
     """Start a teacher of replicas (those beyond `num_replicas` follow deaths), use it, close it."""
     made = iter(replicas)
-    teacher = ReplicatedTeacher(TeacherPlan(name="large", **{"deadline_s": 20, **plan}), lambda _: next(made))
+    teacher = ReplicatedTeacher(TeacherPlan(name="large", **{"deadline_s": 60, **plan}), lambda _: next(made))
 
     async def all_of_it() -> None:
         await teacher.start()

@@ -42,7 +42,7 @@ def serve(
     **service: Any,
 ) -> tuple[Any, TeacherService]:
     """Start teachers of these replicas (the first serves, each next one follows a death), serve a step, close."""
-    options = options or ServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=20)
+    options = options or ServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=60)
     made = {name: iter(of_teacher) for name, of_teacher in replicas.items()}
     teachers = [
         ReplicatedTeacher(
@@ -110,7 +110,7 @@ def test_reports_are_taken_while_it_serves_and_each_counts_anew() -> None:
             queue.issue([make_prompt(uid, "math")], num_sessions=1)
             await service.issued()
             put(queue, make_trajectory(uid, 0))
-            lease = await asyncio.to_thread(queue.lease, "train", prompts=[uid], deadline_s=30)
+            lease = await asyncio.to_thread(queue.lease, "train", prompts=[uid], deadline_s=60)
             queue.ack(lease)
             found.append(service.take_report().teachers["math"].num_trajectories)
         found.append(service.take_report().teachers["math"].num_trajectories)
@@ -256,7 +256,7 @@ def test_cancelling_gives_the_lease_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         serve({"default": [FakeReplica(before=hold)]}, work, queue=queue)
     assert cancelled == [RowKey("p0", 0, 0)]
-    assert len(queue.lease("teacher", groups=1, deadline_s=10).batch) == 1
+    assert len(queue.lease("teacher", groups=1, deadline_s=60).batch) == 1
 
 
 def test_teachers_that_take_too_long_after_the_last_rollout_are_named() -> None:
@@ -356,7 +356,7 @@ def test_hidden_states_are_padded_to_the_widest_teacher() -> None:
         put(queue, make_trajectory("p0", 0))
         put(queue, make_trajectory("p1", 0))
 
-    options = ServiceOptions(vocab_size=VOCAB_SIZE, with_hidden=True, deadline_s=20)
+    options = ServiceOptions(vocab_size=VOCAB_SIZE, with_hidden=True, deadline_s=60)
     replicas = {"a": [FakeReplica(hidden_size=2)], "b": [FakeReplica(hidden_size=3)]}
     serve(replicas, work, queue=queue, options=options)
     hidden = queue.lease("train", groups=2, deadline_s=0).batch.ragged("teacher_hidden")
@@ -369,7 +369,7 @@ def test_a_lease_that_comes_after_its_waiter_was_cancelled_is_given_back() -> No
     queue.issue([make_prompt("p0")], num_sessions=1)
 
     async def run() -> None:
-        waiting = asyncio.create_task(lease_group(queue, "teacher", deadline_s=20, lease_s=60))
+        waiting = asyncio.create_task(lease_group(queue, "teacher", deadline_s=60, lease_s=60))
         async with asyncio.timeout(30):
             while not queue.stats()["waiting/lease"]:
                 await asyncio.sleep(0.001)
@@ -377,7 +377,7 @@ def test_a_lease_that_comes_after_its_waiter_was_cancelled_is_given_back() -> No
         with pytest.raises(asyncio.CancelledError):
             await waiting
         put(queue, make_trajectory("p0", 0))
-        lease = await lease_group(queue, "teacher", deadline_s=10, lease_s=60)
+        lease = await lease_group(queue, "teacher", deadline_s=60, lease_s=60)
         assert [prompt.uid for prompt in lease.prompts] == ["p0"]
 
     asyncio.run(run())

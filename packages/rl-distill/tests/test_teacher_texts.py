@@ -63,7 +63,7 @@ def test_the_queue_takes_them():
     queue.issue(prompts, num_sessions=2)
     batch = Batch.from_trajectories(made(*prompts))
     queue.put_batch(batch.only(batch.names - {"reward"}))
-    lease = queue.lease("train", groups=1, deadline_s=5)
+    lease = queue.lease("train", groups=1, deadline_s=60)
     assert lease.batch.ragged("input_ids").values.tolist() == [7, 7, 1, END, 7, 7, 2, END]
     queue.close()
 

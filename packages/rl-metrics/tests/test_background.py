@@ -8,7 +8,7 @@ from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.fanout import Fanout
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class GatedTracker:

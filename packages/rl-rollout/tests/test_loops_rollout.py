@@ -161,7 +161,7 @@ def test_groups_are_told_as_they_settle(is_async):
 
         async def generate(self, request):
             if request.input_ids[0] == 1:
-                await asyncio.wait_for(self.told.wait(), timeout=10)
+                await asyncio.wait_for(self.told.wait(), timeout=60)
             return await super().generate(request)
 
     engine, order = Second(), []

@@ -159,7 +159,7 @@ def test_session_loop_runs_sessions_at_once_and_alone():
             self.arrived += 1
             if self.arrived == 3:
                 self.all_here.set()
-            await asyncio.wait_for(self.all_here.wait(), timeout=10)
+            await asyncio.wait_for(self.all_here.wait(), timeout=60)
             if session_index == 1:
                 raise KeyError("tool")
             return SessionResult()

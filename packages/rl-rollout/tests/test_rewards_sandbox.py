@@ -86,7 +86,7 @@ def processes_with(marker):
     return found
 
 
-def wait_until(condition, *, timeout_s=20.0):
+def wait_until(condition, *, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -97,7 +97,7 @@ def test_a_program_gets_its_input_and_gives_its_output(sandbox):
     done = run(sandbox, "import sys; print(sys.stdin.read()[::-1]); print('e', file=sys.stderr)", stdin=b"abc")
     assert (done.ended, done.exit_code, done.stdout, done.stderr) == ("exited", 0, b"cba\n", b"e\n")
     assert done.is_success
-    assert 0 < done.wall_s < 20
+    assert 0 < done.wall_s < 60
     assert done.peak_bytes > 1 << 20
 
 
@@ -124,7 +124,7 @@ def test_an_infinite_loop_is_ended(sandbox):
     started_at = time.monotonic()
     done = run(limited(sandbox, wall_s=0.5), "while True: pass")
     assert (done.ended, done.exit_code) == ("wall_time", None)
-    assert time.monotonic() - started_at < 15
+    assert time.monotonic() - started_at < 60
 
 
 def test_sleeping_is_ended_too_and_processor_time_is_bounded(sandbox):
@@ -359,7 +359,7 @@ def daemon(marker):
         os.setsid()
         if os.fork() == 0:
             os.setsid()
-            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(50)", {marker!r}])
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(500)", {marker!r}])
         os._exit(0)
     os.wait()
     print("left")
@@ -371,12 +371,12 @@ def test_a_grandchild_that_left_its_session_is_ended_with_the_program(sandbox, m
     done = run(sandbox, daemon(marker))
     assert (done.ended, done.stdout) == ("exited", b"left\n")
     wait_until(lambda: not processes_with(marker))
-    assert time.monotonic() - started_at < 15
+    assert time.monotonic() - started_at < 60
 
 
 def sleeper(marker):
     return (
-        f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(50)', {marker!r}])"
+        f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(500)', {marker!r}])"
     )
 
 
@@ -389,7 +389,7 @@ def test_cancelling_ends_the_program(sandbox, marker):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(check(), timeout=20))
+    asyncio.run(asyncio.wait_for(check(), timeout=60))
     wait_until(lambda: not processes_with(marker))
 
 

@@ -52,7 +52,7 @@ class FakeClock:
         NOW.pack_into(self._memory, 0, NOW.unpack_from(self._memory)[0] + seconds)
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, deadline_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, deadline_s: float = 60.0) -> None:
     """Wait for a condition that nothing announces.
 
     Raises:
