@@ -23,15 +23,15 @@ from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation.workload import Workload
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.reporting.trackers import make_console, make_trackers
-from rl_trainer.rollouts.inputs import Inputs, read_inputs
-from rl_trainer.rollouts.setup import open_rollout
-from rl_trainer.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer.run.checkpoints import TrainerState
-from rl_trainer.run.folder import RunFolder, open_run
-from rl_trainer.run.stopping import StopSignal
-from rl_trainer.settings.schema import Settings
+from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
+from rl_trainer_parts.reporting.trackers import make_console, make_trackers
+from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
+from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer_parts.run.checkpoints import TrainerState
+from rl_trainer_parts.run.folder import RunFolder, open_run
+from rl_trainer_parts.run.stopping import StopSignal
+from rl_trainer_parts.settings.schema import Settings
 
 SYNC, ASYNC = "sync", "async"
 MODES = (SYNC, ASYNC)

@@ -7,9 +7,9 @@ from typing import Any
 
 from rl_core.data.records import Prompt
 from rl_rollout.prompts import PromptSource
-from rl_trainer.rollouts.inputs import read_inputs
-from rl_trainer.settings.schema import Settings
-from rl_trainer.settings.sources import load_settings
+from rl_trainer_parts.rollouts.inputs import read_inputs
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import load_settings
 
 RULES = Path(__file__).parent / "_rules.py"
 

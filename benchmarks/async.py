@@ -97,7 +97,7 @@ def run_rounds(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     from _async_runs import MODES, run_mode
     from _async_workload import read_plan, write_quick_file
 
-    from rl_trainer.commands.command_line import configure_logs
+    from rl_trainer_parts.commands.command_line import configure_logs
 
     configure_logs()
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}

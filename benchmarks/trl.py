@@ -24,7 +24,7 @@ from _sides import ROOT, run_ours, run_trl
 from _summary import WARM_UP_STEPS, Run, comparison, histogram, samples_per_s, share_below, system_result
 from _workloads import Workload, named
 
-from rl_trainer.commands.command_line import configure_logs
+from rl_trainer_parts.commands.command_line import configure_logs
 
 WORKLOADS = (
     Workload(

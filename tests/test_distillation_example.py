@@ -13,8 +13,8 @@ from prepared import prepare_here
 
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_sync_trainer.main import main
-from rl_trainer.checks.all_checks import check_values
-from rl_trainer.settings.sources import load_settings
+from rl_trainer_parts.checks.all_checks import check_values
+from rl_trainer_parts.settings.sources import load_settings
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "distillation"
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}

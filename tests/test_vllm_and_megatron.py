@@ -17,16 +17,16 @@ from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import publish, train_step
-from rl_trainer.learning.objective import make_kl_control, make_objective
-from rl_trainer.learning.start_learners import start_learners
-from rl_trainer.rollouts.engines import make_engine
-from rl_trainer.rollouts.inputs import read_inputs
-from rl_trainer.rollouts.setup import open_rollout
-from rl_trainer.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer.run.checkpoints import TrainerState
-from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.stopping import StopSignal
-from rl_trainer.settings.sources import load_settings
+from rl_trainer_parts.learning.objective import make_kl_control, make_objective
+from rl_trainer_parts.learning.start_learners import start_learners
+from rl_trainer_parts.rollouts.engines import make_engine
+from rl_trainer_parts.rollouts.inputs import read_inputs
+from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer_parts.run.checkpoints import TrainerState
+from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.stopping import StopSignal
+from rl_trainer_parts.settings.sources import load_settings
 
 pytest.importorskip("vllm")
 

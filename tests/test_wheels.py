@@ -12,7 +12,7 @@ DISTRIBUTIONS = [
     "rl-rollout",
     "rl-distill",
     "rl-metrics",
-    "rl-trainer",
+    "rl-trainer-parts",
     "rl-sync-trainer",
     "rl-async-trainer",
 ]

@@ -20,9 +20,9 @@ import prepare
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
-from rl_trainer.checks.all_checks import check_values
-from rl_trainer.settings.schema import Settings
-from rl_trainer.settings.sources import load_settings
+from rl_trainer_parts.checks.all_checks import check_values
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import load_settings
 
 FOLDER = Path(__file__).parent
 RUNS = Path("runs")

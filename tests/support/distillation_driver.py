@@ -47,7 +47,7 @@ class TwoOutputsLoop(SingleTurnLoop):
 
 def note_batches(folder: Path) -> None:
     """Have every batch written before it trains."""
-    from rl_trainer.learning import step as learning_step
+    from rl_trainer_parts.learning import step as learning_step
 
     prepare, numbers = learning_step.prepare_batch, itertools.count()
 

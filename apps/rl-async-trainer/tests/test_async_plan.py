@@ -8,8 +8,8 @@ from safetensors.numpy import save_file
 
 from rl_async_trainer.plan import describe_async_plan
 from rl_async_trainer.settings import AsyncSettings
-from rl_trainer.commands.plan import PromptCounts
-from rl_trainer.settings.sources import build_settings
+from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.settings.sources import build_settings
 
 
 @pytest.mark.parametrize(

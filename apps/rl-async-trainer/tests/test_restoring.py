@@ -15,7 +15,7 @@ from rl_core.testing import make_prompts
 from rl_rollout.prompts.supply import PromptSupply
 from rl_rollout.rollouter.group_events import refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
-from rl_trainer.rollouts.setup import TRAIN
+from rl_trainer_parts.rollouts.setup import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=4, num_steps=3, max_staleness=0, sync_every=1)
 

@@ -17,8 +17,8 @@ from rl_core.testing import make_prompt, make_trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.rollouter.group_events import Dispatch, GroupEvent
-from rl_trainer.rollouts.setup import TRAIN
-from rl_trainer.settings.sources import build_settings
+from rl_trainer_parts.rollouts.setup import TRAIN
+from rl_trainer_parts.settings.sources import build_settings
 
 PROMPT = make_prompt("p0")
 FAILED = SessionResult(failure="the engine fell")

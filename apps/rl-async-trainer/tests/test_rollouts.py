@@ -18,7 +18,7 @@ from rl_core.testing import make_prompts
 from rl_metrics.run_files.json_lines import read_json_lines
 from rl_rollout.rollouter.group_events import GroupEvent, refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
-from rl_trainer.rollouts.setup import TRAIN
+from rl_trainer_parts.rollouts.setup import TRAIN
 
 ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, sync_every=1)
 

@@ -8,7 +8,7 @@ import pytest
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.supervisor import supervise
 from rl_metrics.run_files.events import read_events
-from rl_trainer.settings.sources import build_settings
+from rl_trainer_parts.settings.sources import build_settings
 
 MORTAL = """
 import os, signal, sys

@@ -10,7 +10,7 @@ from tiny_run import TinyRun, make_tiny_run, train_here
 from train_process import drive
 
 from rl_sync_trainer.main import main
-from rl_trainer.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder
 
 
 @pytest.fixture

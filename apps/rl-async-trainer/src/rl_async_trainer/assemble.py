@@ -12,8 +12,8 @@ from rl_core.cluster import Cluster, ClusterOptions, RestartPolicy, Role, RoleSp
 from rl_core.cluster.ray.session import RayOptions, start_ray
 from rl_core.data.records import IntArray
 from rl_core.queue import QueueOptions, RayQueue
-from rl_trainer.learning.distillation import has_teachers
-from rl_trainer.rollouts.setup import queue_tasks
+from rl_trainer_parts.learning.distillation import has_teachers
+from rl_trainer_parts.rollouts.setup import queue_tasks
 
 QUEUE = "queue"
 ROLLOUTER = "rollouter"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer.commands.command_line import (
+from rl_trainer_parts.commands.command_line import (
     MISTAKE,
     Command,
     export,
@@ -21,8 +21,8 @@ from rl_trainer.commands.command_line import (
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
     from rl_metrics.trackers.console import ConsoleTracker
-    from rl_trainer.rollouts.inputs import Inputs
-    from rl_trainer.run.folder import RunFolder
+    from rl_trainer_parts.rollouts.inputs import Inputs
+    from rl_trainer_parts.run.folder import RunFolder
 
 USAGE = """usage: rl-async-trainer COMMAND ...
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_help = not words or words[0] in ("--help", "-h") or (words[0] == "train" and {"--help", "-h"} & set(words))
     if is_help:
         from rl_async_trainer.settings import AsyncSettings
-        from rl_trainer.settings.fields import help_text
+        from rl_trainer_parts.settings.fields import help_text
 
         say(help_text(USAGE, AsyncSettings))
         return 0 if words else MISTAKE
@@ -84,7 +84,7 @@ def train_supervised(words: list[str]) -> int:
 def read_settings(words: list[str]) -> "AsyncSettings":
     """Settings of `SETTINGS.toml [--section.name=value ...]`."""
     from rl_async_trainer.settings import AsyncSettings
-    from rl_trainer.settings.sources import load_settings
+    from rl_trainer_parts.settings.sources import load_settings
 
     return load_settings(take_file(words, "rl-async-trainer train"), words, os.environ, kind=AsyncSettings)
 
@@ -97,7 +97,7 @@ def train(words: list[str]) -> int:
     say(f"rl-async-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
     from rl_async_trainer.plan import describe_async_plan
     from rl_async_trainer.settings import schedule_problems
-    from rl_trainer.commands.train import train_checked
+    from rl_trainer_parts.commands.train import train_checked
 
     async def launch(
         settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"

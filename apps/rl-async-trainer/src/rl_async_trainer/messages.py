@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rl_core import Prompt
 from rl_core.data.records import IntArray, Json
-from rl_trainer.reporting.rollout_rows import RolloutDraft
+from rl_trainer_parts.reporting.rollout_rows import RolloutDraft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_trainer.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
 
 PLACES = {"ray": "actors of Ray", "process": "processes of this machine", "inline": "this process"}
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rl_rollout.schedule import ScheduleOptions
-from rl_trainer.settings.schema import Settings
+from rl_trainer_parts.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

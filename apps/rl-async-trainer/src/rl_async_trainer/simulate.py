@@ -26,7 +26,7 @@ from rl_rollout.simulation.report import (
 from rl_rollout.simulation.search import advise, best_split, middle_split
 from rl_rollout.simulation.synchronous import simulate_sync
 from rl_rollout.simulation.workload import Workload
-from rl_trainer.commands.command_line import say
+from rl_trainer_parts.commands.command_line import say
 
 DEFAULT_GPUS = "32,64,128"
 WARM_UP = "a version is batch.groups groups: what a synchronous step trains"

@@ -15,8 +15,8 @@ from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_metrics.run_files.events import EventLog
-from rl_trainer.commands.command_line import say
-from rl_trainer.run.folder import RunFolder
+from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
 """Descriptor of a pipe that stays open as long as the supervisor lives."""

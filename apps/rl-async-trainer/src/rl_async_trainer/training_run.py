@@ -26,15 +26,15 @@ from rl_metrics.hang.report import HangReport
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
 from rl_rollout.prompts.supply import PromptSupply
-from rl_trainer.learning.parts import canary_sequences
-from rl_trainer.reporting.rollout_rows import RolloutWriter
-from rl_trainer.reporting.step_metrics import make_memory_watch
-from rl_trainer.reporting.token_probes import TokenProbes
-from rl_trainer.rollouts.inputs import Inputs
-from rl_trainer.run.checkpoints import read_run_state
-from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.lifecycle import RunLifecycle
-from rl_trainer.run.stopping import StopRequestedError, StopSignal
+from rl_trainer_parts.learning.parts import canary_sequences
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch
+from rl_trainer_parts.reporting.token_probes import TokenProbes
+from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.run.checkpoints import read_run_state
+from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.lifecycle import RunLifecycle
+from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 
 
 class TrainingRun:

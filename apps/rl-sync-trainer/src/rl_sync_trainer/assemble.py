@@ -12,16 +12,16 @@ from rl_metrics.run_files.generations import GenerationSample
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_rollout.rollout import Rollout
-from rl_trainer.learning.parts import LearningParts
-from rl_trainer.reporting.rollout_rows import RolloutWriter
-from rl_trainer.reporting.token_probes import TokenProbes
-from rl_trainer.rollouts.inputs import Inputs
-from rl_trainer.rollouts.setup import queue_tasks
-from rl_trainer.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer.run.checkpoints import TrainerState
-from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.stopping import StopSignal
-from rl_trainer.settings.schema import Settings
+from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.token_probes import TokenProbes
+from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.rollouts.setup import queue_tasks
+from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer_parts.run.checkpoints import TrainerState
+from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.stopping import StopSignal
+from rl_trainer_parts.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter.served_policy import policy_scores
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
-from rl_trainer.rollouts.answers import answers_of
-from rl_trainer.rollouts.evaluation import (
+from rl_trainer_parts.rollouts.answers import answers_of
+from rl_trainer_parts.rollouts.evaluation import (
     answer_problems,
     chosen_problems,
     draw_samples,
@@ -17,7 +17,7 @@ from rl_trainer.rollouts.evaluation import (
     validation_sampling,
     with_accuracies,
 )
-from rl_trainer.run.checkpoints import TrainerState
+from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:

@@ -7,10 +7,10 @@ from rl_metrics.reductions.recorder import Recorder
 from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts
-from rl_trainer.learning.step import learn
-from rl_trainer.reporting.speeds import with_speeds
-from rl_trainer.rollouts.setup import TRAIN
-from rl_trainer.run.checkpoints import TrainerState
+from rl_trainer_parts.learning.step import learn
+from rl_trainer_parts.reporting.speeds import with_speeds
+from rl_trainer_parts.rollouts.setup import TRAIN
+from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:

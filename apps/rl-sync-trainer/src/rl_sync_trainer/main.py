@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_trainer.commands.command_line import (
+from rl_trainer_parts.commands.command_line import (
     MISTAKE,
     Command,
     export,
@@ -20,9 +20,9 @@ from rl_trainer.commands.command_line import (
 
 if TYPE_CHECKING:
     from rl_metrics.trackers.console import ConsoleTracker
-    from rl_trainer.rollouts.inputs import Inputs
-    from rl_trainer.run.folder import RunFolder
-    from rl_trainer.settings.schema import Settings
+    from rl_trainer_parts.rollouts.inputs import Inputs
+    from rl_trainer_parts.run.folder import RunFolder
+    from rl_trainer_parts.settings.schema import Settings
 
 USAGE = """usage: rl-sync-trainer COMMAND ...
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Command] = {"train": train, "validate": validate, "export": export}
     if not words or "--help" in words or "-h" in words:
-        from rl_trainer.settings.fields import help_text
+        from rl_trainer_parts.settings.fields import help_text
 
         say(help_text(USAGE))
         return 0 if words else MISTAKE
@@ -50,12 +50,12 @@ def train(words: list[str]) -> int:
     """`train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]`."""
     resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
     file = take_file(words, "rl-sync-trainer train")
-    from rl_trainer.settings.sources import load_settings
+    from rl_trainer_parts.settings.sources import load_settings
 
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: run {settings.run_folder}, {settings.trainer.steps} steps; checking settings and files")
-    from rl_trainer.commands.plan import describe_plan
-    from rl_trainer.commands.train import train_checked
+    from rl_trainer_parts.commands.plan import describe_plan
+    from rl_trainer_parts.commands.train import train_checked
 
     async def launch(settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker") -> int:
         from rl_sync_trainer.training_run import TrainingRun
@@ -69,16 +69,16 @@ def validate(words: list[str]) -> int:
     """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
     policy = take_option(words, "--policy")
     file = take_file(words, "rl-sync-trainer validate")
-    from rl_trainer.run.policies import find_policy
-    from rl_trainer.settings.sources import load_settings
+    from rl_trainer_parts.run.policies import find_policy
+    from rl_trainer_parts.settings.sources import load_settings
 
     if policy is not None:
         words.append(f"--policy.path={find_policy(Path(policy))}")
     settings = load_settings(file, words, os.environ)
     say(f"rl-sync-trainer: evaluating {settings.policy.path}")
-    from rl_trainer.checks.all_checks import check_settings
-    from rl_trainer.rollouts.evaluation import validate_policy
-    from rl_trainer.rollouts.inputs import read_inputs
+    from rl_trainer_parts.checks.all_checks import check_settings
+    from rl_trainer_parts.rollouts.evaluation import validate_policy
+    from rl_trainer_parts.rollouts.inputs import read_inputs
 
     check_settings(settings)
     for name, value in asyncio.run(validate_policy(settings, read_inputs(settings))).items():

@@ -24,13 +24,18 @@ from rl_rollout.rollouter.group_events import refusal
 from rl_rollout.rollouter.settling import settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
-from rl_trainer.learning.distillation import record_teachers
-from rl_trainer.learning.off_policy import groups_of_texts, text_options
-from rl_trainer.learning.parts import canary_sequences, proof_tolerances
-from rl_trainer.reporting.rollout_rows import draft_rollouts
-from rl_trainer.reporting.step_metrics import has_distributions, record_distributions, slowest_session, summarize_step
-from rl_trainer.rollouts.setup import put_trajectories, sampling_params
-from rl_trainer.rollouts.skip_cache import record_replay
+from rl_trainer_parts.learning.distillation import record_teachers
+from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
+from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
+from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
+from rl_trainer_parts.reporting.step_metrics import (
+    has_distributions,
+    record_distributions,
+    slowest_session,
+    summarize_step,
+)
+from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
+from rl_trainer_parts.rollouts.skip_cache import record_replay
 
 
 class StepFeed:

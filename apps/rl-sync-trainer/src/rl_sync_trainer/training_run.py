@@ -13,21 +13,21 @@ from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.learning.start_learners import start_learners
-from rl_trainer.learning.teachers import make_teachers
-from rl_trainer.reporting.rollout_rows import RolloutWriter
-from rl_trainer.reporting.step_metrics import make_memory_watch
-from rl_trainer.reporting.token_probes import TokenProbes
-from rl_trainer.rollouts.engines import make_engine
-from rl_trainer.rollouts.inputs import Inputs
-from rl_trainer.rollouts.setup import make_transport, open_rollout
-from rl_trainer.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer.run.checkpoints import TrainerState, read_run_state
-from rl_trainer.run.folder import RunFolder
-from rl_trainer.run.lifecycle import RunLifecycle
-from rl_trainer.run.stopping import StopRequestedError, StopSignal
-from rl_trainer.settings.schema import Settings
+from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
+from rl_trainer_parts.learning.start_learners import start_learners
+from rl_trainer_parts.learning.teachers import make_teachers
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch
+from rl_trainer_parts.reporting.token_probes import TokenProbes
+from rl_trainer_parts.rollouts.engines import make_engine
+from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.rollouts.setup import make_transport, open_rollout
+from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer_parts.run.checkpoints import TrainerState, read_run_state
+from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.lifecycle import RunLifecycle
+from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
+from rl_trainer_parts.settings.schema import Settings
 
 
 class TrainingRun:

@@ -8,7 +8,7 @@ from rl_async_trainer.controller.learner_link import LearnerLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.schedule.run_state import AsyncState
-from rl_trainer.rollouts.setup import TRAIN
+from rl_trainer_parts.rollouts.setup import TRAIN
 
 
 class Checkpointing:

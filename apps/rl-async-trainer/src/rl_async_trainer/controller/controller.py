@@ -30,9 +30,9 @@ from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights.publish import PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_metrics.reductions.histogram import Histogram
-from rl_trainer.reporting.step_metrics import has_distributions
-from rl_trainer.run.checkpoints import read_run_state
-from rl_trainer.run.stopping import StopRequestedError
+from rl_trainer_parts.reporting.step_metrics import has_distributions
+from rl_trainer_parts.run.checkpoints import read_run_state
+from rl_trainer_parts.run.stopping import StopRequestedError
 
 
 class Controller:

@@ -13,7 +13,7 @@ from rl_core.errors import RoleDiedError
 from rl_distill.checkpoints.store import Saved
 from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter.served_policy import PolicyScores
-from rl_trainer.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.answers import Answer
 
 IsCurrent = Callable[[], bool]
 """False once the learner has gone back to a checkpoint since something was decided."""

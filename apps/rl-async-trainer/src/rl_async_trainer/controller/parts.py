@@ -12,9 +12,9 @@ from rl_core import TransferQueue
 from rl_metrics.reductions.memory import MemoryWatch
 from rl_rollout.prompts.supply import PromptSupply
 from rl_rollout.schedule import Scheduler
-from rl_trainer.reporting.rollout_rows import RolloutDraft
-from rl_trainer.run.lifecycle import RunLifecycle
-from rl_trainer.run.stopping import StopSignal
+from rl_trainer_parts.reporting.rollout_rows import RolloutDraft
+from rl_trainer_parts.run.lifecycle import RunLifecycle
+from rl_trainer_parts.run.stopping import StopSignal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from rl_core.weights.publish import PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter.group_events import Dispatch, GroupEvent
 from rl_rollout.rollouter.served_policy import PolicyScores
-from rl_trainer.learning.parts import proof_tolerances
-from rl_trainer.rollouts.answers import Answer
+from rl_trainer_parts.learning.parts import proof_tolerances
+from rl_trainer_parts.rollouts.answers import Answer
 
 EVENTS_WAIT_S = 20.0
 

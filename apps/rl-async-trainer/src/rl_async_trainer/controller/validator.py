@@ -22,10 +22,10 @@ from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.validation.summary import headline
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter.served_policy import PolicyScores
-from rl_trainer.reporting.token_probes import TokenProbes
-from rl_trainer.rollouts.answers import Answer
-from rl_trainer.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
-from rl_trainer.rollouts.inputs import Inputs
+from rl_trainer_parts.reporting.token_probes import TokenProbes
+from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
+from rl_trainer_parts.rollouts.inputs import Inputs
 
 OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
 OnValidated = Callable[[int, dict[str, float]], None]

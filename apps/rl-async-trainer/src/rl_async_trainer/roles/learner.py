@@ -21,21 +21,21 @@ from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions.async_training import summarize_staleness
 from rl_metrics.reductions.recorder import Recorder
 from rl_rollout.rollouter.served_policy import PolicyScores
-from rl_trainer.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer.learning.parts import LearningParts
-from rl_trainer.learning.start_learners import start_learners
-from rl_trainer.learning.step import learn
-from rl_trainer.reporting.rollout_rows import draft_rollouts
-from rl_trainer.reporting.speeds import with_speeds
-from rl_trainer.reporting.step_metrics import (
+from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
+from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.learning.start_learners import start_learners
+from rl_trainer_parts.learning.step import learn
+from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
+from rl_trainer_parts.reporting.speeds import with_speeds
+from rl_trainer_parts.reporting.step_metrics import (
     has_distributions,
     make_memory_watch,
     record_distributions,
     summarize_step,
 )
-from rl_trainer.rollouts.answers import Answer
-from rl_trainer.rollouts.setup import TRAIN, make_transport
-from rl_trainer.run.checkpoints import read_run_state
+from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
+from rl_trainer_parts.run.checkpoints import read_run_state
 
 
 class LearnerHost(learner_host.LearnerHost):

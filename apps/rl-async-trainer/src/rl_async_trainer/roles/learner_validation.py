@@ -17,12 +17,12 @@ from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.registry import engine_class
 from rl_rollout.rollout import Rollout
 from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
-from rl_trainer.learning.parts import proof_tolerances
-from rl_trainer.rollouts.answers import Answer, answers_of
-from rl_trainer.rollouts.engines import engine_options
-from rl_trainer.rollouts.evaluation import answer_problems
-from rl_trainer.rollouts.inputs import read_tokenizer
-from rl_trainer.rollouts.setup import open_rollout
+from rl_trainer_parts.learning.parts import proof_tolerances
+from rl_trainer_parts.rollouts.answers import Answer, answers_of
+from rl_trainer_parts.rollouts.engines import engine_options
+from rl_trainer_parts.rollouts.evaluation import answer_problems
+from rl_trainer_parts.rollouts.inputs import read_tokenizer
+from rl_trainer_parts.rollouts.setup import open_rollout
 
 Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
 """Gives the policy's tensors by name, and which names are tied to others."""

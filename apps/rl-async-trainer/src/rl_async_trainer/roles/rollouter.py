@@ -26,13 +26,13 @@ from rl_rollout.rollouter.rollouter import Generate, RollouterOptions
 from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_rollout.rollouter.window import RolloutWindow
 from rl_rollout.skip import EntryKey, StepRollouts
-from rl_trainer.reporting.step_metrics import make_memory_watch, slowest_session
-from rl_trainer.rollouts.answers import Answer, answers_of
-from rl_trainer.rollouts.engines import make_engine, make_replica, replica_pool, start_within
-from rl_trainer.rollouts.evaluation import answer_problems
-from rl_trainer.rollouts.inputs import read_tokenizer
-from rl_trainer.rollouts.setup import open_rollout, put_trajectories, sampling_params
-from rl_trainer.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session
+from rl_trainer_parts.rollouts.answers import Answer, answers_of
+from rl_trainer_parts.rollouts.engines import make_engine, make_replica, replica_pool, start_within
+from rl_trainer_parts.rollouts.evaluation import answer_problems
+from rl_trainer_parts.rollouts.inputs import read_tokenizer
+from rl_trainer_parts.rollouts.setup import open_rollout, put_trajectories, sampling_params
+from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 
 FAILED_STEPS = 2
 """Steps' worth of groups that may fail in a row; on policy a whole step is among them, which ends a run as well."""

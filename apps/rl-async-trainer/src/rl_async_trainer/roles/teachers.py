@@ -6,8 +6,8 @@ from typing import Any
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_distill.teacher import host
-from rl_trainer.learning.distillation import teacher_metrics
-from rl_trainer.learning.teachers import make_teachers
+from rl_trainer_parts.learning.distillation import teacher_metrics
+from rl_trainer_parts.learning.teachers import make_teachers
 
 
 class TeacherHost(host.TeacherHost):

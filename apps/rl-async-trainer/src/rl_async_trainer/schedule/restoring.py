@@ -11,7 +11,7 @@ from rl_core.queue import LedgerEntry
 from rl_rollout.prompts.supply import PromptSupply
 from rl_rollout.rollouter.group_events import is_refused
 from rl_rollout.schedule import ScheduleOptions, Scheduler
-from rl_trainer.rollouts.setup import TRAIN
+from rl_trainer_parts.rollouts.setup import TRAIN
 
 
 def restore_schedule(

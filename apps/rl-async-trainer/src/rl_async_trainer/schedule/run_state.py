@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_trainer.run.checkpoints import RunState
+from rl_trainer_parts.run.checkpoints import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,124 @@
+"""What can be refused of `[algorithm]` and `[correction]` before anything heavy starts."""
+
+from collections.abc import Iterable, Iterator
+
+from rl_core.errors import SettingsError
+from rl_core.registry import nearest_name
+from rl_distill.objectives.aggregation import AGGREGATIONS
+from rl_distill.objectives.kl import KL_ESTIMATORS
+from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES
+from rl_distill.objectives.rejection import REJECTION_CRITERIA, limits
+from rl_distill.objectives.sessions import SESSION_RULES
+from rl_distill.objectives.try_out import try_advantage
+from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
+from rl_trainer_parts.settings.schema import Settings
+
+Named = tuple[str, str, list[str]]
+"""A setting, its value, and the values that are known."""
+
+WITHIN_GROUPS = (*("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"),)
+"""Advantages that compare the sessions of a prompt."""
+
+
+def algorithm_names(settings: Settings) -> list[Named]:
+    """The settings that name a part."""
+    algorithm = settings.algorithm
+    return [
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
+        ("algorithm.session_rule", algorithm.session_rule, SESSION_RULES.names()),
+        ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
+        ("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS.names()),
+        ("algorithm.kl_estimator", algorithm.kl_estimator, KL_ESTIMATORS.names()),
+        *(("correction.reject", name, REJECTION_CRITERIA.names()) for name in settings.correction.reject),
+    ]
+
+
+def unknown_names(named: Iterable[Named]) -> Iterator[str]:
+    """Problems of values that are not known."""
+    for name, found, known in named:
+        if found not in known:
+            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{nearest_name(found, known)}"
+
+
+def algorithm_problems(settings: Settings) -> Iterator[str]:
+    """Options and combinations that cannot work, of names that are known."""
+    if learns_from_rewards(settings):
+        yield from _advantage(settings)
+    for find in (_policy_loss, _kl, _correction):
+        yield from find(settings)
+
+
+def _advantage(settings: Settings) -> Iterator[str]:
+    algorithm = settings.algorithm
+    if algorithm.advantage in WITHIN_GROUPS and settings.rollout.group_size == 1:
+        yield (
+            f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
+            "must be at least 2; found 1."
+        )
+    if algorithm.advantage == "gae" and settings.policy.learner != "megatron":
+        yield (
+            'algorithm.advantage = "gae" needs a critic, which policy.learner = "megatron" has; '
+            f"found {settings.policy.learner!r}."
+        )
+    if algorithm.advantage == "remax":
+        yield (
+            'algorithm.advantage = "remax" compares each response with a greedy one to the same prompt, which this '
+            'trainer does not roll out; use "rloo" or "grpo", which compare responses of a group.'
+        )
+    if algorithm.advantage == "gdpo" and not gdpo_components(settings):
+        yield (
+            'algorithm.advantage = "gdpo" needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}} with the '
+            f"components that the reward function returns; found {algorithm.advantage_options}."
+        )
+    elif algorithm.advantage in ADVANTAGES.names():
+        try:
+            try_advantage(algorithm.advantage, algorithm.advantage_options)
+        except SettingsError as error:
+            yield f"algorithm.advantage_options: {error}"
+
+
+def _policy_loss(settings: Settings) -> Iterator[str]:
+    algorithm = settings.algorithm
+    names_are_known = algorithm.policy_loss in POLICY_LOSSES.names() and algorithm.kl_estimator in KL_ESTIMATORS.names()
+    if not names_are_known or not algorithm.kl_coefficient >= 0:
+        return  # said elsewhere
+    try:
+        make_policy_objective(settings)
+    except SettingsError as error:
+        yield f"algorithm.policy_loss = {algorithm.policy_loss!r}: {error}"
+
+
+def _kl(settings: Settings) -> Iterator[str]:
+    algorithm = settings.algorithm
+    if not algorithm.kl_coefficient:
+        for name, is_set in (('kl_in = "reward"', algorithm.kl_in == "reward"), ("kl_target", algorithm.kl_target)):
+            if is_set:
+                yield f"algorithm.{name} needs algorithm.kl_coefficient above 0, where the coefficient begins; found 0."
+        return
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator.endswith("+"):
+        yield (
+            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} has a gradient of its own, which algorithm.kl_in = "
+            f'"reward" does not use; write {algorithm.kl_estimator.rstrip("+")!r}.'
+        )
+
+
+def _correction(settings: Settings) -> Iterator[str]:
+    correction = settings.correction
+    for name, is_set in (("weights", correction.weights != "none"), ("reject", bool(correction.reject))):
+        if is_set and settings.algorithm.old_logprobs != "recompute":
+            yield (
+                f"correction.{name} = {getattr(correction, name)!r} compares the learner's logprobs with the engine's; "
+                'it needs algorithm.old_logprobs = "recompute", found "rollout".'
+            )
+    if correction.floor is not None and not 0 < correction.floor <= correction.cap:
+        yield (
+            f"correction.floor must be above 0 and at most correction.cap = {correction.cap:g}; found "
+            f"{correction.floor:g}."
+        )
+    for name, bound in correction.reject.items():
+        if name in REJECTION_CRITERIA.names():
+            try:
+                limits(bound, is_signed=REJECTION_CRITERIA.get(name).is_signed)
+            except SettingsError as error:
+                yield f"correction.reject, {name}: {error}"

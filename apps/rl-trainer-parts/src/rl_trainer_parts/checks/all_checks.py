@@ -1,0 +1,342 @@
+"""What can be refused before anything heavy starts: arithmetic, names and files."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
+from rl_distill.parallel_layout import check_layout, check_ranks
+from rl_distill.policy_config import parse_policy_config, read_policy_config
+from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
+from rl_rollout.engines.model_folder import max_positions
+from rl_rollout.engines.registry import known_engines
+from rl_rollout.filters import resolve_filter
+from rl_rollout.loops.registry import LOOPS
+from rl_rollout.rescoring import can_score_again
+from rl_rollout.skip.entry_folder import open_folder
+from rl_rollout.skip.steps import StepSelection
+from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
+from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
+from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.settings.metrics import LEVELS
+from rl_trainer_parts.settings.schema import Settings
+
+SCRIPTED = "scripted"
+"""An engine for tests, which takes responses instead of a model folder."""
+
+
+def check_settings(settings: Settings, also: Iterable[str] = ()) -> None:
+    """Refuse settings that cannot work, all at once.
+
+    Args:
+        settings: Of the run.
+        also: Further problems, of settings that one trainer alone has.
+
+    Raises:
+        SettingsError: Each line names a setting, what it must be, and what it is.
+    """
+    _refuse([*also, *_value_problems(settings), *_lengths(settings), *_files(settings)])
+
+
+def check_values(settings: Settings) -> None:
+    """Refuse values that cannot work, without looking at files.
+
+    Raises:
+        SettingsError: As `check_settings`.
+    """
+    _refuse([*_value_problems(settings)])
+
+
+def _value_problems(settings: Settings) -> Iterator[str]:
+    for find in (
+        _ranges,
+        _positive,
+        _options,
+        _validation,
+        _optional_ranges,
+        _arithmetic,
+        _names,
+        algorithm_problems,
+        _parallel,
+        distillation_problems,
+        _health,
+    ):
+        yield from find(settings)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def check_trainable(settings: Settings) -> None:
+    """Refuse a model that the learners do not know, or cannot spread as asked; such a one can only be evaluated.
+
+    Raises:
+        SettingsError: Its architecture is not supported, or the layout does not divide it.
+        DataError: Its config.json lacks something.
+    """
+    check_layout(settings.parallel, parse_policy_config(read_policy_config(settings.policy.path)))
+
+
+def _ranges(settings: Settings) -> Iterator[str]:
+    rollout, trainer = settings.rollout, settings.trainer
+    at_least = {
+        "run.seed": (settings.run.seed, 0),
+        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
+        "rollout.group_size": (rollout.group_size, 1),
+        "rollout.max_response_tokens": (rollout.max_response_tokens, 1),
+        "prompts.max_tokens": (settings.prompts.max_tokens, 1),
+        "prompts.validation_samples": (settings.prompts.validation_samples, 1),
+        "prompts.validation_temperature": (settings.prompts.validation_temperature, 0),
+        "trainer.steps": (trainer.steps, 1),
+        "trainer.minibatches": (trainer.minibatches, 1),
+        "trainer.epochs": (trainer.epochs, 1),
+        "trainer.max_skipped_updates": (trainer.max_skipped_updates, 0),
+        "trainer.validate_every": (trainer.validate_every, 0),
+        "trainer.checkpoint_every": (trainer.checkpoint_every, 0),
+        "trainer.keep_checkpoints": (trainer.keep_checkpoints, 1),
+        "trainer.canary_prompts": (trainer.canary_prompts, 1),
+        "critic.warmup_steps": (settings.critic.warmup_steps, 0),
+        "critic.clip_grad": (settings.critic.clip_grad, 0),
+        "critic.head_start_steps": (settings.critic.head_start_steps, 0),
+        "cluster.cpus_per_rank": (settings.cluster.cpus_per_rank, 0),
+        "cluster.gpus_per_rank": (settings.cluster.gpus_per_rank or 0, 0),
+        "weights.bucket_mib": (settings.weights.bucket_mib, 1),
+        "replicas.count": (settings.replicas.count, 1),
+        "replicas.cpus": (settings.replicas.cpus, 0),
+        "replicas.gpus": (settings.replicas.gpus or 0, 0),
+        "replicas.restarts": (settings.replicas.restarts, 0),
+        "algorithm.kl_coefficient": (settings.algorithm.kl_coefficient, 0),
+        "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
+        "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
+        "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
+        "health.every": (settings.health.every, 1),
+        "metrics.log_val_generations": (settings.metrics.log_val_generations, 0),
+        "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
+        "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),
+        "metrics.probes": (settings.metrics.probes, 0),
+        "metrics.details_every": (settings.metrics.details_every, 0),
+        "metrics.report_every": (settings.metrics.report_every, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if not value >= least:
+            yield f"{name} must be at least {least}; found {value}."
+
+
+def _positive(settings: Settings) -> Iterator[str]:
+    rollout = settings.rollout
+    for name, number in {
+        "rollout.temperature": rollout.temperature,
+        "correction.cap": settings.correction.cap,
+        "critic.learning_rate": settings.critic.learning_rate,
+        "critic.value_clip": settings.critic.value_clip,
+        "cluster.start_deadline_s": settings.cluster.start_deadline_s,
+        "cluster.call_deadline_s": settings.cluster.call_deadline_s,
+        "weights.deadline_s": settings.weights.deadline_s,
+        "rollout.deadline_s": rollout.deadline_s,
+        "rollout.start_deadline_s": rollout.start_deadline_s,
+        "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,
+        "metrics.peak_tflops": 1.0 if settings.metrics.peak_tflops is None else settings.metrics.peak_tflops,
+    }.items():
+        if not number > 0:
+            yield f"{name} must be above 0; found {number:g}."
+    if not 0 < rollout.top_p <= 1:
+        yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
+    if not 0 <= rollout.audit_share <= 1:
+        yield f"rollout.audit_share must be from 0 to 1; found {rollout.audit_share:g}."
+
+
+def _options(settings: Settings) -> Iterator[str]:
+    yield from (f"learner.{problem}" for problem in settings.learner.problems())
+    yield from (f"reward.{problem}" for problem in settings.reward.problems())
+    yield from (f"refill.{problem}" for problem in settings.refill.problems())
+    yield from (f"skip.{problem}" for problem in settings.skip.problems())
+    yield from _skip(settings)
+    if settings.refill.filter:
+        try:
+            resolve_filter(settings.refill.filter)
+        except SettingsError as error:
+            yield f"refill.filter: {error}"
+
+
+def _skip(settings: Settings) -> Iterator[str]:
+    """What of a skip cache depends on other settings, or on the disk."""
+    skip = settings.skip
+    if not skip.enabled or any(skip.problems()):
+        return
+    try:
+        open_folder(skip.directory).check()
+    except (CacheError, MissingExtraError) as error:
+        yield f"skip.directory: {error}"
+    last = settings.trainer.steps
+    if not StepSelection.parse(skip.steps).count_before(last + 1):
+        yield f"skip.steps = {skip.steps!r} selects no step up to trainer.steps = {last}."
+    if skip.rewards == "again":
+        with contextlib.suppress(SettingsError):  # an unknown loop is told as such
+            if not can_score_again(LOOPS.get(settings.rollout.loop)):
+                yield (
+                    f'skip.rewards = "again" needs a loop whose stored sessions can be scored again; '
+                    f'{settings.rollout.loop!r} is none. Set it to "stored".'
+                )
+
+
+def _validation(settings: Settings) -> Iterator[str]:
+    samples, temperature = settings.prompts.validation_samples, settings.prompts.validation_temperature
+    if samples > 1 and temperature == 0:
+        yield (
+            f"prompts.validation_samples = {samples} with prompts.validation_temperature = 0 gives each problem the "
+            f"same response {samples} times. Set prompts.validation_temperature = {settings.rollout.temperature:g}, as "
+            "in training, or prompts.validation_samples = 1."
+        )
+    if temperature == float("inf"):
+        yield "prompts.validation_temperature must be finite; found inf."
+
+
+def _optional_ranges(settings: Settings) -> Iterator[str]:
+    """Settings that may be none."""
+    for name, count in {
+        "prompts.validation_limit": settings.prompts.validation_limit,
+        "engine.num_threads": settings.engine.num_threads,
+    }.items():
+        if count is not None and count < 1:
+            yield f"{name} must be at least 1, or none; found {count}."
+    for name, number in {
+        "trainer.proof_tolerance": settings.trainer.proof_tolerance,
+        "algorithm.kl_target": settings.algorithm.kl_target,
+        "engine.kv_cache_gib": settings.engine.kv_cache_gib,
+    }.items():
+        if number is not None and not number > 0:
+            yield f"{name} must be above 0, or none; found {number:g}."
+
+
+def _lengths(settings: Settings) -> Iterator[str]:
+    """The longest trajectory must fit into the model's positions and the engine's context."""
+    prompts, rollout = settings.prompts, settings.rollout
+    longest = prompts.max_tokens + rollout.max_response_tokens
+    limits = {"engine.max_model_len": settings.engine.max_model_len}
+    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks say what is wrong with config.json
+        limits["the model's max_position_embeddings"] = max_positions(settings.policy.path)
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            yield (
+                f"prompts.max_tokens = {prompts.max_tokens} and rollout.max_response_tokens = "
+                f"{rollout.max_response_tokens} make {longest} tokens, more than {name} = {limit}. Lower one of them."
+            )
+
+
+def _arithmetic(settings: Settings) -> Iterator[str]:
+    rollout, trainer = settings.rollout, settings.trainer
+    if trainer.minibatches >= 1 and rollout.prompts_per_step % trainer.minibatches:
+        yield (
+            f"rollout.prompts_per_step = {rollout.prompts_per_step} groups cannot be divided into trainer.minibatches "
+            f"= {trainer.minibatches} equal parts; make the first a multiple of the second."
+        )
+    if rollout.top_p < 1 or rollout.top_k is not None:
+        yield (
+            "rollout.top_p < 1 and rollout.top_k cut the distribution that is sampled from, while the learner scores "
+            "the whole one: every importance ratio would be wrong. Leave them at 1 and none for training."
+        )
+
+
+def _names(settings: Settings) -> Iterator[str]:
+    rollout, run = settings.rollout, settings.run
+    if run.name in ("", ".", "..") or "/" in run.name:
+        yield f"run.name must be the name of one folder below run.directory; found {run.name!r}."
+    yield from unknown_names(
+        [
+            *algorithm_names(settings),
+            ("rollout.engine", rollout.engine, [name for name in known_engines() if name != SCRIPTED]),
+            ("rollout.loop", rollout.loop, LOOPS.names()),
+        ]
+    )
+
+
+def _parallel(settings: Settings) -> Iterator[str]:
+    """Layouts that no policy could have, ranks and engines with nowhere to run."""
+    parallel, cluster = settings.parallel, settings.cluster
+    try:
+        check_ranks(parallel)
+    except SettingsError as error:
+        yield f"parallel: {error}"
+    if parallel.ranks > 1 and settings.policy.learner != "megatron":
+        yield (
+            f'parallel.ranks = {parallel.ranks} needs policy.learner = "megatron"; found {settings.policy.learner!r}.'
+        )
+    if parallel.ranks > 1 and cluster.kind == "inline":
+        yield (
+            f'parallel.ranks = {parallel.ranks} needs processes of their own: set cluster.kind to "process" or '
+            '"ray"; found "inline".'
+        )
+    placements = settings.placements
+    if cluster.ray_address is not None and "ray" not in placements.values():
+        on_ray = " or ".join(f'{name} = "ray"' for name in placements)
+        yield f"cluster.ray_address is for {on_ray}; found {', '.join(map(repr, placements.values()))}."
+    if cluster.ray_address is not None and cluster.kind == "ray" and cluster.gpus_per_rank is None:
+        yield (
+            "cluster.gpus_per_rank must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 "
+            "for a GPU each, 0 to train on CPUs; found none."
+        )
+    if cluster.kind == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
+        yield (
+            "cluster.cpus_per_rank and cluster.gpus_per_rank set nothing aside for a rank in the trainer's process; "
+            'set them to 0, or cluster.kind to "process" or "ray".'
+        )
+    yield from _replicas(settings)
+
+
+def _replicas(settings: Settings) -> Iterator[str]:
+    replicas, placement = settings.replicas, settings.rollout.placement
+    if placement == "inline" and (replicas.count > 1 or replicas.cpus or replicas.gpus):
+        yield (
+            f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in processes of their "
+            'own: set rollout.placement to "process" or "ray"; found "inline".'
+        )
+    if settings.weights.transport != "file" and (placement == "inline" or settings.rollout.engine != "vllm"):
+        yield (
+            f'weights.transport = "{settings.weights.transport}" is for vLLM in processes of its own: set '
+            f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r} and '
+            f"engine {settings.rollout.engine!r}."
+        )
+    if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
+        yield (
+            "replicas.gpus must be set where a Ray cluster is joined, whose GPUs this machine does not show: 1 for a "
+            "GPU each, 0 to generate on CPUs; found none."
+        )
+
+
+def _health(settings: Settings) -> Iterator[str]:
+    """Problems of `[health]`: names that there are not, and rules that cannot pause as they are off."""
+    health = settings.health
+    for name, number in health.thresholds.items():
+        if math.isnan(number):
+            yield f"health.thresholds: {name} must be a number; found {number}."
+    look_ups: dict[str, Callable[[], object]] = {
+        "health.thresholds": lambda: with_thresholds(GUIDE, health.thresholds),
+        "health.off": lambda: without(GUIDE, health.off),
+        "health.pause_on": lambda: require_rules(GUIDE, health.pause_on, also=LEVELS),
+    }
+    for setting, look_up in look_ups.items():
+        try:
+            look_up()
+        except SettingsError as error:
+            yield f"{setting}: {error}"
+    for rule in health.pause_on:
+        if rule in health.off:
+            yield f"health.pause_on has {rule}, which health.off switches off; take it out of one of them."
+    if health.pause_on and not health.enabled:
+        yield "health.pause_on needs health.enabled = true."
+
+
+def _files(settings: Settings) -> Iterator[str]:
+    prompts = settings.prompts
+    for name, path in (
+        ("prompts.train", prompts.train),
+        ("prompts.validation", prompts.validation),
+        ("prompts.test", prompts.test),
+    ):
+        if path is not None and not path.exists():
+            yield f"{name}: {path} does not exist (looked in {Path.cwd()})."
+    yield from check_policy_folder(settings.policy.path, setting="policy.path")
+    yield from teacher_files(settings)

@@ -1,0 +1,208 @@
+"""What can be refused of `[distillation]` before anything heavy starts."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rl_core import Prompt
+from rl_core.cluster import ResourcePool
+from rl_core.cluster.shares import Shares, count_room, describe, machine_shares
+from rl_core.errors import DataError, EngineError, SettingsError
+from rl_distill.options import ParallelOptions
+from rl_distill.parallel_layout import check_layout
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
+from rl_distill.teacher.routing import TeacherRouter, route_problems
+from rl_distill.teacher.vocabulary import check_same_vocabulary
+from rl_rollout.engines.model_folder import max_positions
+from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards, objective_options
+from rl_trainer_parts.learning.off_policy import check_texts, text_problems
+from rl_trainer_parts.learning.start_learners import rank_pool
+from rl_trainer_parts.learning.teachers import teacher_pool
+from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.settings.schema import Settings
+
+
+def distillation_problems(settings: Settings) -> Iterator[str]:
+    """Values and combinations that cannot work, whatever the files are."""
+    chosen = settings.distillation
+    found = [f"distillation.{problem}" for problem in chosen.problems()]
+    yield from found
+    if not chosen.is_on:
+        return
+    if not found:
+        try:
+            objective_options(settings)
+        except SettingsError as error:
+            yield f"distillation: {error}"
+    yield from route_problems(chosen)
+    yield from _temperature(settings)
+    yield from _unused(settings)
+    yield from text_problems(settings)
+    yield from _places(settings)
+    if not found:
+        yield from _pools(settings)
+
+
+def _temperature(settings: Settings) -> Iterator[str]:
+    chosen, sampled = settings.distillation, settings.rollout.temperature
+    if chosen.loss in ESTIMATORS and chosen.temperature != sampled:
+        yield (
+            f'distillation.loss = "{chosen.loss}" compares the logprobs of the sampled tokens, so '
+            f"distillation.temperature = {chosen.temperature:g} must be rollout.temperature = {sampled:g}."
+        )
+
+
+def _unused(settings: Settings) -> Iterator[str]:
+    """Settings of the policy gradient in a run that has none."""
+    algorithm, correction = settings.algorithm, settings.correction
+    if learns_from_rewards(settings):
+        return
+    need = "needs distillation.use_task_rewards = true; found false"
+    if algorithm.advantage == "gae":
+        yield f'algorithm.advantage = "gae" {need}. Set another advantage, which is then not used.'
+    if algorithm.kl_coefficient and algorithm.kl_in == "reward":
+        yield f'algorithm.kl_in = "reward" {need}. Set kl_coefficient = 0, or kl_in = "loss".'
+    if has_policy_gradient(settings):
+        return
+    for name, is_set in {
+        "algorithm.kl_coefficient": algorithm.kl_coefficient,
+        "algorithm.entropy_coefficient": algorithm.entropy_coefficient,
+        "correction.weights": correction.weights != "none",
+        "correction.reject": correction.reject,
+    }.items():
+        if is_set:
+            yield f'{name} is of the policy gradient: it {need}. Or set distillation.used_as = "reward".'
+
+
+def _places(settings: Settings) -> Iterator[str]:
+    for name, teacher in settings.distillation.teachers.items():
+        on_ray = teacher.placement == "ray"
+        if on_ray and settings.cluster.ray_address is not None and teacher.resources.gpus is None:
+            yield (
+                f"distillation.teachers.{name}.resources.gpus must be set where a Ray cluster is joined, whose GPUs "
+                "this machine does not show: 1 for a GPU each, 0 to score on CPUs; found none."
+            )
+
+
+def _pools(settings: Settings) -> Iterator[str]:
+    """Whether this machine has what teachers set aside, beside learner and engine; of a cluster, Ray knows it."""
+    there, before = machine_shares(), list[str]()
+    for who, pool in (("the learner", rank_pool(settings)), ("the engine", replica_pool(settings))):
+        if pool is not None and _take(there, pool):
+            before.append(f"{who} {_described(pool)}")
+    for name, teacher in settings.distillation.teachers.items():
+        pool = teacher_pool(settings, name)
+        if pool is None or (teacher.placement == "ray" and settings.cluster.ray_address is not None):
+            continue
+        if _take(there, pool):
+            before.append(f"teacher {name!r} {_described(pool)}")
+            continue
+        beside = f", of which {'; '.join(before)}" if before else ""
+        yield (
+            f"distillation.teachers.{name} sets {_described(pool)} aside (replicas = {teacher.replicas}, tensor = "
+            f"{teacher.tensor}); this machine has {describe(there.cpus, len(there.gpus))}{beside}: room for "
+            f"{count_room(there, pool.cpus, pool.gpus, at_most=pool.size)} of {pool.size}. Ask for less; cpus = 0 "
+            "shares the CPUs."
+        )
+
+
+def _take(there: Shares, pool: ResourcePool) -> bool:
+    """Take a whole pool, or nothing."""
+    if count_room(there, pool.cpus, pool.gpus, at_most=pool.size) < pool.size:
+        return False
+    for _ in range(pool.size):
+        there.take(pool.cpus, pool.gpus)
+    return True
+
+
+def _described(pool: ResourcePool) -> str:
+    return f"{pool.size} x {describe(pool.cpus, pool.gpus)}"
+
+
+def teacher_files(settings: Settings) -> Iterator[str]:
+    """What is wrong with teachers' models."""
+    student = _config(settings.policy.path)
+    for name, teacher in settings.distillation.teachers.items():
+        setting = f"distillation.teachers.{name}"
+        found = list(check_policy_folder(teacher.model, setting=f"{setting}.model"))
+        yield from found
+        if found:
+            continue
+        yield from (f"{setting}.{problem}" for problem in _lengths(settings, teacher))
+        try:
+            config = parse_policy_config(read_policy_config(teacher.model))
+            if teacher.engine == "megatron":
+                check_layout(ParallelOptions(ranks=teacher.tensor, tensor=teacher.tensor), config)
+        except (SettingsError, DataError) as error:
+            yield f"{setting}: {error}"
+        else:
+            yield from (f"{setting}{problem}" for problem in _vocabulary(settings, config, student))
+
+
+def _lengths(settings: Settings, teacher: TeacherOptions) -> Iterator[str]:
+    """A teacher shorter than the longest trajectory."""
+    prompts, rollout = settings.prompts.max_tokens, settings.rollout.max_response_tokens
+    longest, wanted = prompts + rollout, teacher.max_model_len
+    made = f"prompts.max_tokens = {prompts} and rollout.max_response_tokens = {rollout} make {longest} tokens"
+    if wanted is not None and wanted < longest:
+        yield f"max_model_len = {wanted} is too short: {made}. Raise it, or leave it out."
+    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks say what is wrong with config.json
+        positions = max_positions(teacher.model)
+        if positions < max(longest, wanted or 0):
+            yield (
+                f"model: {teacher.model} has max_position_embeddings = {positions}, fewer than a trajectory may have: "
+                f"{made}{'' if wanted in (None, longest) else f', and max_model_len is {wanted}'}. Shorten them, or "
+                "take a teacher with more positions."
+            )
+
+
+def _vocabulary(settings: Settings, config: PolicyConfig, student: PolicyConfig | None) -> Iterator[str]:
+    chosen = settings.distillation
+    if chosen.num_top > config.vocab_size:
+        yield (
+            f": distillation.top_k = {chosen.num_top} is more than its vocabulary of {config.vocab_size} tokens. "
+            "Lower it."
+        )
+    if student is not None and chosen.needs_hidden and config.vocab_size < student.vocab_size:
+        yield (
+            f' knows {config.vocab_size} tokens, the policy {student.vocab_size}; distribution = "full" compares all '
+            'of them. Set it to "top_k".'
+        )
+
+
+def _config(folder: Path) -> PolicyConfig | None:
+    """A policy's configuration; None where other checks say what is wrong with it."""
+    with contextlib.suppress(SettingsError, DataError, OSError, ValueError):
+        return parse_policy_config(read_policy_config(folder))
+    return None
+
+
+def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
+    """Refuse teachers whose tokens, whose routes, or whose texts do not fit the run's.
+
+    Args:
+        settings: Checked.
+        tokenizer: Of the policy.
+        prompts: To train on.
+
+    Raises:
+        SettingsError: Each line names a teacher, or what no teacher answers for.
+        DataError: A prompt lacks its text.
+    """
+    chosen = settings.distillation
+    check_texts(settings, tokenizer, prompts)
+    if not chosen.teachers:
+        return
+    found: list[str] = []
+    for name, teacher in chosen.teachers.items():
+        if chosen.other_tokenizer == "refuse":
+            try:
+                check_same_vocabulary(settings.policy.path, teacher.model, teacher_name=name)
+            except SettingsError as error:
+                found.append(str(error))
+    found += TeacherRouter(chosen).problems(prompts)
+    if found:
+        raise SettingsError("\n".join(found))

@@ -1,0 +1,217 @@
+"""What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core.cluster.shares import count_room, describe, machine_shares
+from rl_distill.teacher.options import ESTIMATORS, DistillationOptions
+from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
+from rl_trainer_parts.learning.teachers import teacher_pool
+from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.settings.schema import Settings
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ADAM_BYTES = 8
+GRADIENT_BYTES = 4
+MASTER_BYTES = 4
+GIB = 2**30
+INDENT = " " * 13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """How many problems each file gives."""
+
+    train: int
+    validation: int
+    test: int
+
+
+def describe_plan(
+    settings: Settings,
+    counts: PromptCounts,
+    *,
+    inline_engine: str = "in the learner's process",
+    inline_rank: str = "in this process",
+) -> str:
+    """The plan as lines of text.
+
+    Args:
+        settings: Of the run.
+        counts: Of its problems.
+        inline_engine: Where an engine without a process of its own lives.
+        inline_rank: Where a single rank without one lives.
+    """
+    roles = _roles(settings, inline_engine, inline_rank)
+    return "\n".join([*roles, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in a folder's safetensors files, read from their headers."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                total += math.prod(entry["shape"])
+    return total
+
+
+def _roles(settings: Settings, inline_engine: str, inline_rank: str) -> Iterator[str]:
+    rollout = settings.rollout
+    where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
+    yield "Roles"
+    yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
+    yield from _ranks(settings, inline_rank)
+    yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
+    yield f"  reward     {settings.reward.label}"
+    if settings.algorithm.kl_coefficient:
+        yield f"  reference  frozen copy of the policy (KL coefficient {settings.algorithm.kl_coefficient:g})"
+    if needs_critic(settings):
+        start = settings.critic.path or "the policy's layers under a value head of zeros"
+        yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
+    yield from _teachers(settings)
+
+
+def _engine_place(settings: Settings) -> str:
+    count = settings.replicas.count
+    kind = "process" if settings.rollout.placement == "process" else "actor of Ray"
+    plural = {"process": "processes", "actor of Ray": "actors of Ray"}[kind]
+    where = f"in {count} {plural}" if count > 1 else f"in a {kind} of its own".replace("a actor", "an actor")
+    pool = replica_pool(settings)
+    return where if pool is None else f"{where} with {describe(pool.cpus, pool.gpus)} each"
+
+
+def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
+    parallel, cluster = settings.parallel, settings.cluster
+    if cluster.kind == "inline":
+        yield f"             one rank, {inline_rank}"
+        return
+    where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
+    sizes = {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "data": parallel.data,
+        "expert": parallel.expert,
+    }
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
+    yield f"             {parallel.ranks} ranks in {where}: {layout}"
+    gpus = gpus_per_rank(settings)
+    if cluster.cpus_per_rank or gpus:
+        yield f"             set aside for each: {describe(cluster.cpus_per_rank, gpus)}"
+        yield from _room(settings)
+
+
+def _room(settings: Settings) -> Iterator[str]:
+    """Whether this machine has it; what Ray joins, only Ray knows."""
+    if settings.cluster.ray_address is not None:
+        return
+    there, ranks = machine_shares(), settings.parallel.ranks
+    room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
+    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks: a run here would be refused"
+    yield f"             this machine has {describe(there.cpus, len(there.gpus))}{verdict}"
+
+
+def _teachers(settings: Settings) -> Iterator[str]:
+    """Each teacher with its place and what it answers for, and what is learnt from them."""
+    chosen = settings.distillation
+    if not chosen.is_on:
+        return
+    for name, teacher in chosen.teachers.items():
+        places = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "actors of Ray")}
+        one, several = places[teacher.placement]
+        where = f"1 replica in {one}" if teacher.replicas == 1 else f"{teacher.replicas} replicas in {several}"
+        ranks = f" of {teacher.tensor} ranks" if teacher.tensor > 1 else ""
+        pool = teacher_pool(settings, name)
+        aside = "" if pool is None else f" with {describe(pool.cpus, pool.gpus)} each"
+        yield f"  teacher    {name}: {teacher.engine}, {teacher.dtype}, {where}{ranks}{aside}"
+        sources = [repr(source) for source in teacher.data_sources]
+        parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
+        parts += ["all others" if sources else "all prompts"] if name == chosen.default_teacher else []
+        yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
+    yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {_beside(chosen)}"
+    if chosen.texts is not None:
+        yield f"{INDENT}from the texts in column {chosen.texts!r}, in place of rollouts"
+    if chosen.cache is not None:
+        yield f"{INDENT}with scores stored in {chosen.cache}"
+
+
+def _teacher_memory(settings: Settings) -> Iterator[str]:
+    """What the weights of teachers take."""
+    for name, teacher in settings.distillation.teachers.items():
+        weights = count_parameters(teacher.model) * BYTES[teacher.dtype] / GIB
+        cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
+        yield f"  teacher    {name}: {teacher.replicas} x {weights:.2f} GiB weights{cache}"
+
+
+def _compared(chosen: DistillationOptions) -> str:
+    if chosen.loss in (*ESTIMATORS, "nll"):
+        return f"{chosen.loss} of the sampled token" if chosen.teachers else f"{chosen.loss} of a teacher's texts"
+    if chosen.needs_hidden:
+        return f"{chosen.loss} of whole distributions"
+    rest = {"bucket": "a bucket of the rest", "drop": "nothing of the rest", "renormalise": "these made to sum to 1"}
+    return f"{chosen.loss} of the top {chosen.top_k} tokens and {rest[chosen.tail]}"
+
+
+def _beside(chosen: DistillationOptions) -> str:
+    return f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else "no task rewards"
+
+
+def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
+    rollout, trainer = settings.rollout, settings.trainer
+    samples = rollout.prompts_per_step * rollout.group_size
+    longest = settings.prompts.max_tokens + rollout.max_response_tokens
+    epochs = trainer.steps * rollout.prompts_per_step / counts.train
+    micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
+    yield "Batches"
+    yield f"  a step     {rollout.prompts_per_step} prompts x {rollout.group_size} sessions = {samples} trajectories"
+    if settings.refill.filter:
+        refill = settings.refill
+        yield f"             of groups that {refill.filter} keeps, in at most {refill.max_rounds} rounds of generation"
+    if settings.skip.enabled:
+        skip = settings.skip
+        yield f"             steps {skip.steps} from the skip cache {skip.directory} (skip.action = {skip.action})"
+    updates = trainer.minibatches * trainer.epochs
+    yield f"             in {updates} optimizer update(s), of at most {micro_batches} micro-batches in all"
+    yield f"  tokens     at most {settings.prompts.max_tokens} + {rollout.max_response_tokens} = {longest} a trajectory"
+    if longest > settings.learner.micro_batch_tokens:
+        yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
+        yield "             makes a micro-batch of its own, of its length"
+    yield f"  the run    {trainer.steps} steps, {trainer.steps * samples} trajectories, {epochs:.2f} epochs"
+    yield f"  problems   {counts.train} to train on, {counts.test} to test at both ends,"
+    yield f"             {counts.validation} for validation every {trainer.validate_every} steps"
+    if settings.prompts.validation_samples > 1:
+        yield f"             {settings.prompts.validation_samples} responses to each of these"
+
+
+def _memory(settings: Settings) -> Iterator[str]:
+    count = count_parameters(settings.policy.path)
+    weight = BYTES[settings.learner.dtype]
+    learner = count * (weight + GRADIENT_BYTES + ADAM_BYTES + (MASTER_BYTES if weight == 2 else 0))
+    critic = learner if needs_critic(settings) else 0
+    reference = count * weight if settings.algorithm.kl_coefficient else 0
+    engine = count * BYTES[settings.engine.dtype]
+    yield f"Memory, without activations, for {count:,} parameters"
+    shared = f", over {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
+    yield f"  learner    {learner / GIB:.2f} GiB (weights, gradients, optimizer){shared}"
+    if critic:
+        yield f"  critic     {critic / GIB:.2f} GiB"
+    if reference:
+        yield f"  reference  {reference / GIB:.2f} GiB"
+    yield from _teacher_memory(settings)
+    yield f"  engine     {engine / GIB:.2f} GiB weights + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+
+
+def _files(settings: Settings) -> Iterator[str]:
+    folder = settings.run_folder
+    every = settings.trainer.checkpoint_every
+    when = f"every {every} steps and at the end" if every else "at the end"
+    yield f"Writes to {folder}/"
+    yield "  settings.toml metrics.jsonl histograms.jsonl generations.jsonl rollouts.jsonl probes.jsonl events.jsonl"
+    yield "  health.json report.html summary.json"
+    yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints} kept"

@@ -1,0 +1,53 @@
+"""What `train` does in both trainers: check everything that can be checked, then make one launch of the run."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
+from rl_trainer_parts.checks.distillation import check_teachers
+from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.reporting.trackers import make_console
+from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
+from rl_trainer_parts.run.folder import RunFolder, open_run, require_resumable
+from rl_trainer_parts.settings.schema import Settings
+
+Chosen = TypeVar("Chosen", bound=Settings)
+
+
+def train_checked(
+    settings: Chosen,
+    *,
+    resume: bool,
+    dry_run: bool,
+    describe: Callable[[Chosen, PromptCounts], str],
+    launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
+    also_refused: Iterable[str] = (),
+) -> int:
+    """Train, or print the plan; gives the exit status.
+
+    Args:
+        settings: Of the run.
+        resume: Go on with the run in the folder.
+        dry_run: Print the plan and end; nothing is written.
+        describe: The plan as text.
+        launch: Trains in a folder that this process holds; gives the exit status.
+        also_refused: What of the settings this trainer alone has cannot work, in words.
+
+    Raises:
+        SettingsError: A setting is impossible, or the folder is not free.
+        DataError: A file of the user cannot be used.
+    """
+    check_settings(settings, also_refused)
+    check_trainable(settings)
+    inputs = read_inputs(settings)
+    check_teachers(settings, inputs.tokenizer, inputs.train)
+    if dry_run:
+        if resume:
+            require_resumable(RunFolder(settings.run_folder), settings)
+        say(describe(settings, inputs.counts))
+        return 0
+    with open_run(settings, resume=resume, say=say) as folder:
+        return asyncio.run(launch(settings, inputs, folder, make_console(settings)))

@@ -1,0 +1,64 @@
+"""What a run learns from, with teachers: the objective's options, and the metrics of what teachers did."""
+
+from rl_distill.objectives.distillation import DistillationObjectiveOptions
+from rl_distill.teacher.step_report import ServiceReport
+from rl_metrics.reductions.recorder import Recorder
+from rl_trainer_parts.settings.schema import Settings
+
+
+def has_teachers(settings: Settings) -> bool:
+    """True when the queue has a task for teachers."""
+    return bool(settings.distillation.teachers)
+
+
+def learns_from_rewards(settings: Settings) -> bool:
+    """True when the policy learns from the rewards of tasks, alone or beside teachers."""
+    return not settings.distillation.is_on or settings.distillation.use_task_rewards
+
+
+def has_policy_gradient(settings: Settings) -> bool:
+    """True when tokens have advantages: from tasks, or from teachers as a reward."""
+    return learns_from_rewards(settings) or settings.distillation.used_as == "reward"
+
+
+def objective_options(settings: Settings) -> DistillationObjectiveOptions:
+    """What the student learns from teachers.
+
+    Raises:
+        SettingsError: An option is impossible.
+    """
+    chosen = settings.distillation
+    return DistillationObjectiveOptions(
+        loss=chosen.loss,
+        distribution=chosen.distribution,
+        tail=chosen.tail,
+        beta=chosen.beta,
+        temperature=chosen.temperature,
+        max_loss=chosen.max_loss,
+        min_logprob=chosen.min_logprob,
+        coefficient=chosen.coefficient,
+        teachers=tuple(chosen.teachers),
+    )
+
+
+def record_teachers(recorder: Recorder, report: ServiceReport) -> None:
+    """Record what teachers did in a step, and how long it waited for them."""
+    recorder.record("timing_s/teacher", report.waited_s)
+    for metric, value in teacher_metrics(report).items():
+        recorder.record(metric, value)
+
+
+def teacher_metrics(report: ServiceReport) -> dict[str, float]:
+    """What each teacher did, by the metrics' names."""
+    metrics: dict[str, float] = {}
+    for name, of_teacher in report.teachers.items():
+        values = {
+            "score_s": of_teacher.score_s,
+            "idle_share": of_teacher.idle_share,
+            "trajectories": of_teacher.num_trajectories,
+            "tokens_per_s": of_teacher.tokens_per_s,
+            "restarts": of_teacher.num_restarts,
+            "cache_hits": of_teacher.num_stored,
+        }
+        metrics |= {f"teacher/{name}/{metric}": value for metric, value in values.items()}
+    return metrics

@@ -1,0 +1,90 @@
+"""Distillation from stored texts: what a teacher wrote stands in for rollouts."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from rl_core import Prompt
+from rl_core.errors import SettingsError
+from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
+from rl_rollout.loops.protocol import SessionResult
+from rl_rollout.prompts import PromptTokenizer
+from rl_rollout.rollout import GroupResult
+from rl_trainer_parts.settings.schema import Settings
+
+
+def text_options(settings: Settings, tokenizer: PromptTokenizer) -> TextOptions | None:
+    """How texts become trajectories; None where rollouts are generated.
+
+    Raises:
+        SettingsError: The tokenizer names no token that ends a text.
+    """
+    column, end = settings.distillation.texts, tokenizer.eos_token_id
+    if column is None:
+        return None
+    if end is None:
+        raise SettingsError(
+            f"distillation.texts = {column!r} needs a token that ends a text, but the tokenizer of "
+            f"{settings.policy.path} names none. Set eos_token in its tokenizer_config.json."
+        )
+    return TextOptions(
+        column=column,
+        end_token_id=end,
+        max_response_tokens=settings.rollout.max_response_tokens,
+        overlong=settings.prompts.overlong,
+    )
+
+
+def check_texts(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
+    """Refuse prompts without texts, before anything heavy starts.
+
+    Raises:
+        DataError: A prompt lacks its text, or all are too long.
+        SettingsError: No text can be made.
+    """
+    options = text_options(settings, tokenizer)
+    if options is not None:
+        count_texts(prompts, options, encode=_encoder(tokenizer))
+
+
+def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: PromptTokenizer) -> list[GroupResult]:
+    """A group of each prompt, with a session of each of its texts; those that are all too long have failed."""
+    trajectories = trajectories_from_texts(prompts, options, encode=_encoder(tokenizer))
+    by_prompt = {uid: list(own) for uid, own in itertools.groupby(trajectories, key=lambda one: one.prompt_uid)}
+    dropped = SessionResult(failure=f"every text in column {options.column!r} is too long")
+    return [
+        GroupResult(
+            prompt=prompt,
+            sessions=tuple(SessionResult(trajectories=(one,)) for one in by_prompt.get(prompt.uid, ())) or (dropped,),
+        )
+        for prompt in prompts
+    ]
+
+
+def text_problems(settings: Settings) -> Iterator[str]:
+    """Settings that texts of somebody else make no sense with."""
+    chosen = settings.distillation
+    if chosen.texts is None:
+        return
+    column = f"distillation.texts = {chosen.texts!r}"
+    if chosen.use_task_rewards or chosen.used_as == "reward":
+        yield (
+            f"{column} trains on what the policy did not sample, so there is no policy gradient: set "
+            'distillation.use_task_rewards = false, and used_as = "loss".'
+        )
+    if chosen.loss in ("k1", "abs", "k2", "k3"):
+        yield (
+            f'{column}: loss = "{chosen.loss}" is an estimate from tokens that the policy sampled. Use "forward_kl", '
+            '"reverse_kl" or "js", or "nll" without a teacher.'
+        )
+    if chosen.other_tokenizer == "align" and chosen.teachers:
+        yield f'{column} and other_tokenizer = "align" do not go together; leave one of them out.'
+    for name, is_set in (("refill.filter", settings.refill.filter), ("skip.enabled", settings.skip.enabled)):
+        if is_set:
+            yield f"{column} generates nothing that {name} could be for; leave it out."
+    if settings.algorithm.old_logprobs == "recompute":
+        yield f'{column} needs algorithm.old_logprobs = "rollout"; found "recompute".'
+
+
+def _encoder(tokenizer: PromptTokenizer) -> "partial[list[list[int]]]":
+    return partial(tokenizer.encode, add_special_tokens=False)

@@ -1,0 +1,77 @@
+"""What a batch needs before the learner takes a step on it, computed over the whole of it."""
+
+from rl_core import Batch
+from rl_core.errors import DataError
+from rl_distill.objectives.batch_columns import (
+    correction_weight_metrics,
+    with_advantages,
+    with_correction_weights,
+    with_kl_in_reward,
+    with_rejection,
+    with_token_selection,
+)
+from rl_distill.objectives.distillation import with_distillation_advantages
+from rl_distill.teacher.service import teacher_task
+from rl_metrics.reductions.recorder import Recorder
+from rl_trainer_parts.learning.distillation import (
+    has_policy_gradient,
+    has_teachers,
+    learns_from_rewards,
+    objective_options,
+)
+from rl_trainer_parts.learning.parts import LearningParts
+
+TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
+"""Columns that advantages are not made of."""
+
+
+def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
+    """Add what the objective needs, but the loss weights: advantages, the tokens that train, correction weights.
+
+    Raises:
+        DataError: A column is missing, or every token of the batch was rejected.
+    """
+    algorithm, correction = parts.settings.algorithm, parts.settings.correction
+    if parts.settings.distillation.texts is not None:
+        batch = batch.only(batch.names - {"rollout_logprobs"})  # the policy sampled none of it
+    if not has_policy_gradient(parts.settings):
+        return batch
+    if algorithm.kl_in == "reward" and algorithm.kl_coefficient:
+        batch = with_kl_in_reward(
+            batch,
+            coefficient=kl_coefficient,
+            estimator=algorithm.kl_estimator,
+            policy_logprobs=parts.sampled_logprobs,
+        )
+    if learns_from_rewards(parts.settings):
+        rewarded = with_advantages(
+            batch.only(batch.names - TEACHER_COLUMNS),
+            advantage=algorithm.advantage,
+            options=algorithm.advantage_options,
+            session_rule=algorithm.session_rule,
+        )
+        batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})
+    if has_teachers(parts.settings) and parts.settings.distillation.used_as == "reward":
+        batch, metrics = with_distillation_advantages(
+            batch,
+            options=objective_options(parts.settings),
+            policy_logprobs=parts.sampled_logprobs,
+            keep_advantages=learns_from_rewards(parts.settings),
+        )
+        recorder.record_all(metrics)
+        batch = batch.only(batch.names - TEACHER_COLUMNS)  # the policy gradient has all of it in the advantages
+    if correction.weights != "none":
+        level, cap, floor = correction.weights, correction.cap, correction.floor
+        batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
+        recorder.record_all(correction_weight_metrics(batch, level=level, cap=cap, floor=floor))
+    if correction.reject:
+        batch, metrics = with_rejection(batch, bounds=correction.reject)
+        recorder.record_all(metrics)
+        if not batch.ragged("loss_mask").values.any():
+            raise DataError(
+                f"correction.reject = {correction.reject} left no token of {len(batch)} trajectories to train on. "
+                "Widen its bounds, or look at rollout_corr/kl: engine and learner may not have the same weights."
+            )
+    if parts.select_tokens is not None:
+        batch = with_token_selection(batch, select=parts.select_tokens, policy_logprobs=parts.sampled_logprobs)
+    return batch

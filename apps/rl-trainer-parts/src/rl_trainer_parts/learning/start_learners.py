@@ -1,0 +1,102 @@
+"""Settings become what learns in a run: the policy, and where the algorithm needs them a critic and a reference."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_core.cluster.ray.session import RayOptions
+from rl_core.cluster.shares import visible_gpus
+from rl_distill.learner import Learner
+from rl_distill.learners import Learners
+from rl_distill.options import LearnerOptions
+from rl_trainer_parts.settings.schema import Settings
+
+
+def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
+    """Start what the settings ask for, with the weights of the initial policy.
+
+    Args:
+        settings: The run's.
+        log_directory: Where ranks in processes of their own write what they print.
+
+    Raises:
+        DataError: A model's folder lacks something.
+        DeadlineError: The ranks were not there in time.
+        RoleError: A rank died.
+        SettingsError: There are too few CPUs or GPUs.
+    """
+    if settings.policy.learner == "torch":
+        return _torch_learners(settings)
+    from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+    from rl_distill.megatron.ranks import LearnerRanks
+
+    where = settings.cluster
+    ranks = LearnerRanks(
+        settings.parallel,
+        cluster=ClusterOptions(kind=where.kind, ray=RayOptions(address=where.ray_address), log_directory=log_directory),
+        pool=rank_pool(settings),
+        num_threads=settings.learner.num_threads,
+        deadline_s=where.start_deadline_s,
+        call_deadline_s=where.call_deadline_s,
+    )
+    try:
+        policy = MegatronLearner(settings.policy.path, settings.learner, ranks=ranks)
+        reference = critic = None
+        if settings.algorithm.kl_coefficient:
+            reference = MegatronReference(settings.policy.path, settings.learner, ranks=ranks)
+        if needs_critic(settings):
+            folder = settings.critic.path or settings.policy.path
+            critic = MegatronCritic(folder, critic_options(settings), ranks=ranks)
+    except BaseException:
+        ranks.close()
+        raise
+    stacks = {} if where.kind == "inline" else {"stacks": lambda deadline_s: ranks.stacks(deadline_s=deadline_s)}
+    return Learners(policy=policy, reference=reference, critic=critic, close=ranks.close, **stacks)
+
+
+def needs_critic(settings: Settings) -> bool:
+    """True when the advantage is made from a critic's values."""
+    return settings.algorithm.advantage == "gae"
+
+
+def critic_options(settings: Settings) -> LearnerOptions:
+    """How the critic trains."""
+    critic = settings.critic
+    return replace(
+        settings.learner,
+        learning_rate=critic.learning_rate,
+        warmup_steps=critic.warmup_steps,
+        clip_grad=critic.clip_grad,
+        decay_steps=None,
+    )
+
+
+def rank_pool(settings: Settings) -> ResourcePool | None:
+    """What is set aside for the ranks; None where they share this machine's CPUs."""
+    where, gpus = settings.cluster, gpus_per_rank(settings)
+    if not where.cpus_per_rank and not gpus and not visible_gpus():
+        return None
+    return ResourcePool(name="learner", size=settings.parallel.ranks, cpus=where.cpus_per_rank, gpus=gpus)
+
+
+def gpus_per_rank(settings: Settings) -> float:
+    """GPUs of each rank: as set, else one where this machine has any; 0 in the trainer's own process."""
+    if settings.cluster.gpus_per_rank is not None:
+        return settings.cluster.gpus_per_rank
+    return float(settings.cluster.kind != "inline" and bool(visible_gpus()))
+
+
+def _torch_learners(settings: Settings) -> Learners:
+    from rl_distill.torch_learner import TorchLearner
+
+    models = [TorchLearner(settings.policy.path, settings.learner)]
+    if settings.algorithm.kl_coefficient:
+        models.append(TorchLearner(settings.policy.path, settings.learner))
+    reference = models[1] if len(models) > 1 else None
+    return Learners(policy=models[0], reference=reference, critic=None, close=lambda: _close_all(models))
+
+
+def _close_all(models: Sequence[Learner]) -> None:
+    for model in models:
+        model.close()

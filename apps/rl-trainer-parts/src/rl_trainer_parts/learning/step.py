@@ -1,0 +1,70 @@
+"""The learner's side of a step, the same in both trainers: late columns, advantages, updates, the KL's coefficient."""
+
+from collections.abc import Mapping
+
+from rl_core import Batch
+from rl_distill.objectives.batch_columns import mean_reference_kl
+from rl_distill.objectives.kl_control import AdaptiveKL
+from rl_metrics.reductions.recorder import Recorder
+from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.learning.preparation import prepare_batch
+from rl_trainer_parts.learning.updates import update, with_update
+
+
+def learn(
+    parts: LearningParts, rows: Batch, recorder: Recorder, *, step: int, kl_state: Mapping[str, float]
+) -> tuple[Batch, dict[str, float]]:
+    """Train on a step's rows.
+
+    Args:
+        parts: Of the run.
+        rows: Whole groups, as rollouts and teachers gave them.
+        recorder: Of the step.
+        step: Its number, from 1.
+        kl_state: The KL coefficient's state after the step before; empty before the first step.
+
+    Returns:
+        The batch as it was trained, with the tokens that the correction rejected and what the update computed of its
+        tokens; and the KL coefficient's state for the next step.
+
+    Raises:
+        DataError: A column is missing, or the correction rejected every token.
+        NonFiniteError: Too many updates in a row were not finite.
+    """
+    kl = parts.kl.restored(kl_state) if kl_state else parts.kl
+    rows = with_late_columns(parts, rows, recorder)
+    with recorder.timer("adv"):
+        prepared = prepare_batch(parts, rows, recorder, kl_coefficient=kl.coefficient)
+    computed = update(parts, prepared, recorder, step=step - 1, kl_coefficient=kl.coefficient)
+    trained = with_update(prepared, computed, loss_mask=rows.ragged("loss_mask"))
+    return trained, adapted_kl(parts, kl, trained, recorder).state()
+
+
+def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> Batch:
+    """Add the reference's logprobs, the learner's own and the critic's values, where the settings ask for them."""
+    temperature, learners = parts.settings.rollout.temperature, parts.learners
+    if learners.reference is not None:
+        with recorder.timer("ref"):
+            found = learners.reference.logprobs(rows, temperature=temperature)
+        rows = rows.with_columns({"reference_logprobs": found})
+    if parts.recomputes_old_logprobs:
+        with recorder.timer("old_log_prob"):
+            found = learners.policy.logprobs(rows, temperature=temperature)
+        rows = rows.with_columns({"old_logprobs": found})
+    if learners.critic is not None:
+        with recorder.timer("values"):
+            found = learners.critic.values(rows)
+        rows = rows.with_columns({"values": found})
+    return rows
+
+
+def adapted_kl(parts: LearningParts, kl: AdaptiveKL, batch: Batch, recorder: Recorder) -> AdaptiveKL:
+    """Record the KL to the reference with its coefficient, and adapt the coefficient to it for the next step."""
+    algorithm = parts.settings.algorithm
+    if not algorithm.kl_coefficient:
+        return kl
+    # The value is the same with k2's gradient; where the KL is a penalty, this is what was taken from the reward.
+    measured = mean_reference_kl(batch, estimator=algorithm.kl_estimator, policy_logprobs=parts.sampled_logprobs)
+    recorder.record("actor/kl_coef", kl.coefficient)
+    recorder.record("actor/reference_kl", measured)
+    return kl.adapted(measured, num_trajectories=len(batch))

@@ -1,0 +1,232 @@
+"""Settings become a service of teachers, each in processes of its own."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_core.cluster.ray.session import RayOptions
+from rl_core.cluster.shares import visible_gpus
+from rl_core.errors import SettingsError
+from rl_distill.policy_config import parse_policy_config, read_policy_config
+from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces
+from rl_distill.teacher.model_fingerprint import model_fingerprint, model_traits
+from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
+from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica
+from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
+from rl_distill.teacher.routing import TeacherRouter
+from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
+from rl_distill.teacher.service import ServiceOptions, TeacherService
+from rl_distill.teacher.vocabulary import compare_vocabularies
+from rl_rollout.engines.model_folder import end_token_ids, max_positions
+from rl_rollout.engines.options import VLLMOptions
+from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.settings.schema import Settings
+
+
+def make_teachers(
+    settings: Settings, *, log_directory: Path | None, say: Callable[..., None] | None = None
+) -> TeacherService | None:
+    """The service of the settings' teachers, not started; None without any.
+
+    Args:
+        settings: The run's.
+        log_directory: Where teachers write what they print.
+        say: Takes events.
+
+    Raises:
+        SettingsError: Routes, folders or tokenizers do not fit.
+    """
+    chosen = settings.distillation
+    if not chosen.teachers:
+        return None
+    caches = make_caches(settings)
+    teachers: list[ReplicatedTeacher] = []
+    for name, teacher in chosen.teachers.items():
+        plan = TeacherPlan(
+            name=name,
+            num_replicas=teacher.replicas,
+            top_k=chosen.num_top,
+            with_hidden=chosen.needs_hidden,
+            restarts=teacher.restarts,
+            dtype=teacher.dtype,
+            sleeps=teacher.sleep,
+            deadline_s=chosen.deadline_s,
+            start_deadline_s=chosen.start_deadline_s,
+        )
+        make = replica_maker(settings, name, log_directory=log_directory)
+        traits = model_traits(teacher.model) if caches else None
+        teachers.append(ReplicatedTeacher(plan, make, traits=traits))
+    return TeacherService(
+        teachers,
+        TeacherRouter(chosen),
+        ServiceOptions(
+            vocab_size=vocab_size(settings.policy.path),
+            top_k=chosen.num_top,
+            with_hidden=chosen.needs_hidden,
+            deadline_s=chosen.deadline_s,
+        ),
+        caches=caches,
+        aligners=make_aligners(settings),
+        say=say,
+    )
+
+
+def make_caches(settings: Settings) -> dict[str, ScoreCache]:
+    """Stored scores of each teacher; none where no cache is set.
+
+    Raises:
+        CacheError: Its folder cannot be used.
+        MissingExtraError: A library that it needs is not installed.
+    """
+    chosen = settings.distillation
+    if chosen.cache is None:
+        return {}
+    return {
+        name: ScoreCache(
+            chosen.cache,
+            ScoreKind(
+                teacher=model_fingerprint(teacher.model),
+                dtype=teacher.dtype,
+                top_k=chosen.num_top,
+                temperature=chosen.temperature,
+                with_hidden=chosen.needs_hidden,
+            ),
+        )
+        for name, teacher in chosen.teachers.items()
+    }
+
+
+def replica_maker(settings: Settings, name: str, *, log_directory: Path | None) -> MakeReplica:
+    """What makes a teacher's replicas, again after each death; each writes into a folder of its own."""
+    teacher = settings.distillation.teachers[name]
+    make = _engine_replica if teacher.engine == "vllm" else _megatron_replica
+
+    def cluster_of(index: int) -> ClusterOptions:
+        logs = None if log_directory is None else log_directory / "teachers" / f"{name}-{index}"
+        ray = RayOptions(address=settings.cluster.ray_address)
+        return ClusterOptions(kind=teacher.placement, ray=ray, log_directory=logs)
+
+    return lambda index: make(settings, name, cluster_of(index), index)
+
+
+def _engine_replica(settings: Settings, name: str, cluster: ClusterOptions, index: int) -> TeacherReplica:
+    from rl_distill.teacher.engine_teacher import EngineReplica
+    from rl_rollout.engines.process import EnginePlacement, ProcessEngine
+
+    chosen, teacher = settings.distillation, settings.distillation.teachers[name]
+    options = VLLMOptions(
+        dtype=teacher.dtype,
+        tensor_parallel_size=teacher.tensor,
+        max_model_len=longest_trajectory(settings, teacher),
+        max_num_batched_tokens=teacher.max_batch_tokens,
+        kv_cache_gib=teacher.kv_cache_gib,
+        gpu_memory_utilization=teacher.gpu_memory_utilization,
+        can_sleep=teacher.sleep,
+        max_top_k=max(chosen.num_top, 1),
+        num_threads=teacher.num_threads,
+    )
+    host = EnginePlacement(cluster=cluster, pool=teacher_pool(settings, name), deadline_s=chosen.start_deadline_s)
+    return EngineReplica(ProcessEngine("vllm", teacher.model, options, host=host, index=index))
+
+
+def _megatron_replica(settings: Settings, name: str, cluster: ClusterOptions, index: int) -> TeacherReplica:
+    from rl_distill.teacher.megatron_teacher import MegatronPlace, MegatronReplica
+
+    del index
+    chosen, teacher = settings.distillation, settings.distillation.teachers[name]
+    place = MegatronPlace(
+        tensor=teacher.tensor,
+        cluster=cluster,
+        pool=teacher_pool(settings, name),
+        dtype=teacher.dtype,
+        max_batch_tokens=teacher.max_batch_tokens,
+        max_tokens=longest_trajectory(settings, teacher),
+        num_threads=teacher.num_threads,
+        temperature=chosen.temperature,
+        start_deadline_s=chosen.start_deadline_s,
+        call_deadline_s=chosen.deadline_s,
+    )
+    return MegatronReplica(teacher.model, place)
+
+
+def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int:
+    """Most tokens that a teacher must take: as set, or what prompts and responses can have.
+
+    Of a teacher that may count other tokens, twice as many, where it has the positions.
+    """
+    longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
+    if teacher.max_model_len is not None or settings.distillation.other_tokenizer == "refuse":
+        return teacher.max_model_len or longest
+    return max(longest, min(2 * longest, max_positions(teacher.model)))
+
+
+def teacher_pool(settings: Settings, name: str) -> ResourcePool | None:
+    """What is set aside for a teacher, and for nobody else; None where it shares this machine's CPUs.
+
+    A slot is a rank's with Megatron, and a replica's with vLLM, whose processes are all in it.
+    """
+    teacher = settings.distillation.teachers[name]
+    cpus, gpus = teacher.resources.cpus, teacher_gpus(teacher)
+    if not cpus and not gpus:
+        return None
+    size, parts = (
+        (teacher.replicas * teacher.tensor, 1)
+        if teacher.engine == "megatron"
+        else (
+            teacher.replicas,
+            teacher.tensor,
+        )
+    )
+    return ResourcePool(name=f"teacher {name}", size=size, cpus=cpus * parts, gpus=gpus * parts)
+
+
+def teacher_gpus(teacher: TeacherOptions) -> float:
+    """GPUs of each rank of a replica: as set, else one where this machine has any."""
+    found = teacher.resources.gpus
+    return float(bool(visible_gpus())) if found is None else found
+
+
+def vocab_size(folder: Path) -> int:
+    """Tokens that a model knows, as its config.json says."""
+    return parse_policy_config(read_policy_config(folder)).vocab_size
+
+
+def make_aligners(settings: Settings) -> Mapping[str, TeacherAligner]:
+    """For each teacher with another tokenizer, what puts its scores at the student's tokens.
+
+    Raises:
+        SettingsError: A tokenizer cannot be read, or has tokens of no bytes.
+    """
+    chosen, student = settings.distillation, settings.policy.path
+    if chosen.other_tokenizer == "refuse":
+        return {}
+    aligners = {}
+    mode: SpanMode = "sampled" if chosen.loss in ESTIMATORS else "uld" if chosen.loss == "uld" else "top_k"
+    for name, teacher in chosen.teachers.items():
+        if compare_vocabularies(student, teacher.model).is_same:
+            continue
+        tokenizer = PromptTokenizer.load(teacher.model)
+        aligners[name] = TeacherAligner(
+            read_pieces(student, end_ids=_end_ids(student)),
+            read_pieces(teacher.model, end_ids=_end_ids(teacher.model), begin_ids=_begin_ids(tokenizer)),
+            partial(tokenizer.encode, add_special_tokens=False),
+            mode=mode,
+        )
+    return aligners
+
+
+def _end_ids(folder: Path) -> tuple[int, ...]:
+    found = end_token_ids(folder)
+    if not found:
+        raise SettingsError(
+            f"{folder} names no token that ends a response (eos_token_id in generation_config.json or config.json); "
+            'other_tokenizer = "align" needs it.'
+        )
+    return found
+
+
+def _begin_ids(tokenizer: PromptTokenizer) -> tuple[int, ...]:
+    """Tokens that a tokenizer puts before every text."""
+    (plain,), (whole,) = (tokenizer.encode(["a"], add_special_tokens=special) for special in (False, True))
+    return tuple(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else ()

@@ -1,0 +1,136 @@
+"""What a step does with its batch: optimizer updates of the policy and the critic, over epochs and mini-batches."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from rl_core import Batch, Ragged
+from rl_core.data.ragged import token_positions
+from rl_distill.learner import StepResult
+from rl_distill.objectives.batch_columns import with_loss_weights
+from rl_distill.objectives.value_objective import value_objective
+from rl_metrics.reductions.recorder import Recorder
+from rl_trainer_parts.learning.parts import LearningParts
+
+
+def update(
+    parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int, kl_coefficient: float
+) -> dict[str, Ragged]:
+    """Train on a step's batch, as often and in as many parts as the settings say.
+
+    Args:
+        parts: Of the run.
+        batch: Prepared.
+        recorder: Of the step.
+        step: Steps done before it.
+        kl_coefficient: In the loss.
+
+    Returns:
+        "policy_logprobs" and "entropy" of the batch's trained tokens, as they were in their first update; {} where
+        the policy did not train.
+
+    Raises:
+        NonFiniteError: Too many updates in a row were not finite.
+    """
+    settings = parts.settings
+    critic_alone = parts.learners.critic is not None and step < settings.critic.head_start_steps
+    objective = parts.objective_at(kl_coefficient)
+    seen: list[tuple[Batch, StepResult]] = []
+    for part in minibatches(batch, count=settings.trainer.minibatches, epochs=settings.trainer.epochs):
+        weighted = with_loss_weights(
+            part,
+            aggregation=settings.algorithm.aggregation,
+            horizon=settings.rollout.max_response_tokens,
+        )
+        if parts.learners.critic is not None:
+            with recorder.timer("update_critic"):
+                loss = value_objective(clip=settings.critic.value_clip)
+                _record(parts, recorder, "critic", parts.learners.critic.train_step(weighted, loss), weighted)
+        if not critic_alone:
+            with recorder.timer("update_actor"):
+                result = parts.learners.policy.train_step(
+                    weighted,
+                    objective,
+                    temperature=settings.rollout.temperature,
+                    with_entropy=True,
+                    with_tokens=True,
+                )
+            if all(part is not known for known, _ in seen):  # each epoch has the same parts
+                seen.append((part, result))
+            _record(parts, recorder, "actor", result, weighted)
+
+    return _in_row_order(batch, seen)
+
+
+def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:
+    """A batch that was trained, as metrics and records tell of it.
+
+    Args:
+        prepared: That the update took.
+        said: What `update` gave.
+        loss_mask: With the tokens that the correction rejected: they were sampled, and the update did not score them.
+
+    Returns:
+        The batch with that mask and what the update said, NaN where it did not score.
+    """
+    trained, mask = prepared.ragged("loss_mask").values, loss_mask.values
+    unscored = mask & ~trained
+    columns = {
+        name: Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
+        if unscored.any()
+        else column
+        for name, column in said.items()
+    }
+    return prepared.with_columns({"loss_mask": loss_mask, **columns})
+
+
+def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:
+    """What updates said of the tokens of a batch's parts; rows in none of them are 0."""
+    ids = batch.ragged("input_ids")
+    row_of = {key: row for row, key in enumerate(batch.keys)} if len(seen) > 1 else {}
+    found: dict[str, Ragged] = {}
+    for part, result in seen:
+        if part is batch:
+            return dict(result.tokens)
+        rows = np.asarray([row_of[key] for key in part.keys], dtype=np.int64)
+        places = token_positions(ids.offsets[rows], ids.lengths[rows])
+        for name, column in result.tokens.items():
+            whole = found.setdefault(name, Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
+            whole.values[places] = column.values
+    return found
+
+
+def minibatches(batch: Batch, *, count: int, epochs: int) -> Iterator[Batch]:
+    """Parts of a batch with whole groups, as equal as can be; once for each epoch.
+
+    Args:
+        batch: Of a step.
+        count: Parts; fewer where there are fewer groups.
+        epochs: How often to go through.
+    """
+    group = batch.group_index()
+    num_groups = int(group.max()) + 1
+    edges = np.linspace(0, num_groups, min(count, num_groups) + 1).round().astype(np.int64)
+    parts = (
+        [batch]
+        if len(edges) == 2
+        else [
+            batch.select(np.flatnonzero((group >= start) & (group < stop))) for start, stop in itertools.pairwise(edges)
+        ]
+    )
+    for _ in range(epochs):
+        yield from parts
+
+
+def _record(parts: LearningParts, recorder: Recorder, who: str, result: StepResult, batch: Batch) -> None:
+    """Record an update, and count it where it was skipped."""
+    recorder.record(f"{who}/skipped_updates", 0.0 if result.is_applied else 1.0)
+    parts.skipped.check(result, batch, what=who)
+    if not result.is_applied:
+        return
+    recorder.record_all(result.metrics)
+    recorder.record(f"{who}/grad_norm", result.grad_norm)
+    recorder.record(f"{who}/lr", result.learning_rate)
+    if who == "actor":
+        recorder.record("actor/loss", result.loss)

@@ -1,0 +1,203 @@
+"""Judging a run while it trains: a tracker that writes health.json, tells findings, and pauses a sick run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from rl_metrics.health import GUIDE, Finding, GrowingHistory, Verdict, judge, reads, with_thresholds, without
+from rl_metrics.health.finding import RANKS
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.run_files.events import EventLog, read_events
+from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.history import read_history
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.fanout import Fanout
+from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.stopping import StopSignal
+from rl_trainer_parts.settings.metrics import LEVELS, HealthSettings
+from rl_trainer_parts.settings.schema import Settings
+
+FILE = "health.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+log = structlog.get_logger(__name__)
+
+
+def watch_health(
+    settings: Settings,
+    folder: RunFolder,
+    trackers: Fanout,
+    *,
+    console: ConsoleTracker,
+    events: EventLog,
+    stop: StopSignal,
+) -> None:
+    """Have a run judged while it trains, where the settings want that.
+
+    Args:
+        settings: Of the run.
+        folder: Of the run.
+        trackers: Take the metrics of each step; one is added.
+        console: Told of findings.
+        events: Likewise.
+        stop: Asked to pause.
+    """
+    if not settings.health.enabled:
+        return
+    last_step = settings.trainer.steps
+    try:
+        watch = HealthWatch(
+            settings.health, folder.path, last_step=last_step, console=console, events=events, stop=stop
+        )
+    except OSError as error:  # a run that is not judged is better than none
+        log.warning("health_failed", error=str(error))
+    else:
+        trackers.add("health", watch)
+
+
+class HealthWatch:
+    """A tracker that judges the run every so many steps, at its last step, and when it ends.
+
+    As every tracker it stops no run by a fault of its own: the `Fanout` warns once, and leaves it out.
+    """
+
+    def __init__(
+        self,
+        settings: HealthSettings,
+        folder: Path,
+        *,
+        last_step: int,
+        console: ConsoleTracker,
+        events: EventLog,
+        stop: StopSignal,
+    ) -> None:
+        """Read what earlier launches left.
+
+        Args:
+            settings: When to judge, by what, and on what to pause.
+            folder: The run's.
+            last_step: At which the run ends; it does not pause there.
+            console: Told of findings.
+            events: Likewise.
+            stop: Asked to pause.
+
+        Raises:
+            SettingsError: There is no such rule or threshold.
+        """
+        self._settings = settings
+        self._folder = folder
+        self._last_step = last_step
+        self._console = console
+        self._events = events
+        self._stop = stop
+        self._rules = without(with_thresholds(GUIDE, settings.thresholds), settings.off)
+        before = read_history(folder / METRICS) if (folder / METRICS).is_file() else None
+        self._history = GrowingHistory(reads(self._rules), before=before)
+        self._is_resumed = len(self._history) > 0
+        self._first_step: int | None = None
+        self._told = {finding.rule: finding.severity for finding in _findings_before(folder)}
+        self._is_judged = True
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note the metrics of a step; judge where that is due."""
+        if self._first_step is None:
+            self._first_step = step
+        self._history.add(step, metrics)
+        self._is_judged = False
+        if step and (step % self._settings.every == 0 or step >= self._last_step):
+            verdict = self._judge()
+            if self._may_pause(step):
+                self._pause(verdict)
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note metrics that come after those of later steps."""
+        self._history.add_late(step, metrics)
+        self._is_judged = False
+
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+        """Samples say nothing here."""
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Nor do distributions."""
+
+    def close(self) -> None:
+        """Judge the run as it ended; of one that failed, the error has said enough."""
+        events = read_events(self._folder / EVENTS) if (self._folder / EVENTS).is_file() else []
+        has_failed = any(event["event"] == "run_failed" for event in events[-1:])
+        if len(self._history) and has_failed:
+            self._write(judge(self._history.history(), rules=self._rules, events=events))
+        elif len(self._history) and not self._is_judged:
+            self._judge()
+
+    def _judge(self) -> Verdict:
+        verdict = judge(self._history.history(), rules=self._rules)
+        self._write(verdict)
+        self._is_judged = True
+        self._tell(verdict)
+        return verdict
+
+    def _write(self, verdict: Verdict) -> None:
+        part = self._folder / f".{FILE}.part"
+        part.write_text(json.dumps(verdict.to_json(), indent=1) + "\n")
+        part.replace(
+            self._folder / FILE
+        )  # not synced: the next verdict is as good, and the loop does not wait for disks
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Say what is new or worse, and what is over, once each."""
+        for finding in verdict.findings:
+            before = self._told.get(finding.rule)
+            if before is None or RANKS[before] < RANKS[finding.severity]:
+                self._tell_finding(finding, verdict.step)
+            self._told[finding.rule] = finding.severity
+        well = {check.rule for check in verdict.checks if check.status == "ok"}
+        for rule in [rule for rule in self._told if rule in well]:
+            del self._told[rule]
+            self._events.write("health_finding_over", step=verdict.step, rule=rule)
+
+    def _tell_finding(self, finding: Finding, step: int) -> None:
+        evidence = [one.text for one in finding.evidence]
+        self._console.say(
+            f"health: {finding.severity}: {finding.what} ({finding.rule}, since step {finding.since_step}; "
+            f"{evidence[0]}). Likely: {finding.causes[0]}. Try: {finding.advice[0]}."
+        )
+        self._events.write(
+            "health_finding",
+            level="warning",
+            step=step,
+            rule=finding.rule,
+            severity=finding.severity,
+            since_step=finding.since_step,
+            what=finding.what,
+            evidence=evidence,
+            causes=list(finding.causes),
+            advice=list(finding.advice),
+        )
+
+    def _may_pause(self, step: int) -> bool:
+        """Not at the last step; nor before a run that goes on had its time to recover."""
+        if step >= self._last_step or self._first_step is None:
+            return False
+        return not self._is_resumed or step >= self._first_step - 1 + self._settings.every
+
+    def _pause(self, verdict: Verdict) -> None:
+        wanted = self._settings.pause_on
+        levels = [RANKS[level] for level in LEVELS if level in wanted]
+        matching = [
+            one.rule
+            for one in verdict.findings
+            if one.rule in wanted or any(RANKS[one.severity] >= level for level in levels)
+        ]
+        if matching:
+            self._stop.pause(f"health.pause_on: {', '.join(matching)}")
+
+
+def _findings_before(folder: Path) -> tuple[Finding, ...]:
+    """The findings that an earlier launch told; none where its file is missing or torn."""
+    with suppress(OSError, ValueError, RecursionError):
+        return Verdict.from_json(json.loads((folder / FILE).read_bytes())).findings
+    return ()

@@ -1,0 +1,220 @@
+"""rollouts.jsonl: which trajectories of a step are written down, and what of them."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import structlog
+
+from rl_core import Batch, Prompt, Trajectory
+from rl_core.data.records import IntArray, Json
+from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutLog, RolloutRow
+from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.settings.schema import Settings
+
+EXTRA = "_rollout"
+"""Name among a row's extras of what its columns do not say; an agent loop's own extra of this name is not kept."""
+
+NUM_SAID = 8
+"""Values that are there by this name: a list is made, and travels, quicker than a table."""
+
+COLUMNS = {"versions": "policy_versions"} | {name: name for name in FLOAT_COLUMNS}
+"""Columns of a batch by their name in the file."""
+
+log = structlog.get_logger(__name__)
+
+
+def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
+    """A trajectory's extras with what rollouts.jsonl says of it beside its tokens; it goes through the queue."""
+    timings, truth = trajectory.timings, prompt.ground_truth
+    said: list[Json] = [
+        prompt.data_source,
+        None if truth is None else str(truth),
+        dict(trajectory.reward_components),
+        trajectory.finish_reason,
+        timings.generate_s,
+        timings.tools_s,
+        timings.reward_s,
+        timings.preemptions,
+    ]
+    return {**trajectory.extras, EXTRA: said}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDraft:
+    """A trajectory that is to be written down, without its texts: who learns need not have a tokenizer.
+
+    Attributes:
+        prompt_ids: Tokens of the prompt.
+        row: The rest, with the column token_ids.
+    """
+
+    prompt_ids: tuple[int, ...]
+    row: RolloutRow
+
+
+def draft_rollouts(settings: Settings, batch: Batch, *, step: int, version: int) -> list[RolloutDraft]:
+    """Some of a step's trajectories; see `choose_rows`.
+
+    Args:
+        settings: Of the run.
+        batch: That the step trained on, with what its update said of the tokens.
+        step: Its number, from 1.
+        version: Policy version of the weights that it began with.
+    """
+    metrics = settings.metrics
+    if not metrics.log_rollouts or not len(batch):
+        return []
+    chosen = choose_rows(
+        batch,
+        count=metrics.log_rollouts,
+        max_tokens=metrics.log_rollout_tokens,
+        seed=(settings.run.seed << 32) + step,
+    )
+    return list(_drafts(batch.select(chosen), step=step, version=version))
+
+
+def _drafts(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
+    ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
+    present = {name: batch.ragged(column) for name, column in COLUMNS.items() if column in batch}
+    rewards = batch.dense("reward") if "reward" in batch else np.full(len(batch), np.nan)
+    starts = batch.dense("num_prompt_tokens").tolist()
+    for index, (key, extras, start) in enumerate(zip(batch.keys, batch.extras, starts, strict=True)):
+        columns = {name: tuple(column[index][start:].tolist()) for name, column in present.items()}
+        row = RolloutRow(
+            step=step,
+            time=math.nan,
+            prompt_uid=key.prompt_uid,
+            problem=problem_id(ids[index][:start]),
+            session=key.session_index,
+            output=key.output_index,
+            prompt="",
+            response="",
+            reward=float(rewards[index]),
+            policy_version=version,
+            mask=tuple(mask[index][start:].tolist()),
+            columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
+            **_said(extras),
+        )
+        yield RolloutDraft(prompt_ids=tuple(ids[index][:start].tolist()), row=row)
+
+
+class RolloutWriter:
+    """Gives drafts their texts and writes them down; whatever fails stops no run: it warns once."""
+
+    def __init__(self, path: Path, tokenizer: PromptTokenizer) -> None:
+        """Name the file; it is made with the first trajectory.
+
+        Args:
+            path: Such as `run/rollouts.jsonl`.
+            tokenizer: Of the policy.
+        """
+        self._path = path
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
+        self._log: RolloutLog | None = None
+        self._is_off = False
+
+    def write(self, drafts: Sequence[RolloutDraft]) -> None:
+        """Write the trajectories of one step."""
+        if self._is_off or not drafts:
+            return
+        try:
+            if self._log is None:
+                self._log = RolloutLog(self._path)
+            self._log.write(self._rows(drafts))
+        except Exception as error:  # of the disk, or of the user's tokenizer
+            log.warning("rollout_log_failed", path=str(self._path), error=f"{type(error).__name__}: {error}")
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; nothing is written from then on. Can be called twice."""
+        self._is_off = True
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _rows(self, drafts: Sequence[RolloutDraft]) -> list[RolloutRow]:
+        prompts = self._decoded([draft.prompt_ids for draft in drafts])
+        responses = self._decoded([_token_ids(draft.row) for draft in drafts])
+        return [
+            replace(draft.row, prompt=prompt, response=response, tokens=self._texts(_token_ids(draft.row)))
+            for draft, prompt, response in zip(drafts, prompts, responses, strict=True)
+        ]
+
+    def _texts(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """The text of each token by itself."""
+        new = [token for token in dict.fromkeys(ids) if token not in self._pieces]
+        self._pieces |= dict(zip(new, self._decoded([[token] for token in new]), strict=True))
+        return tuple(self._pieces[token] for token in ids)
+
+    def _decoded(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
+        return self._tokenizer.decode(arrays, skip_special_tokens=False)
+
+
+def _token_ids(row: RolloutRow) -> list[int]:
+    return [int(token) for token in row.columns["token_ids"]]
+
+
+def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:
+    """Rows that are written down: the worst, the slowest, and a draw, as far as the tokens reach.
+
+    Args:
+        batch: Of a step.
+        count: Most rows.
+        max_tokens: Most tokens of them together; one row is chosen in any case.
+        seed: Of the draw.
+
+    Returns:
+        Rising row numbers.
+    """
+    lengths = batch.ragged("input_ids").lengths - batch.dense("num_prompt_tokens")
+    slowest = int(np.argmax([_took_s(extras) for extras in batch.extras]))
+    first = [slowest]
+    if "reward" in batch and not np.isnan(rewards := batch.dense("reward")).all():
+        first.insert(0, int(np.nanargmin(rewards)))
+    drawn = np.argsort(np.random.Philox(key=seed % 2**64).random_raw(len(batch)), kind="stable")
+    chosen: list[int] = []
+    left = max_tokens
+    for row in dict.fromkeys([*first, *(int(row) for row in drawn)]):
+        if len(chosen) == count:
+            break
+        if not chosen or lengths[row] <= left:
+            chosen.append(row)
+            left -= int(lengths[row])
+    return sorted(chosen)
+
+
+def problem_id(prompt_ids: IntArray) -> str:
+    """Names a problem by its tokens: the same in every epoch, and in every run of the same prompts."""
+    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
+
+
+def _took_s(extras: Mapping[str, Json]) -> float:
+    said = extras.get(EXTRA)
+    return said[4] + said[5] + said[6] if _is_said(said) else 0.0
+
+
+def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
+    """What `rollout_extras` put there; nothing where the row was put by a run that writes none down."""
+    said = extras.get(EXTRA)
+    if not _is_said(said):
+        return {}
+    source, truth, components, finish, generate_s, tools_s, reward_s, preemptions = said
+    timings = {"generate_s": generate_s, "tools_s": tools_s, "reward_s": reward_s, "preemptions": preemptions}
+    return {
+        "source": source,
+        "ground_truth": truth,
+        "components": components,
+        "finish": finish,
+        "timings": timings,
+    }
+
+
+def _is_said(said: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(said, (list, tuple)) and len(said) == NUM_SAID

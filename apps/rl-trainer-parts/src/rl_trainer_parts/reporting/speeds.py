@@ -1,0 +1,43 @@
+"""What follows from a step's times: milliseconds a token, and how much of the devices' peak was used."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from rl_core import Batch
+from rl_distill.flops import forward_flops
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
+from rl_trainer_parts.settings.schema import Settings
+
+TRAINING_PASSES = 3
+"""A backward pass takes as many operations as two forward passes."""
+
+
+def with_speeds(settings: Settings, metrics: Mapping[str, float], batch: Batch) -> dict[str, float]:
+    """A step's metrics with `timing_per_token_ms/*` and, where `metrics.peak_tflops` is set, `perf/mfu/*`.
+
+    Args:
+        settings: Of the run.
+        metrics: Of the step, with the times of its phases.
+        batch: That it trained on.
+    """
+    found = dict(metrics) | per_token_times(metrics)
+    peak_tflops = settings.metrics.peak_tflops
+    if peak_tflops is None:
+        return found
+    lengths = batch.ragged("input_ids").lengths.tolist()
+    policy = _config(settings.policy.path)
+    forward = forward_flops(policy, lengths)
+    trained = TRAINING_PASSES * settings.trainer.epochs
+    flops = {"actor": trained * forward, "actor_infer": forward, "ref": forward}
+    if "timing_s/update_critic" in metrics:
+        critic = _config(settings.critic.path or settings.policy.path)
+        flops["critic"] = trained * forward_flops(critic, lengths, has_head=False)
+    devices = settings.parallel.ranks
+    return found | model_flops_utilization(metrics, flops=flops, peak_tflops=peak_tflops, num_devices=devices)
+
+
+@lru_cache(maxsize=4)
+def _config(folder: Path) -> PolicyConfig:
+    return parse_policy_config(read_policy_config(folder))

@@ -1,0 +1,84 @@
+"""What both trainers say of a step's batch and of its sessions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rl_core import Batch
+from rl_core.data.records import Trajectory
+from rl_metrics.reductions.distributions import batch_distributions
+from rl_metrics.reductions.memory import MemoryWatch
+from rl_metrics.reductions.mismatch import summarize_mismatch
+from rl_metrics.reductions.recorder import Recorder
+from rl_metrics.reductions.rollouts import slowest_trajectory, spread, summarize_batch, summarize_speed
+from rl_trainer_parts.settings.schema import Settings
+
+
+def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: float) -> dict[str, float]:
+    """Rewards, lengths, staleness, mismatch and speed of what a step trained on.
+
+    Args:
+        settings: Of the run.
+        batch: With `old_logprobs` only where these were recomputed.
+        version: Policy version of the weights that the step began with.
+        step_s: Seconds of the step.
+    """
+    num_tokens = len(batch.ragged("input_ids").values)
+    if "reward" not in batch:  # texts, which no policy of this run sampled
+        batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
+    sampled_by = None if settings.distillation.texts is not None else version
+    values: dict[str, float] = {
+        **summarize_batch(batch, policy_version=sampled_by, max_prompt_tokens=settings.prompts.max_tokens),
+        **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
+        "training/policy_version": version + 1,
+    }
+    if "old_logprobs" in batch:
+        values |= summarize_mismatch(batch)
+    if "token_rewards" in batch:
+        sums = np.asarray([row.sum(dtype=np.float64) for row in batch.ragged("token_rewards")])
+        values |= spread("critic/rewards", batch.dense("reward") + sums)
+    return values
+
+
+def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None] | None = None) -> MemoryWatch:
+    """Measures the memory of this process as often as the settings say.
+
+    Args:
+        settings: Of the run.
+        owner: Role of this process.
+        say: Writes an event; None names no lines of code.
+    """
+    chosen = settings.metrics
+    return MemoryWatch(owner, say=say, every=chosen.details_every, is_traced=chosen.trace_memory)
+
+
+def has_distributions(settings: Settings, step: int) -> bool:
+    """Whether distributions of a step are due; it counts from 1."""
+    every = settings.metrics.details_every
+    return bool(every) and (step - 1) % every == 0
+
+
+def record_distributions(batch: Batch, recorder: Recorder) -> None:
+    """Record what a step trained on as histograms.
+
+    Args:
+        batch: As `summarize_step` takes it.
+        recorder: Of the step.
+    """
+    for name, values in batch_distributions(batch).items():
+        recorder.record_values(name, values)
+
+
+def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Fields of the event `slowest_session`: which it was, and where its time went."""
+    slowest = trajectories[slowest_trajectory([trajectory.timings for trajectory in trajectories])]
+    return {
+        "prompt_uid": slowest.prompt_uid,
+        "session_index": slowest.session_index,
+        "output_index": slowest.output_index,
+        "prompt_tokens": slowest.num_prompt_tokens,
+        "response_tokens": slowest.num_response_tokens,
+        **asdict(slowest.timings),
+    }

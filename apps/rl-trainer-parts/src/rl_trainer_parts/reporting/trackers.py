@@ -1,0 +1,84 @@
+"""The trackers that the settings ask for, the console among them."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_metrics.trackers.background import BackgroundTracker
+from rl_metrics.trackers.console import ConsoleTracker, run_console
+from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.jsonl import JsonlTracker
+from rl_metrics.trackers.protocol import Ending, Tracker
+from rl_trainer_parts.reporting.report_writer import ReportWriter
+from rl_trainer_parts.run.folder import plain_settings
+from rl_trainer_parts.settings.schema import Settings
+
+
+def make_console(settings: Settings) -> ConsoleTracker:
+    """A progress bar in a terminal, plain lines elsewhere, or what `metrics.console` says."""
+    kind = settings.metrics.console
+    generations_in = "generations.jsonl and the report" if settings.metrics.report else "generations.jsonl"
+    if kind == "off":
+        return ConsoleTracker(console=Console(file=io.StringIO()))
+    if kind == "auto":
+        return ConsoleTracker(generations_in=generations_in)
+    target = run_console(force_terminal=kind == "bar", force_interactive=kind == "bar")
+    return ConsoleTracker(console=target, generations_in=generations_in)
+
+
+def make_trackers(
+    settings: Settings, folder: Path, console: ConsoleTracker, *, ending: Callable[[], Ending] = lambda: "finished"
+) -> Fanout:
+    """metrics.jsonl and the console, and what `metrics.trackers` names.
+
+    Args:
+        settings: Of the run.
+        folder: The run's.
+        console: Shows progress.
+        ending: Asked how the run ended when the trackers are closed.
+
+    Raises:
+        MissingExtraError: A tracker's library is not installed.
+        SettingsError: A tracker cannot start.
+    """
+    trackers: dict[str, Tracker] = {}
+    if settings.metrics.report:
+        trackers["report"] = ReportWriter(folder, every=settings.metrics.report_every)  # the first is closed last
+    trackers |= {"jsonl": JsonlTracker(folder / "metrics.jsonl"), "console": console}
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: _tensorboard(folder),
+        "wandb": lambda: _wandb(settings, folder),
+        "mlflow": lambda: _mlflow(settings, folder, ending),
+    }
+    for name in settings.metrics.trackers:
+        trackers[name] = BackgroundTracker(makers[name](), name=name)
+    return Fanout(trackers, kept=("jsonl",))
+
+
+def _tensorboard(folder: Path) -> Tracker:
+    from rl_metrics.trackers.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(folder / "tensorboard")
+
+
+def _wandb(settings: Settings, folder: Path) -> Tracker:
+    from rl_metrics.trackers.wandb import WandbTracker
+
+    return WandbTracker(
+        folder, project=settings.metrics.wandb_project, name=settings.run.name, config=plain_settings(settings)
+    )
+
+
+def _mlflow(settings: Settings, folder: Path, ending: Callable[[], Ending]) -> Tracker:
+    from rl_metrics.trackers.mlflow import MlflowTracker
+
+    return MlflowTracker(
+        folder,
+        experiment=settings.metrics.mlflow_experiment,
+        name=settings.run.name,
+        uri=settings.metrics.mlflow_uri,
+        config=plain_settings(settings),
+        ending=ending,
+    )

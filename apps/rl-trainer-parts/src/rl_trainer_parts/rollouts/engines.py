@@ -1,0 +1,117 @@
+"""Settings become an engine, in this process or in processes of its own."""
+
+import asyncio
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster import ClusterOptions, ResourcePool
+from rl_core.cluster.ray.session import RayOptions
+from rl_core.cluster.shares import visible_gpus
+from rl_core.errors import DeadlineError, SettingsError
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines.registry import engine_class
+from rl_trainer_parts.settings.schema import Settings
+
+
+def make_engine(settings: Settings, policy: Path, *, log_directory: Path | None = None) -> RolloutEngine:
+    """The engine of the settings on a Hugging Face folder; its `start` loads it.
+
+    Args:
+        settings: The run's.
+        policy: The folder.
+        log_directory: Where engines in processes of their own write what they print.
+    """
+    if settings.rollout.placement == "inline":
+        engine: RolloutEngine = engine_class(settings.rollout.engine)(policy, engine_options(settings))
+        return engine
+    from rl_rollout.engines.replicas.engine import ReplicatedEngine
+
+    pool = replica_pool(settings)
+    return ReplicatedEngine(
+        [
+            make_replica(settings, policy, index=index, pool=pool, log_directory=log_directory)
+            for index in range(settings.replicas.count)
+        ]
+    )
+
+
+async def start_within(engine: RolloutEngine, settings: Settings) -> None:
+    """Start an engine in the time of the settings.
+
+    Raises:
+        DeadlineError: It took longer.
+        EngineError: It cannot start.
+    """
+    limit = asyncio.timeout(settings.rollout.start_deadline_s)
+    try:
+        async with limit:
+            await engine.start()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # its own, which says more
+        raise DeadlineError(
+            f"waited {settings.rollout.start_deadline_s:g} s for the {settings.rollout.engine} engine to start "
+            "(rollout.start_deadline_s), and gave up."
+        ) from error
+
+
+def make_replica(
+    settings: Settings, policy: Path, *, index: int, pool: ResourcePool | None, log_directory: Path | None = None
+) -> RolloutEngine:
+    """An engine in a process of its own, not started.
+
+    Args:
+        settings: The run's.
+        policy: A Hugging Face folder.
+        index: Which of the replicas it is.
+        pool: What it may use.
+        log_directory: Where it writes what it prints.
+    """
+    from rl_rollout.engines.process import EnginePlacement, ProcessEngine
+
+    if settings.rollout.placement == "inline":
+        raise SettingsError('an engine of its own process needs rollout.placement = "process" or "ray".')
+    host = EnginePlacement(
+        cluster=ClusterOptions(
+            kind=settings.rollout.placement,
+            ray=RayOptions(address=settings.cluster.ray_address),
+            log_directory=log_directory,
+        ),
+        pool=pool,
+        max_restarts=settings.replicas.restarts,
+        deadline_s=settings.rollout.start_deadline_s,
+    )
+    return ProcessEngine(settings.rollout.engine, policy, engine_options(settings), host=host, index=index)
+
+
+def replica_pool(settings: Settings) -> ResourcePool | None:
+    """What is set aside for the replicas; None where they share what this machine has."""
+    gpus = gpus_per_replica(settings)
+    if not settings.replicas.cpus and not gpus:
+        return None
+    return ResourcePool(name="engine", size=settings.replicas.count, cpus=settings.replicas.cpus, gpus=gpus)
+
+
+def gpus_per_replica(settings: Settings) -> float:
+    """GPUs of each replica: as set, else what one needs where this machine has GPUs that several must share out."""
+    replicas, placement = settings.replicas, settings.rollout.placement
+    if replicas.gpus is not None:
+        return replicas.gpus
+    has_choice = placement == "ray" or (placement == "process" and replicas.count > 1)
+    return 1.0 if has_choice and visible_gpus() else 0.0
+
+
+def engine_options(settings: Settings) -> Any:
+    """The options of the engine that is named, with the context that this run needs."""
+    longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
+    options = replace(
+        settings.engine,
+        max_model_len=settings.engine.max_model_len or longest,
+        can_sleep=settings.engine.can_sleep or settings.rollout.sleep,
+    )
+    if settings.rollout.engine != "transformers":
+        return options
+    shared = {field.name for field in fields(TransformersOptions)} & {field.name for field in fields(VLLMOptions)}
+    return TransformersOptions(**{name: getattr(options, name) for name in shared})

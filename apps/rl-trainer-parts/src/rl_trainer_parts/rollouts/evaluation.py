@@ -1,0 +1,129 @@
+"""How validation and test problems are asked, and what is said of the answers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rl_core import Prompt
+from rl_metrics.run_files.generations import GenerationSample, draw_places
+from rl_metrics.validation.summary import ValidationResponses, headline, summarize_validation
+from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.prompts import PromptSet, PromptTokenizer
+from rl_rollout.rollout import GroupResult, Rollout
+from rl_trainer_parts.rollouts.answers import Answer, answers_of, first_answers, generation_samples
+from rl_trainer_parts.rollouts.engines import make_engine, start_within
+from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.settings.schema import Settings
+
+DRAW_SEED = 0
+"""The same problems are shown at every step."""
+
+
+def chosen_problems(settings: Settings, prompts: PromptSet) -> list[Prompt]:
+    """The problems that are asked: all, or the first `prompts.validation_limit`."""
+    limit = settings.prompts.validation_limit
+    return [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))]
+
+
+def validation_sampling(settings: Settings) -> SamplingParams:
+    """How validation and test problems are answered."""
+    return SamplingParams(
+        max_tokens=settings.rollout.max_response_tokens, temperature=settings.prompts.validation_temperature
+    )
+
+
+async def answer_problems(settings: Settings, rollout: Rollout, problems: Sequence[Prompt]) -> list[GroupResult]:
+    """`prompts.validation_samples` sessions of each problem.
+
+    A problem's draws depend on the run's seed and its uid alone: they are the same at every validation, so that a curve
+    shows the policy and not the draws, and whoever answers.
+    """
+    return await rollout.run(
+        problems,
+        num_sessions=settings.prompts.validation_samples,
+        sampling=validation_sampling(settings),
+        seed=settings.run.seed,
+    )
+
+
+def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
+    """Validation metrics of answers to problems.
+
+    Args:
+        answers: One or more to each problem; a component that one lacks does not count.
+    """
+    names = sorted({name for answer in answers for name in answer.components})
+    variables = {"reward": [answer.reward for answer in answers]}
+    variables |= {name: [answer.components.get(name, float("nan")) for answer in answers] for name in names}
+    return summarize_validation(
+        ValidationResponses(
+            uids=[answer.prompt.uid for answer in answers],
+            sources=[answer.prompt.data_source for answer in answers],
+            variables=variables,
+            predictions=[answer.prediction for answer in answers],
+        )
+    )
+
+
+def with_accuracies(results: Mapping[str, float], accuracies: Mapping[str, float | None]) -> dict[str, float]:
+    """Results with `{split}_accuracy_first` and `{split}_accuracy_last` of a validation.
+
+    Args:
+        results: Of the run so far.
+        accuracies: By split; None where nothing was asked.
+    """
+    found = dict(results)
+    for split, accuracy in accuracies.items():
+        if accuracy is not None:
+            found.setdefault(f"{split}_accuracy_first", accuracy)
+            found[f"{split}_accuracy_last"] = accuracy
+    return found
+
+
+def draw_samples(
+    settings: Settings,
+    answers: Iterable[Answer],
+    tokenizer: PromptTokenizer,
+    *,
+    batches: Mapping[str, int] | None = None,
+) -> list[GenerationSample]:
+    """What trackers show of a validation: the first answers to the same problems each time, by what was asked.
+
+    Args:
+        settings: Of the run.
+        answers: Of a validation, in any order.
+        tokenizer: Of the policy; only what is drawn is decoded.
+        batches: The batch of each problem by its uid, where there are several.
+    """
+    first = sorted(first_answers(answers), key=lambda answer: answer.prompt.uid)
+    places = draw_places(
+        [0 if batches is None else batches[answer.prompt.uid] for answer in first],
+        count=settings.metrics.log_val_generations,
+        seed=DRAW_SEED,
+    )
+    samples = generation_samples([first[place] for place in places], tokenizer)
+    return sorted(samples, key=lambda sample: (sample.input, sample.prompt_uid))
+
+
+async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
+    """What a validation says of the policy, on the validation and test problems."""
+    engine = make_engine(settings, settings.policy.path)
+    try:
+        await start_within(engine, settings)
+        with open_rollout(settings, inputs.tokenizer, engine) as rollout:
+            return await evaluate_splits(settings, inputs, rollout)
+    finally:
+        await engine.close()
+
+
+async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
+    """Metrics of both splits, each under its name, with `validation_accuracy` and `test_accuracy`."""
+    results: dict[str, float] = {}
+    for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
+        if prompts is not None:
+            groups = await answer_problems(settings, rollout, chosen_problems(settings, prompts))
+            metrics = summarize_answers(answers_of(groups, source="validate"))
+            accuracy = headline(metrics)
+            results |= {f"{split}/{name}": value for name, value in metrics.items()}
+            if accuracy is not None:
+                results[f"{split}_accuracy"] = accuracy
+    return results

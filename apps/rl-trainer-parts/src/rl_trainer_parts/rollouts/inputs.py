@@ -1,0 +1,103 @@
+"""What a run reads before anything heavy starts: tokenizer, problems, reward."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
+from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
+from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.settings.schema import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Checked inputs of a run.
+
+    Attributes:
+        tokenizer: Of the policy.
+        train: Training prompts.
+        validation: Prompts evaluated during training, if any.
+        test: Prompts evaluated at both ends, if any.
+    """
+
+    tokenizer: PromptTokenizer
+    train: PromptSet
+    validation: PromptSet | None
+    test: PromptSet | None
+
+    @property
+    def counts(self) -> PromptCounts:
+        """How many problems there are."""
+        return PromptCounts(
+            train=len(self.train),
+            validation=len(self.validation) if self.validation is not None else 0,
+            test=len(self.test) if self.test is not None else 0,
+        )
+
+
+def read_inputs(settings: Settings) -> Inputs:
+    """Read and check everything that is not a model.
+
+    Raises:
+        DataError: A file or a row cannot be used.
+        SettingsError: Tokenizer or reward function cannot be used, or there are too few prompts.
+    """
+    tokenizer = read_tokenizer(settings)
+    options = PromptOptions(
+        max_tokens=settings.prompts.max_tokens,
+        overlong=settings.prompts.overlong,
+        plain_prompts=settings.prompts.plain_prompts,
+    )
+
+    def load(path: Path | None) -> PromptSet | None:
+        return None if path is None else load_prompts([path], tokenizer, options)
+
+    train = load_prompts([settings.prompts.train], tokenizer, options)
+    if len(train) < settings.rollout.prompts_per_step:
+        raise SettingsError(
+            f"rollout.prompts_per_step = {settings.rollout.prompts_per_step}, but {settings.prompts.train} gives "
+            f"{len(train)} prompts, and a step takes each prompt at most once. Lower it, or give more prompts."
+        )
+    inputs = Inputs(
+        tokenizer=tokenizer,
+        train=train,
+        validation=load(settings.prompts.validation),
+        test=load(settings.prompts.test),
+    )
+    _rehearse_reward(settings, inputs)
+    return inputs
+
+
+def read_tokenizer(settings: Settings) -> PromptTokenizer:
+    """The policy's tokenizer.
+
+    Raises:
+        SettingsError: It cannot be used.
+    """
+    return PromptTokenizer.load(settings.policy.path, template_options=settings.prompts.template_options)
+
+
+def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> RewardScorer:
+    """The scorer that the settings describe; a judge among its rewards asks the engine.
+
+    Raises:
+        SettingsError: An option, a name or a file of it is impossible.
+        MissingExtraError: It needs a library that is not installed.
+    """
+    try:
+        return build_scorer(settings.reward, parts={"model": JudgeModel.with_tokenizer(engine, tokenizer)})
+    except SettingsError as error:
+        raise SettingsError(f"reward: {error}") from error
+
+
+def _rehearse_reward(settings: Settings, inputs: Inputs) -> None:
+    """Find a broken reward before anything heavy starts."""
+    scorer = make_scorer(settings, inputs.tokenizer, ScriptedEngine({}))
+    try:
+        asyncio.run(scorer.rehearse(inputs.train[0]))
+    finally:
+        scorer.close()

@@ -1,0 +1,134 @@
+"""What rollouts flow through: the engine's loop, the queue, and the transport of weights."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from rl_core import Batch, Prompt, TaskSpec, Trajectory, TransferQueue
+from rl_core.errors import DataError
+from rl_core.weights.broadcast import BroadcastTransport
+from rl_core.weights.transports import SharedFileTransport, TensorTransport
+from rl_core.weights.update import WeightTransport
+from rl_distill.objectives.batch_columns import component_columns, with_reward_components
+from rl_distill.teacher.service import teacher_task
+from rl_rollout.audit import AuditOptions
+from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.loops import resolve_loop
+from rl_rollout.prompts import PromptTokenizer
+from rl_rollout.rollout import Rollout, RolloutOptions
+from rl_trainer_parts.learning.distillation import has_teachers
+from rl_trainer_parts.learning.objective import gdpo_components
+from rl_trainer_parts.reporting.rollout_rows import rollout_extras
+from rl_trainer_parts.rollouts.inputs import make_scorer
+from rl_trainer_parts.settings.schema import Settings
+
+TRAIN = "train"
+"""The learner's task in the queue."""
+
+
+def sampling_params(settings: Settings) -> SamplingParams:
+    """How training samples are drawn; `Rollout.run` gives each prompt its seed."""
+    rollout = settings.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def rollout_columns(settings: Settings) -> frozenset[str]:
+    """Columns that every rollout of a run has."""
+    columns = frozenset({"input_ids", "loss_mask", "rollout_logprobs", "policy_versions", "reward"})
+    if settings.distillation.texts is not None:
+        columns -= {"reward"}
+    return columns | component_columns(gdpo_components(settings))
+
+
+def queue_tasks(settings: Settings, *, order: Literal["arrival", "issue"]) -> list[TaskSpec]:
+    """What is done with rows: teachers score them, and the learner trains.
+
+    Args:
+        settings: Of the run.
+        order: In which groups come to the learner.
+    """
+    columns = rollout_columns(settings)
+    if not has_teachers(settings):
+        return [TaskSpec(name=TRAIN, needs=columns, order=order)]
+    chosen = settings.distillation
+    scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
+    return [scored, TaskSpec(name=TRAIN, needs=columns | scored.gives, order=order)]
+
+
+def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> WeightTransport:
+    """Tensors within a process; between two a file in shared memory, or buckets over the network.
+
+    Args:
+        settings: Of the run.
+        is_in_process: The engine is in the learner's process; None goes by rollout.placement.
+    """
+    weights = settings.weights
+    if settings.rollout.placement == "inline" if is_in_process is None else is_in_process:
+        return TensorTransport()
+    if weights.transport == "file":
+        return SharedFileTransport()
+    return BroadcastTransport(
+        backend=weights.transport,
+        host=weights.host,
+        bucket_bytes=weights.bucket_mib << 20,
+        deadline_s=weights.deadline_s,
+    )
+
+
+@contextmanager
+def open_rollout(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> Iterator[Rollout]:
+    """The agent loop on an engine; its rewards and tools are closed in the end."""
+    scorer = make_scorer(settings, tokenizer, engine)
+    try:
+        rollout = Rollout(
+            engine,
+            resolve_loop(settings.rollout.loop, settings.rollout.loop_options),
+            scorer=scorer,
+            decode=tokenizer.decode,
+            tokenizer=tokenizer,
+            options=RolloutOptions(audit=AuditOptions(share=settings.rollout.audit_share, seed=settings.run.seed)),
+        )
+        try:
+            yield rollout
+        finally:
+            rollout.close()
+    finally:
+        scorer.close()
+
+
+def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
+    """Settle whole sessions in the queue, with the components of their rewards where the advantage compares them.
+
+    Args:
+        queue: Where to.
+        settings: Of the run.
+        pairs: Trajectories with their prompts.
+
+    Raises:
+        DataError: A trajectory lacks such a component.
+    """
+    names = gdpo_components(settings)
+    trajectories = [trajectory for _, trajectory in pairs]
+    batch = Batch.from_trajectories(trajectories)
+    if settings.metrics.log_rollouts:
+        batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
+    if settings.distillation.texts is not None:  # nobody rewards them
+        batch = batch.only(batch.names - {"reward"})
+    if not names:
+        queue.put_batch(batch)
+        return
+    for trajectory in trajectories:
+        lacking = sorted(set(names) - trajectory.reward_components.keys())
+        if lacking:
+            raise DataError(
+                f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function gave "
+                f"{sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. Let it return "
+                "every component for every response."
+            )
+    components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
+    queue.put_batch(with_reward_components(batch, components))

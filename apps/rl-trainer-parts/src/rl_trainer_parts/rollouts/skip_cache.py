@@ -1,0 +1,103 @@
+"""Where rollouts come from: the engine, or a skip cache that has them."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+
+from rl_core import Prompt
+from rl_core.errors import NotReadyError
+from rl_core.weights.publish import PublishReport
+from rl_metrics.reductions.recorder import Recorder
+from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.prompts import PromptTokenizer
+from rl_rollout.rollout import GroupResult, Rollout
+from rl_rollout.skip import Circumstances, EntryKey, SkipCache, StepRollouts, package_versions, with_file_contents
+from rl_trainer_parts.settings.schema import Settings
+
+
+class SkipCacheReplay:
+    """The skip cache of a run, which knows under which circumstances it generates."""
+
+    def __init__(self, settings: Settings, tokenizer: PromptTokenizer, *, say: Callable[..., None]) -> None:
+        """Open the cache, where the settings enable one.
+
+        Args:
+            settings: Of the run.
+            tokenizer: Of the policy.
+            say: Takes events.
+
+        Raises:
+            CacheError: Its directory cannot be used.
+            MissingExtraError: A library that it needs is not installed.
+        """
+        self._settings = settings
+        self._cache = SkipCache(settings.skip, on_event=say)
+        self._common: Circumstances | None = None
+        if settings.skip.enabled:
+            self._common = _common_circumstances(settings, tokenizer)
+        self._report: PublishReport | None = None
+        self._engine = ""
+
+    def served(self, report: PublishReport, *, engine: str) -> None:
+        """Remember which weights are served, and by what."""
+        self._report, self._engine = report, engine
+
+    async def rollouts(
+        self,
+        key: EntryKey,
+        prompts: Sequence[Prompt],
+        generate: Callable[[], Awaitable[Sequence[GroupResult]]],
+        *,
+        rollout: Rollout,
+        sampling: SamplingParams,
+        num_sessions: int,
+    ) -> StepRollouts:
+        """Stored rollouts, or those that `generate` makes; see `SkipCache.rollouts`."""
+        if self._common is None or not self._cache.serves(key):
+            return StepRollouts(groups=tuple(await generate()))
+        await rollout.start()  # what tools a server has, it says when it runs
+        circumstances = self._circumstances(self._common, rollout, sampling, num_sessions)
+        found = await self._cache.rollouts(key, prompts, circumstances, generate)
+        if found.is_replayed and self._settings.skip.rewards == "again":
+            return replace(found, groups=tuple(await rollout.score_again(found.groups)))
+        return found
+
+    def _circumstances(
+        self, common: Circumstances, rollout: Rollout, sampling: SamplingParams, num_sessions: int
+    ) -> Circumstances:
+        if self._report is None:
+            raise NotReadyError("rollouts were asked for before weights were published. Publish first.")
+        return replace(
+            common,
+            policy={
+                "weights": self._report.fingerprint,
+                "origin": str(self._settings.policy.path.absolute()),
+                "version": self._report.version,
+            },
+            sampling=asdict(replace(sampling, seed=None)),
+            group_size=num_sessions,
+            tools=rollout.tool_schemas,
+            versions={**common.versions, "engine": self._engine},
+        )
+
+
+def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:
+    """What stays as it is in a run, as it is at its start: files that are changed meanwhile are not read again."""
+    reward = asdict(settings.reward)
+    return Circumstances(
+        policy=None,
+        tokenizer=tokenizer.fingerprint,
+        sampling=None,
+        group_size=0,
+        loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
+        reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts", "on_failure")}),
+        seed=settings.run.seed,
+        versions=package_versions(),
+    )
+
+
+def record_replay(recorder: Recorder, found: StepRollouts) -> None:
+    """Record where rollouts came from; what their generation once took stays apart from what loading them took."""
+    recorder.record("rollout/replayed", float(found.is_replayed), weight=len(found.groups))
+    if found.is_replayed:
+        recorder.record("timing_s/load_rollouts", found.load_s)
+        recorder.record("timing_s/replayed_gen", found.generate_s)

@@ -1,0 +1,317 @@
+"""A run's folder: its lock, its settings, its summary."""
+
+import fcntl
+import json
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.files.durable import write_durably
+from rl_distill.checkpoints.store import CheckpointStore
+from rl_trainer_parts.settings.fields import ENTRY, find_setting
+from rl_trainer_parts.settings.schema import Settings
+
+CHANGEABLE_ON_RESUME = (
+    "run.if_exists",
+    "trainer.steps",
+    "trainer.validate_every",
+    "trainer.validate_first",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.background_checkpoints",
+    "trainer.proof_tolerance",
+    "prompts.validation_limit",
+    "prompts.validation_samples",
+    "prompts.validation_temperature",
+    "reward.timeout_s",
+    "reward.max_concurrency",
+    "reward.max_calls_per_s",
+    "reward.retries",
+    "reward.backoff_s",
+    "reward.retry_on",
+    "rollout.audit_share",
+    "rollout.placement",
+    "rollout.sleep",
+    "skip.enabled",
+    "skip.directory",
+    "skip.steps",
+    "skip.action",
+    "skip.on_mismatch",
+    "skip.on_broken",
+    "skip.rewards",
+    "skip.max_bytes",
+    "skip.compress",
+    "skip.validation",
+    "weights.transport",
+    "weights.host",
+    "weights.bucket_mib",
+    "weights.deadline_s",
+    "replicas.count",
+    "replicas.cpus",
+    "replicas.gpus",
+    "replicas.restarts",
+    "rollout.deadline_s",
+    "rollout.start_deadline_s",
+    "engine.max_num_seqs",
+    "engine.max_num_batched_tokens",
+    "engine.kv_cache_gib",
+    "engine.gpu_memory_utilization",
+    "engine.num_threads",
+    "learner.num_threads",
+    "metrics.console",
+    "metrics.strict",
+    "metrics.log_val_generations",
+    "metrics.log_rollouts",
+    "metrics.log_rollout_tokens",
+    "metrics.probes",
+    "metrics.peak_tflops",
+    "metrics.details_every",
+    "metrics.report",
+    "metrics.report_every",
+    "metrics.trace_memory",
+    "metrics.trackers",
+    "health.enabled",
+    "health.every",
+    "health.pause_on",
+    "health.thresholds",
+    "health.off",
+    "metrics.wandb_project",
+    "metrics.mlflow_uri",
+    "metrics.mlflow_experiment",
+    "distillation.cache",
+    "distillation.deadline_s",
+    "distillation.start_deadline_s",
+    *(
+        f"distillation.teachers.{ENTRY}.{name}"
+        for name in (
+            *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
+            *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+        )
+    ),
+)
+"""Settings that may differ when a run is resumed: they do not change what it learns from."""
+
+
+class RunFolder:
+    """The folder of one run, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the folder; nothing is made before `acquire`."""
+        self.path = path
+        self._lock: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def has_run(self) -> bool:
+        """True when a run has been started in it."""
+        return (self.path / "settings.toml").exists()
+
+    def acquire(self) -> None:
+        """Make the folder and take its lock, which the kernel frees when this process ends.
+
+        Raises:
+            SettingsError: It cannot be made, or a live process holds it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise SettingsError(
+                f"run folder {self.path} cannot be made ({error}). Choose another place with --run.directory=FOLDER."
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(lock, 100).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise SettingsError(
+                f"run folder {self.path} is in use by a live run (process {holder}). Wait for it, stop it, or choose "
+                "another name with --run.name=NAME."
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock = lock
+
+    def release(self) -> None:
+        """Give the lock back. Can be called twice."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # at once, also while a child that is starting holds a copy
+            os.close(self._lock)
+            self._lock = None
+
+    def archive(self) -> Path:
+        """Move the run that is there aside, keep the lock on a new folder, and say where the old one went."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        aside = self.path.with_name(f"{self.path.name}.{stamp}")
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.path.with_name(f"{self.path.name}.{stamp}-{number}")
+        self.path.rename(aside)
+        self.release()
+        self.acquire()
+        return aside
+
+    def write_settings(self, settings: Settings) -> None:
+        """Write the settings as they apply, defaults included."""
+        write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
+
+    def check_resume(self, settings: Settings) -> None:
+        """Refuse to resume with settings that would change what is learnt.
+
+        Raises:
+            SettingsError: What differs, and which settings may.
+        """
+        file = self.path / "settings.toml"
+        try:
+            before = _flat(tomllib.loads(file.read_text()), type(settings))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as error:
+            raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
+        now = _flat(_without_none(plain_settings(settings)), type(settings))
+        changeable = (*CHANGEABLE_ON_RESUME, *type(settings).also_changeable_on_resume)
+        differing = [
+            f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name) and _general_name(name) not in changeable
+        ]
+        if differing:
+            lines = "\n".join(differing)
+            raise SettingsError(
+                f"run {self.path} cannot be resumed with other settings:\n{lines}\nSet them back, or start a new run "
+                f"with --run.name=NAME. These may differ: {', '.join(changeable)}."
+            )
+
+    def drop_if_nothing_was_saved(self) -> Path | None:
+        """Let a run that a mistake ended before its first checkpoint not count as one; the next begins anew.
+
+        Returns:
+            Where what it had written was moved, which a later run would take for its own; None where there was nothing.
+        """
+        if any(self.checkpoints.glob("step_*")):
+            return None
+        if all(path.name in (".lock", "settings.toml") for path in self.path.iterdir()):
+            (self.path / "settings.toml").unlink(missing_ok=True)
+            return None
+        return self.archive()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> Path:
+        """Write `summary.json`."""
+        file = self.path / "summary.json"
+        write_durably(file, (json.dumps(summary, indent=2) + "\n").encode())
+        return file
+
+
+def require_run(folder: RunFolder) -> None:
+    """Refuse to resume what was never begun.
+
+    Raises:
+        SettingsError: There is no run.
+    """
+    if not folder.has_run:
+        raise SettingsError(f"--resume: {folder.path} has no run to go on with; leave --resume out to start one.")
+
+
+def require_resumable(folder: RunFolder, settings: Settings) -> None:
+    """Refuse a run that cannot go on with these settings; nothing is written.
+
+    Raises:
+        SettingsError: There is no run, it was begun with other settings, or it has done more steps than are asked for.
+    """
+    require_run(folder)
+    folder.check_resume(settings)
+    done = max(CheckpointStore(folder.checkpoints, keep=1).steps(), default=0)
+    if done > settings.trainer.steps:
+        raise SettingsError(
+            f"--resume: {folder.path} has done {done} steps, more than "
+            f"trainer.steps = {settings.trainer.steps}. Raise it."
+        )
+
+
+@contextmanager
+def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) -> Iterator[RunFolder]:
+    """Hold the run's folder, with the run that is to go on or an empty place for a new one.
+
+    Args:
+        settings: `run.if_exists` says what to do with a run that is there already.
+        resume: Go on with it, whatever `run.if_exists` says.
+        say: Told what happens to an earlier run.
+
+    Raises:
+        SettingsError: The folder is in use, holds a run, or was begun with other settings.
+    """
+    folder = RunFolder(settings.run_folder)
+    if resume:
+        require_run(folder)
+    folder.acquire()
+    try:
+        if folder.has_run and (resume or settings.run.if_exists == "resume"):
+            require_resumable(folder, settings)
+        elif folder.has_run and settings.run.if_exists == "archive":
+            say(f"the earlier run was moved to {folder.archive()}")
+        elif folder.has_run:
+            raise SettingsError(
+                f"{folder.path} has a run already. Go on with it (--resume), move it aside (--run.if_exists=archive), "
+                "or choose another name (--run.name=NAME)."
+            )
+        folder.write_settings(settings)
+        try:
+            yield folder
+        except (SettingsError, DataError, MissingExtraError):
+            aside = folder.drop_if_nothing_was_saved()
+            if aside is not None:
+                say(f"no step was saved; what the run has written was moved to {aside}")
+            raise
+    finally:
+        folder.release()
+
+
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Settings as nested dicts of plain values."""
+    values = settings.model_dump(mode="json")
+    return {section: dict(fields) for section, fields in values.items()}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:
+    """Values by whole name; of a table's entries too."""
+    flat: dict[str, Any] = {}
+    for section, fields in values.items():
+        for name, value in fields.items():
+            setting = find_setting(f"{section}.{name}", kind)
+            if setting is not None and setting.entry_kind is not None:
+                flat |= {f"{section}.{name}.{inner}": found for inner, found in _leaves(value)}
+            else:
+                flat[f"{section}.{name}"] = value
+    return flat
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", found) for inner, found in _leaves(value))
+        else:
+            yield name, value
+
+
+def _general_name(name: str) -> str:
+    """A setting's name, with the names of entries left out."""
+    section, key, *rest = name.split(".", 3)
+    return f"{section}.{key}.{ENTRY}.{rest[1]}" if len(rest) == 2 else name

@@ -1,0 +1,160 @@
+"""What every launch of a run does, whichever trainer makes it: find where to go on, and tell how it ended."""
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import CheckpointError
+from rl_distill.checkpoints.store import CheckpointStore, Saved
+from rl_metrics.run_files.events import EventLog
+from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers.protocol import Ending
+from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.reporting.health import watch_health
+from rl_trainer_parts.reporting.trackers import make_trackers
+from rl_trainer_parts.run.checkpoints import RunState
+from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
+from rl_trainer_parts.settings.schema import Settings
+
+
+class RunLifecycle:
+    """One launch of a run, in a folder that this process holds.
+
+    Attributes:
+        events: Told everything.
+        trackers: Take the metrics.
+        store: Has the run's checkpoints.
+        ending: How trackers call its end.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: RunFolder,
+        console: ConsoleTracker,
+        *,
+        on_saved: Callable[[Saved], None] | None = None,
+    ) -> None:
+        """Open the run's files, and begin to count its time.
+
+        Args:
+            settings: Of the run.
+            folder: Of the run.
+            console: Told what users should see.
+            on_saved: Told of each checkpoint that this process has written.
+        """
+        self._settings = settings
+        self._folder = folder
+        self._console = console
+        self._started = time.perf_counter()
+        self._earlier_wall_s = 0.0
+        self.ending: Ending = "failed"  # what ends otherwise says so
+        self.events = EventLog(folder.path / "events.jsonl")
+        self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
+        self.store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=on_saved)
+
+    async def launch(
+        self, train: Callable[[AsyncExitStack, StopSignal], Awaitable[None]], state: Callable[[], RunState]
+    ) -> int:
+        """Train until the last step or a signal; an error leaves the folder as of the last checkpoint.
+
+        Gives the exit status: 0 when the last step was done, 130 or 143 when the user stopped it, 3 when it paused
+        itself.
+
+        Args:
+            train: Trains; what it opens is closed by the stack.
+            state: Gives the state of the last step that was done.
+
+        Raises:
+            Exception: What `train` raised, but for a stop that was asked for.
+        """
+        async with AsyncExitStack() as stack:
+            stack.callback(self.events.close)
+            stack.enter_context(self.events.copying_warnings())
+            stack.callback(self.trackers.close)
+            stop = stack.enter_context(StopSignal())
+            watch_health(
+                self._settings, self._folder, self.trackers, console=self._console, events=self.events, stop=stop
+            )
+            self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))
+            try:
+                await train(stack, stop)
+            except StopRequestedError:
+                return self._stopped(state(), stop)
+            except BaseException as error:
+                with suppress(Exception):  # what it says of the disk or a rank is not why the run failed
+                    self.store.close()
+                self.events.write("run_failed", error=f"{type(error).__name__}: {error}", step=state().step)
+                raise
+            return self._finished(state())
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds spent so far, over all launches."""
+        return self._earlier_wall_s + time.perf_counter() - self._started
+
+    def find_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint; broken ones are passed over, and told."""
+
+        def passed_over(error: CheckpointError) -> None:
+            self._console.say(f"passing over a broken checkpoint: {error}")
+            self.events.write("checkpoint_broken", error=str(error))
+
+        return self.store.newest(passed_over)
+
+    def resumes(self, checkpoint: Path, state: RunState) -> None:
+        """Say where it goes on."""
+        self._console.say(f"resuming from {checkpoint}")
+        self.events.write("run_resumed", checkpoint=str(checkpoint))
+        self._earlier_wall_s = state.wall_s
+
+    def begins(self, state: RunState) -> None:
+        """Say what is trained, and from which step on."""
+        title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
+        self._console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
+
+    def _stopped(self, state: RunState, stop: StopSignal) -> int:
+        """The user stopped it, or it paused itself."""
+        self.ending = "stopped"
+        status, paused = ("paused", {"paused_by": stop.pause_reason}) if stop.is_paused else ("stopped", {})
+        self._folder.write_summary(self._summary(status, state) | paused)
+        self.events.write("run_stopped", step=state.step, signal=None if paused else stop.number, **paused)
+        by = f" by {stop.pause_reason}" if paused else ""
+        self._console.say(f"{status} after step {state.step}{by}; go on with --resume")
+        return stop.exit_status
+
+    def _report(self) -> dict[str, Path]:
+        """Where the page about the run will be."""
+        return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
+
+    def _finished(self, state: RunState) -> int:
+        """The last step was done."""
+        self.ending = "finished"
+        summary = self._summary("finished", state)
+        file = self._folder.write_summary(summary)
+        self.events.write("run_finished", **summary)
+        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
+        self._console.summary(
+            "run finished", {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()}
+        )
+        return 0
+
+    def _summary(self, status: str, state: RunState) -> dict[str, Any]:
+        newest = self.store.steps()[-1:]
+        return {
+            "status": status,
+            "steps": state.step,
+            "wall_s": round(self.wall_s, 2),
+            "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
+            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
+            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
+            "test_accuracy_first": state.results.get("test_accuracy_first"),
+            "test_accuracy_last": state.results.get("test_accuracy_last"),
+            "num_samples": state.num_samples,
+            "policy_version": state.policy_version,
+            "seed": self._settings.run.seed,
+            "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
+        }

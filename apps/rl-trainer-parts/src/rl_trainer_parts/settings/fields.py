@@ -1,0 +1,167 @@
+"""Every setting by name, with its type, default and meaning: what error messages speak of, and `--help` prints."""
+
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_trainer_parts.settings.schema import Settings
+
+ENTRY = "NAME"
+"""Stands for the name of an entry of a table, such as a teacher's."""
+
+ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
+Relative paths start at the current folder. Exit status: 0 finished, 1 failed, 2 a mistake in settings or files,
+3 paused by health.pause_on after a checkpoint, 130 or 143 stopped by Ctrl-C or SIGTERM after one; a second signal ends
+at once."""
+
+INDENT = " " * 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SettingField:
+    """One setting, as help and error messages speak of it.
+
+    Attributes:
+        name: Such as "trainer.steps".
+        annotation: Its type.
+        default: Its default, or dataclasses.MISSING.
+        meaning: Its words in the section's docstring.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    meaning: str
+
+    @property
+    def is_text(self) -> bool:
+        """True when the value is taken as it is written."""
+        kind = typing.get_origin(self.annotation)
+        if kind in (dict, tuple):
+            return False
+        options = typing.get_args(self.annotation) or (self.annotation,)
+        return any(option in (str, Path) for option in options) or kind is typing.Literal
+
+    @property
+    def entry_kind(self) -> type | None:
+        """Where the value is a table of named entries: the dataclass of an entry."""
+        if typing.get_origin(self.annotation) is not dict:
+            return None
+        kind: Any = typing.get_args(self.annotation)[1]
+        return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+    def entry_fields(self, entry: str = ENTRY) -> dict[str, "SettingField"]:
+        """Settings of an entry by name, none where there are no entries."""
+        kind = self.entry_kind
+        return {} if kind is None else {one.name: one for one in fields_of(kind, f"{self.name}.{entry}")}
+
+
+def setting_fields(kind: type[Settings] = Settings) -> dict[str, SettingField]:
+    """Every setting by name, in the order of schema.py; what a table's entries have is in `entry_fields`."""
+    return {
+        setting.name: setting
+        for section, model_field in kind.model_fields.items()
+        for setting in fields_of(model_field.annotation, section)
+    }
+
+
+def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | None:
+    """A setting, also one of an entry of a table: `distillation.teachers.large.replicas`."""
+    known = setting_fields(kind)
+    if name in known:
+        return known[name]
+    section, key, entry, *rest = [*name.split(".", 3), "", ""]
+    table = known.get(f"{section}.{key}")
+    if table is None or table.entry_kind is None or not entry:
+        return None
+    if not rest[0]:
+        return SettingField(
+            name=name, annotation=table.entry_kind, default=dataclasses.MISSING, meaning=f"An entry of {table.name}."
+        )
+    return table.entry_fields(entry).get(name)
+
+
+def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
+    """Settings of a dataclass, and of those within it that are one themselves."""
+    meanings = attribute_meanings(kind)
+    hints = typing.get_type_hints(kind)
+    for entry in dataclasses.fields(kind):
+        factory = entry.default_factory
+        yield SettingField(
+            name=f"{prefix}.{entry.name}",
+            annotation=hints[entry.name],
+            default=entry.default if factory is dataclasses.MISSING else factory(),
+            meaning=meanings.get(entry.name, ""),
+        )
+        if dataclasses.is_dataclass(hints[entry.name]):
+            yield from fields_of(hints[entry.name], f"{prefix}.{entry.name}")
+
+
+def attribute_meanings(kind: type) -> dict[str, str]:
+    """The words after each name of a Google docstring's `Attributes:`."""
+    text = inspect.getdoc(kind) or ""
+    section = text.partition("Attributes:\n")[2]
+    meanings: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        match = re.match(r"    (\w+): (.*)", line)
+        if match:
+            name = match[1]
+            meanings[name] = match[2]
+        elif line.strip() and name:
+            meanings[name] += " " + line.strip()
+    return meanings
+
+
+def describe_type(annotation: Any) -> str:
+    """A type in a user's words."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(str(value) for value in arguments)
+    if isinstance(annotation, types.UnionType):
+        return " | ".join(describe_type(part) for part in arguments)
+    if typing.get_origin(annotation) is tuple:
+        return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
+    if typing.get_origin(annotation) is list:
+        return f"[{describe_type(arguments[0])}, ...]"
+    if typing.get_origin(annotation) is dict or dataclasses.is_dataclass(annotation):
+        return "{name = value}"
+    names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def help_text(usage: str, kind: type[Settings] = Settings) -> str:
+    """The usage, and every setting with its type, default and meaning."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = [usage, "", ORIGINS]
+    for section in kind.model_fields:
+        lines.append(f"\n[{section}]")
+        for setting in setting_fields(kind).values():
+            if setting.name.startswith(f"{section}."):
+                for one in (setting, *setting.entry_fields().values()):
+                    lines.extend(_explained(one, width))
+    return "\n".join(lines)
+
+
+def _explained(setting: SettingField, width: int) -> list[str]:
+    is_required = setting.default is dataclasses.MISSING
+    default = "required" if is_required else f"default {_written(setting.default)}"
+    words = textwrap.wrap(setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT)
+    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        return "{}"
+    return str(list(value)) if isinstance(value, tuple) else str(value)

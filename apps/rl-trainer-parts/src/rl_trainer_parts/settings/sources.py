@@ -1,0 +1,243 @@
+"""Where settings come from, how they are explained, and what is said when they are wrong."""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from pydantic import ValidationError
+
+from rl_core.errors import SettingsError
+from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, setting_fields
+from rl_trainer_parts.settings.schema import Settings
+
+ENVIRONMENT_PREFIX = "RL__"
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+@overload
+def load_settings(
+    file: Path | None, arguments: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> Settings: ...
+
+
+@overload
+def load_settings(
+    file: Path | None,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    *,
+    kind: type[SettingsT],
+) -> SettingsT: ...
+
+
+def load_settings(
+    file: Path | None,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    *,
+    kind: type[Settings] = Settings,
+) -> Settings:
+    """Read settings from a file, the environment and the command line.
+
+    Args:
+        file: TOML file, or None.
+        arguments: `--section.name=value` or `--section.name value`.
+        environment: Variables; those that begin with RL__ are read.
+        kind: Settings of which trainer.
+
+    Raises:
+        SettingsError: A name is unknown or a value is wrong; all of them are listed.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    origins: dict[str, str] = {}
+    for origin, values in (
+        (str(file), _from_file(file, kind)),
+        ("environment", _from_environment(environment, kind)),
+        ("command line", _from_arguments(arguments, kind)),
+    ):
+        for name, value in values.items():
+            _check_name(name, origin, kind)
+            _put(merged, name.split("."), value)
+            origins[name] = origin
+    return build_settings(merged, origins, kind=kind)
+
+
+def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set a value within tables, which are copied: a file's table keeps what another place does not set."""
+    for key in path[:-1]:
+        below = values.get(key)
+        values[key] = dict(below) if isinstance(below, Mapping) else {}
+        values = values[key]
+    values[path[-1]] = value
+
+
+def build_settings(
+    values: Mapping[str, Any], origins: Mapping[str, str] | None = None, *, kind: type[Settings] = Settings
+) -> Settings:
+    """Validate nested values.
+
+    Raises:
+        SettingsError: Something is missing or has the wrong type; all of it is listed.
+    """
+    _refuse_booleans_for_numbers(values, origins or {}, kind)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        lines = [_explain(problem, origins or {}, kind) for problem in error.errors()]
+        raise SettingsError("\n".join(lines)) from None
+
+
+def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> None:
+    """Python counts true as 1, and pydantic with it; who wrote it meant something else."""
+    for name, found in _given(values):
+        setting = find_setting(name, kind)
+        kinds = {setting.annotation, *typing.get_args(setting.annotation)} if setting is not None else set()
+        if setting is not None and isinstance(found, bool) and kinds & {int, float} and bool not in kinds:
+            expected = describe_type(setting.annotation)
+            where = _origin(name, origins)
+            raise SettingsError(f"{name}: must be {expected}; found {str(found).lower()}{where}. {setting.meaning}")
+
+
+def _given(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no table, with its whole name."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _given(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """Where a value came from, or the table that it is in; as words in parentheses, none where nobody knows."""
+    while name not in origins and "." in name:
+        name = name.rpartition(".")[0]
+    return f" ({origins[name]})" if name in origins else ""
+
+
+def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> str:
+    place = [str(part) for part in problem["loc"]]
+    known = setting_fields(kind)
+    table = known.get(".".join(place[:2]))
+    if table is not None and table.entry_kind is not None and len(place) > 3:
+        return _explain_entry(problem, place, table, origins)
+    name = ".".join(place[:2])
+    is_whole = len(place) <= 2  # deeper is a part of a value, such as the second of two numbers
+    if (problem["type"] == "missing" and is_whole) or "." not in name:
+        missing = [s for s in known.values() if s.name == name or s.name.startswith(f"{name}.")]
+        required = [s.name for s in missing if s.default is dataclasses.MISSING]
+        return (
+            f"{' and '.join(required) or name}: required, and not set. {missing[0].meaning if missing else ''}".rstrip()
+        )
+    where = _origin(name, origins)
+    if not is_whole:
+        expected = describe_type(known[name].annotation)
+        return f"{name}: must be {expected}; item {place[2]}: {problem['msg'].lower()}{where}."
+    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {known[name].meaning}"
+
+
+def _explain_entry(
+    problem: Mapping[str, Any], place: Sequence[str], table: SettingField, origins: Mapping[str, str]
+) -> str:
+    """What is wrong with a setting of an entry of a table."""
+    name, known = ".".join(place), table.entry_fields(place[2])
+    where = _origin(name, origins)
+    if problem["type"] == "unexpected_keyword_argument":
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"unknown setting {name!r}{where}.{hint} `train --help` lists all of them."
+    setting = known.get(name) or known[".".join(place[:4])]
+    if problem["type"] == "missing":
+        return f"{name}: required, and not set. {setting.meaning}"
+    expected = describe_type(setting.annotation)
+    if setting.name == name and problem["type"].endswith("_type"):
+        return f"{name}: must be {expected}; found {problem['input']!r}{where}. {setting.meaning}"
+    if setting.name != name:
+        return f"{setting.name}: must be {expected}; item {place[-1]}: {problem['msg'].lower()}{where}."
+    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {setting.meaning}"
+
+
+def _from_file(file: Path | None, kind: type[Settings]) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        document = tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"settings file {file} does not exist (looked in {Path.cwd()}).") from None
+    except OSError as error:
+        raise SettingsError(f"settings file {file} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {file} is not TOML: {error}.") from None
+    flat: dict[str, Any] = {}
+    for section, values in document.items():
+        if not isinstance(values, dict):
+            _check_name(section, str(file), kind)
+        else:
+            flat.update({f"{section}.{key}": value for key, value in values.items()})
+    return flat
+
+
+def _from_environment(environment: Mapping[str, str], kind: type[Settings]) -> dict[str, Any]:
+    found = {}
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _check_name(name, f"environment variable {variable}", kind)
+            found[name] = parse_text(name, text, kind)
+    return found
+
+
+def _from_arguments(arguments: Sequence[str], kind: type[Settings]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            raise SettingsError(f"unexpected argument {argument!r}; settings are written --section.name=value.")
+        name, equals, text = argument[2:].partition("=")
+        _check_name(name, "command line", kind)
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise SettingsError(f"--{name} needs a value: --{name}=VALUE.")
+            text = rest.pop(0)
+        found[name] = parse_text(name, text, kind)
+    return found
+
+
+def parse_text(name: str, text: str, kind: type[Settings] = Settings) -> Any:
+    """The value that a text stands for: TOML, "none", or the text itself."""
+    setting = find_setting(name, kind)
+    if setting is None:
+        return text
+    if text.lower() == "none" and type(None) in typing.get_args(setting.annotation):
+        return None
+    if setting.is_text:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _entry_of(name: str, kind: type[Settings]) -> dict[str, SettingField]:
+    """Settings of the entry that a name speaks of: of `distillation.teachers.large.modle` those of teacher large."""
+    section, key, entry, *_ = [*name.split(".", 3), "", "", ""]
+    table = setting_fields(kind).get(f"{section}.{key}")
+    return {} if table is None else table.entry_fields(entry)
+
+
+def _check_name(name: str, origin: str, kind: type[Settings]) -> None:
+    if find_setting(name, kind) is not None:
+        return
+    known = {**setting_fields(kind), **_entry_of(name, kind)}
+    endings = {full.partition(".")[2]: full for full in reversed(known)}  # the first section wins
+    candidates = [endings[name]] if name in endings else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not candidates:
+        candidates = [endings[match] for match in difflib.get_close_matches(name.rpartition(".")[2], endings, n=1)]
+    hint = f" Did you mean {candidates[0]!r}?" if candidates else ""
+    raise SettingsError(f"unknown setting {name!r} ({origin}).{hint} `train --help` lists all of them.")

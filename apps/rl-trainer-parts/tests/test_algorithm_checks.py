@@ -1,0 +1,173 @@
+"""What is refused of `[algorithm]` and `[correction]`, in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES
+from rl_distill.objectives.rejection import REJECTION_CRITERIA
+from rl_sync_trainer.assemble import make_queue
+from rl_trainer_parts.checks.all_checks import check_values
+from rl_trainer_parts.learning.objective import gdpo_components, make_kl_control, make_objective, make_selection
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings
+
+RECOMPUTE = {"algorithm.old_logprobs": "recompute"}
+ADVANTAGES_THAT_NEED_MORE = {
+    "remax": "greedy one to the same prompt, which this trainer does not roll out",
+    "gdpo": "needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}}",
+}
+
+
+def settings_with(changes: dict[str, Any]) -> Settings:
+    values: dict[str, dict[str, Any]] = {
+        "policy": {"path": Path("p")},
+        "prompts": {"train": Path("t")},
+        "reward": {"function": "exact_match"},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value
+    return build_settings(values)
+
+
+def problems(changes: dict[str, Any]) -> list[str]:
+    try:
+        check_values(settings_with(changes))
+    except SettingsError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_advantages(name: str) -> None:
+    found = problems({"algorithm.advantage": name})
+    if name in ADVANTAGES_THAT_NEED_MORE:
+        (line,) = found
+        assert ADVANTAGES_THAT_NEED_MORE[name] in line
+    else:
+        assert found == []
+
+
+def test_gdpo_with_named_components() -> None:
+    changes = {"algorithm.advantage": "gdpo", "algorithm.advantage_options": {"weights": {"style": 1.0, "acc": 2.0}}}
+    assert problems(changes) == []
+    assert gdpo_components(settings_with(changes)) == ["acc", "style"]
+    assert gdpo_components(settings_with({})) == []
+    make_queue(settings_with(changes)).close()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_policy_losses(name: str) -> None:
+    assert problems({"algorithm.policy_loss": name}) == []
+    assert (make_selection(settings_with({"algorithm.policy_loss": name})) is not None) == name.endswith("_cov")
+
+
+@pytest.mark.parametrize("name", REJECTION_CRITERIA.names())
+def test_rejection_criteria(name: str) -> None:
+    assert problems({**RECOMPUTE, "correction.reject": {name: 1.5}}) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.advantage": "reinforce_plus_plus", "rollout.group_size": 1},
+        {"algorithm.advantage_options": {"eps": 1e-4}},
+        {"algorithm.policy_loss_options": {"dual_clip": float("inf")}, "algorithm.clip_high": 0.28},
+        {"algorithm.kl_coefficient": 0.1, "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1"},
+        {"algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3+", "algorithm.kl_target": 0.01},
+        {**RECOMPUTE, "correction.weights": "token", "correction.floor": 0.5},
+        {**RECOMPUTE, "correction.reject": {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.01}},
+    ],
+)
+def test_combinations_that_work(changes: dict[str, Any]) -> None:
+    assert problems(changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"algorithm.advantage": "dr_grpo", "rollout.group_size": 1},
+            "algorithm.advantage = 'dr_grpo' compares the sessions of a prompt, so rollout.group_size must be at "
+            "least 2; found 1.",
+        ),
+        (
+            {"algorithm.advantage_options": {"gamma": 0.9}},
+            "algorithm.advantage_options: unknown option of advantage 'grpo': 'gamma'. Known: eps.",
+        ),
+        (
+            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.advantage_options": {"gamma": 2}},
+            "algorithm.advantage_options: gamma of advantage 'reinforce_plus_plus' must be a number in [0, 1]; "
+            "found 2.",
+        ),
+        (
+            {"algorithm.advantage_options": {"eps": "small"}},
+            "algorithm.advantage_options: eps of advantage 'grpo' must be a number in [0, inf); found 'small'.",
+        ),
+        (
+            {"algorithm.policy_loss_options": {"dual_clip": 1.0}},
+            "algorithm.policy_loss = 'ppo_clip': dual_clip of policy loss 'ppo_clip' must be a number in "
+            "(1, inf]; found 1.0.",
+        ),
+        (
+            {"algorithm.policy_loss": "sapo", "algorithm.clip_low": 0.2},
+            "algorithm.policy_loss = 'sapo': unknown option of policy loss 'sapo': 'clip_low'. Known: tau_negative, "
+            "tau_positive.",
+        ),
+        (
+            {"algorithm.clip_low": 1.5},
+            "algorithm.policy_loss = 'ppo_clip': clip_low of policy loss 'ppo_clip' must be a number in "
+            "[0, 1); found 1.5.",
+        ),
+        (
+            {"algorithm.kl_in": "reward"},
+            'algorithm.kl_in = "reward" needs algorithm.kl_coefficient above 0, where the coefficient begins; found 0.',
+        ),
+        (
+            {"algorithm.kl_target": 0.01},
+            "algorithm.kl_target needs algorithm.kl_coefficient above 0, where the coefficient begins; found 0.",
+        ),
+        (
+            {"algorithm.kl_in": "reward", "algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3+"},
+            "algorithm.kl_estimator = 'k3+' has a gradient of its own, which algorithm.kl_in = \"reward\" does not "
+            "use; write 'k3'.",
+        ),
+        (
+            {"correction.weights": "sequence"},
+            "correction.weights = 'sequence' compares the learner's logprobs with the engine's; it needs "
+            'algorithm.old_logprobs = "recompute", found "rollout".',
+        ),
+        (
+            {"correction.reject": {"token_k3": 0.1}},
+            "correction.reject = {'token_k3': 0.1} compares the learner's logprobs with the engine's; it needs "
+            'algorithm.old_logprobs = "recompute", found "rollout".',
+        ),
+        (
+            {**RECOMPUTE, "correction.weights": "token", "correction.floor": 3.0},
+            "correction.floor must be above 0 and at most correction.cap = 2; found 3.",
+        ),
+        (
+            {**RECOMPUTE, "correction.reject": {"token_k3": (0.1, 0.2)}},
+            "correction.reject, token_k3: a k2 or k3 criterion has one bound above 0; found (0.1, 0.2).",
+        ),
+    ],
+)
+def test_impossible_combinations(changes: dict[str, Any], says: str) -> None:
+    assert problems(changes) == [says]
+
+
+def test_an_unknown_criterion_gets_the_known_ones() -> None:
+    (line,) = problems({**RECOMPUTE, "correction.reject": {"token_k4": 1.0}})
+    assert line.startswith("correction.reject = 'token_k4' is not known; known: seq_max_k2, ")
+    assert "Did you mean 'token_k" in line
+
+
+def test_the_kl_is_in_one_place() -> None:
+    changes = {"algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k1"}
+    assert make_objective(settings_with(changes)).options.kl_coefficient == 0.1
+    assert make_objective(settings_with({**changes, "algorithm.kl_in": "reward"})).options.kl_coefficient == 0.0
+    control = make_kl_control(settings_with({**changes, "algorithm.kl_target": 0.01, "algorithm.kl_horizon": 5}))
+    assert (control.coefficient, control.target, control.horizon) == (0.1, 0.01, 5)

@@ -1,0 +1,273 @@
+"""What is refused by arithmetic and names alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import DataError, SettingsError
+from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings, load_settings
+
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = sorted((ROOT / "examples").glob("*/settings*.toml"))
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files that are there, and a model folder as far as it can be seen without loading it."""
+    for name in ("train.jsonl", "validation.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("{}")
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (policy / name).write_text("")
+    return tmp_path
+
+
+def settings_with(folder: Path, changes: dict[str, Any]) -> Settings:
+    values: dict[str, dict[str, Any]] = {
+        "policy": {"path": folder / "policy"},
+        "prompts": {split: folder / f"{split}.jsonl" for split in ("train", "validation", "test")},
+        "reward": {"function": "exact_match"},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value
+    return build_settings(values)
+
+
+def problems(folder: Path, changes: dict[str, Any]) -> list[str]:
+    try:
+        check_settings(settings_with(folder, changes))
+    except SettingsError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_defaults_are_possible(folder: Path) -> None:
+    assert problems(folder, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("run.seed", 0),
+        ("rollout.prompts_per_step", 1),
+        ("rollout.group_size", 2),
+        ("rollout.max_response_tokens", 1),
+        ("prompts.max_tokens", 1),
+        ("prompts.validation_limit", 1),
+        ("prompts.validation_temperature", 0),
+        ("reward.max_concurrency", 1),
+        ("trainer.steps", 1),
+        ("trainer.minibatches", 1),
+        ("trainer.validate_every", 0),
+        ("trainer.checkpoint_every", 0),
+        ("trainer.keep_checkpoints", 1),
+        ("trainer.canary_prompts", 1),
+        ("learner.micro_batch_tokens", 1),
+        ("learner.warmup_steps", 0),
+        ("learner.clip_grad", 0),
+        ("learner.weight_decay", 0),
+        ("learner.num_threads", 1),
+        ("engine.num_threads", 1),
+        ("engine.max_num_seqs", 1),
+        ("engine.max_num_batched_tokens", 1),
+        ("algorithm.kl_coefficient", 0),
+        ("algorithm.kl_horizon", 1),
+        ("metrics.log_val_generations", 0),
+        ("health.every", 1),
+    ],
+)
+def test_least_values(folder: Path, name: str, least: int) -> None:
+    assert problems(folder, {name: least}) == []
+    (line,) = problems(folder, {name: least - 1})
+    assert name in line
+    assert f"found {least - 1}" in line
+    assert f"at least {least}" in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "learner.learning_rate",
+        "rollout.temperature",
+        "rollout.deadline_s",
+        "rollout.start_deadline_s",
+        "correction.cap",
+        "engine.gpu_memory_utilization",
+        "engine.kv_cache_gib",
+        "reward.timeout_s",
+        "trainer.proof_tolerance",
+    ],
+)
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -> None:
+    assert problems(folder, {name: 0.5}) == []
+    (line,) = problems(folder, {name: value})
+    assert line.startswith(f"{name} must be above 0")
+    assert f"found {value:g}" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout.top_p": 1.5}, "rollout.top_p must be above 0 and at most 1; found 1.5."),
+        ({"learner.dtype": "float16"}, "learner.dtype must be one of 'float32', 'bfloat16'; found 'float16'."),
+        (
+            {"rollout.prompts_per_step": 10, "trainer.minibatches": 4},
+            "rollout.prompts_per_step = 10 groups cannot be divided into trainer.minibatches = 4 equal parts; make "
+            "the first a multiple of the second.",
+        ),
+        (
+            {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 97},
+            "prompts.max_tokens = 4000 and rollout.max_response_tokens = 97 make 4097 tokens, more than the model's "
+            "max_position_embeddings = 4096. Lower one of them.",
+        ),
+        (
+            {"engine.max_model_len": 2047},
+            "prompts.max_tokens = 1024 and rollout.max_response_tokens = 1024 make 2048 tokens, more than "
+            "engine.max_model_len = 2047. Lower one of them.",
+        ),
+    ],
+)
+def test_impossible_values(folder: Path, changes: dict[str, Any], says: str) -> None:
+    assert problems(folder, changes) == [says]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.prompts_per_step": 12, "trainer.minibatches": 4},
+        {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 96},
+        {"engine.max_model_len": 2048},
+        {"learner.dtype": "bfloat16"},
+    ],
+)
+def test_values_at_the_edge_are_possible(folder: Path, changes: dict[str, Any]) -> None:
+    assert problems(folder, changes) == []
+
+
+@pytest.mark.parametrize("changes", [{"rollout.top_p": 0.9}, {"rollout.top_k": 10}])
+def test_training_samples_come_from_the_whole_distribution(folder: Path, changes: dict[str, Any]) -> None:
+    (line,) = problems(folder, changes)
+    assert "every importance ratio would be wrong" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "misspelt", "meant"),
+    [
+        ("algorithm.advantage", "drgrpo", "dr_grpo"),
+        ("algorithm.policy_loss", "ppo-clip", "ppo_clip"),
+        ("algorithm.session_rule", "eech", "each"),
+        ("algorithm.aggregation", "seq-mean-token-sums", "seq-mean-token-sum"),
+        ("algorithm.kl_estimator", "k33", "k3"),
+        ("rollout.engine", "transformer", "transformers"),
+        ("rollout.loop", "singleturn", "single_turn"),
+    ],
+)
+def test_names_that_are_not_known(folder: Path, name: str, misspelt: str, meant: str) -> None:
+    (line,) = problems(folder, {name: misspelt})
+    assert line.startswith(f"{name} = {misspelt!r} is not known; known: ")
+    assert line.endswith(f" Did you mean {meant!r}?")
+    assert problems(folder, {name: meant}) == []
+
+
+def test_everything_wrong_is_said_at_once(folder: Path) -> None:
+    (folder / "test.jsonl").unlink()
+    changes = {"trainer.steps": 0, "rollout.loop": "x", "rollout.top_k": 1, "policy.path": folder / "other"}
+    lines = problems(folder, changes)
+    assert [line.split()[0].rstrip(":") for line in lines] == [
+        "trainer.steps",
+        "rollout.top_p",
+        "rollout.loop",
+        "prompts.test",
+        "policy.path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, SettingsError, "architecture GPT2LMHeadModel is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, SettingsError, "rope_type 'yarn' is not supported"),
+        ({"hidden_size": None}, DataError, "hidden_size"),
+    ],
+)
+def test_models_that_cannot_be_trained(folder: Path, change: dict[str, Any], error: type, says: str) -> None:
+    check_trainable(settings_with(folder, {}))
+    config = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
+    (folder / "policy" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=says):
+        check_trainable(settings_with(folder, {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"health.thresholds": {"kl_hig.max": 0.1}},
+            "health.thresholds: there is no threshold 'kl_hig.max'; the nearest",
+        ),
+        ({"health.thresholds": {"kl_high.max": float("nan")}}, "health.thresholds: kl_high.max must be a number"),
+        ({"health.off": ["memry"]}, "health.off: there is no health rule 'memry'; the nearest is 'memory'"),
+        (
+            {"health.pause_on": ["critcal"]},
+            "health.pause_on: there is no health rule 'critcal'; the nearest is 'critical'",
+        ),
+        ({"health.pause_on": ["memory"], "health.off": ["memory"]}, "take it out of one of them"),
+        ({"health.pause_on": ["memory"], "health.enabled": False}, "health.pause_on needs health.enabled"),
+    ],
+)
+def test_health_settings_that_cannot_be(folder: Path, changes: dict[str, Any], said: str) -> None:
+    (line,) = problems(folder, changes)
+    assert said in line
+
+
+def test_health_settings_that_can_be(folder: Path) -> None:
+    changes = {"thresholds": {"kl_high.max": 0.1}, "off": ["memory"], "pause_on": ["critical", "reward_zero"]}
+    assert problems(folder, {f"health.{name}": value for name, value in changes.items()}) == []
+
+
+def test_several_greedy_responses_to_a_problem_would_be_one(folder: Path) -> None:
+    assert problems(folder, {"prompts.validation_samples": 1}) == []
+    several = {"prompts.validation_samples": 4, "rollout.temperature": 0.7}
+    assert problems(folder, {**several, "prompts.validation_temperature": 0.6}) == []
+    (line,) = problems(folder, several)
+    assert line.startswith("prompts.validation_samples = 4 with prompts.validation_temperature = 0 gives")
+    assert "Set prompts.validation_temperature = 0.7, as in training, or prompts.validation_samples = 1." in line
+    (line,) = problems(folder, {"prompts.validation_samples": 0})
+    assert line == "prompts.validation_samples must be at least 1; found 0."
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
+def test_no_such_temperature(folder: Path, value: float) -> None:
+    (line,) = problems(folder, {"prompts.validation_temperature": value})
+    assert line.startswith("prompts.validation_temperature must be")
+    assert line.endswith(f"found {value}.")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_shipped_settings_lack_nothing_but_the_prepared_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    try:
+        check_settings(load_settings(path, [], {}))
+    except SettingsError as error:
+        for line in str(error).splitlines():
+            assert line.startswith(("prompts.", "policy.path: ", "distillation.teachers.")), line
+            assert "prepared" in line or "models/" in line

@@ -1,0 +1,102 @@
+"""Layouts, clusters and critics that cannot be are refused by arithmetic alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_trainer_parts.checks.all_checks import check_values
+from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.learning.start_learners import gpus_per_rank, rank_pool
+from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings
+
+
+def settings_with(changes: dict[str, Any]) -> Settings:
+    values: dict[str, dict[str, Any]] = {
+        "policy": {"path": Path("p")},
+        "prompts": {"train": Path("t")},
+        "reward": {"function": "exact_match"},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value
+    return build_settings(values, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel.ranks": 4, "parallel.tensor": 3}, "ranks = 4 must be a multiple of tensor * pipeline * context"),
+        ({"parallel.ranks": 2}, 'set cluster.kind to "process" or "ray"; found "inline"'),
+        (
+            {"parallel.ranks": 2, "policy.learner": "torch", "cluster.kind": "process"},
+            "needs policy.learner",
+        ),
+        ({"parallel.sequence": True}, "sequence = true needs tensor > 1"),
+        ({"parallel.virtual_pipeline": 2}, "virtual_pipeline = 2 needs pipeline > 1"),
+        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address is for cluster.kind = "ray" or rollout.placement'),
+        (
+            {"replicas.count": 2},
+            "replicas.count = 2, replicas.cpus and replicas.gpus need engines in processes of their",
+        ),
+        ({"replicas.count": 0, "rollout.placement": "process"}, "replicas.count must be at least 1; found 0"),
+        (
+            {"rollout.placement": "ray", "cluster.ray_address": "host:1"},
+            "replicas.gpus must be set where a Ray cluster is joined",
+        ),
+        ({"cluster.gpus_per_rank": 1}, "set nothing aside for a rank in the trainer's process"),
+        ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set where a Ray"),
+        ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
+        ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
+        ({"critic.value_clip": 0}, "critic.value_clip must be above 0; found 0"),
+        (
+            {"algorithm.advantage": "gae", "policy.learner": "torch"},
+            "needs a critic, which policy.learner",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        check_values(settings_with(changes))
+    assert said in str(refused.value)
+
+
+def test_four_ranks_in_processes_are_taken() -> None:
+    check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.kind": "process"}))
+
+
+def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = settings_with({"parallel.ranks": 2, "cluster.kind": "process"})
+    on_cpus = settings_with({"parallel.ranks": 2, "cluster.kind": "process", "cluster.gpus_per_rank": 0})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert rank_pool(shared) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    pool, without = rank_pool(shared), rank_pool(on_cpus)
+    assert pool is not None
+    assert pool.gpus == 1
+    assert without is not None  # a pool without GPUs hides those that there are
+    assert without.gpus == 0
+    assert gpus_per_rank(settings_with({})) == 0
+
+
+def test_replicas_share_out_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    one, two = (settings_with({"rollout.placement": "process", "replicas.count": count}) for count in (1, 2))
+    assert replica_pool(one) is None
+    pool = replica_pool(two)
+    assert pool is not None
+    assert (pool.size, pool.gpus) == (2, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert replica_pool(two) is None
+
+
+def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.kind": "process"})
+    plan = describe_plan(settings, PromptCounts(train=1, validation=0, test=0))
+    assert "and 1 GPU, room for 1 of 2 ranks: a run here would be refused" in plan

@@ -1,0 +1,281 @@
+"""A run's folder: one holder at a time, and what may follow an earlier run."""
+
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.errors import DataError, EngineError, SettingsError
+from rl_trainer_parts.run.folder import CHANGEABLE_ON_RESUME, RunFolder, open_run
+from rl_trainer_parts.settings.fields import setting_fields
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings
+
+HOLDER = """
+import sys
+from pathlib import Path
+from rl_trainer_parts.run.folder import RunFolder
+RunFolder(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def settings_in(tmp_path: Path, **changes: Any) -> Settings:
+    values: dict[str, dict[str, Any]] = {
+        "run": {"directory": tmp_path / "runs"},
+        "policy": {"path": "policy"},
+        "prompts": {"train": "train.jsonl", "template_options": {"style": "short"}},
+        "reward": {"function": "exact_match"},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        values.setdefault(section, {})[key] = value
+    return build_settings(values)
+
+
+@contextmanager
+def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process holds the folder."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "held\n"
+            yield holder
+        finally:
+            holder.kill()
+
+
+def begin(settings: Settings, *, resume: bool = False) -> list[str]:
+    """Open and close a run; gives what was said."""
+    said: list[str] = []
+    with open_run(settings, resume=resume, say=said.append):
+        pass
+    return said
+
+
+def test_a_new_run_writes_its_settings_defaults_included(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, trainer__steps=7)
+    with open_run(settings, resume=False, say=pytest.fail) as folder:
+        assert folder.path == tmp_path / "runs" / "run"
+        written = tomllib.loads((folder.path / "settings.toml").read_text())
+    assert written["trainer"]["steps"] == 7
+    assert written["rollout"]["group_size"] == 8
+    assert written["prompts"]["template_options"] == {"style": "short"}
+    assert "top_k" not in written["rollout"]
+    assert build_settings(written) == settings
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    with held_elsewhere(settings.run_folder) as holder:
+        for resume in (False, True):
+            (settings.run_folder / "settings.toml").touch()
+            with pytest.raises(SettingsError, match=rf"is in use by a live run \(process {holder.pid}\)"):
+                begin(settings, resume=resume)
+        (settings.run_folder / "settings.toml").unlink()
+    begin(settings)  # the kernel freed it
+
+
+def test_the_lock_does_not_outlive_its_holder_through_a_child(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.acquire()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+        folder.release()
+        folder.release()
+        other = RunFolder(tmp_path / "run")
+        other.acquire()
+        assert child.poll() is None
+        other.release()
+
+
+def test_the_holder_is_named_again_after_another(tmp_path: Path) -> None:
+    with held_elsewhere(tmp_path / "run"):
+        pass
+    folder = RunFolder(tmp_path / "run")
+    folder.acquire()
+    assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+    folder.release()
+
+
+def test_an_earlier_run_is_refused_resumed_or_archived(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    assert begin(settings) == []
+    (settings.run_folder / "mark").touch()
+    with pytest.raises(SettingsError, match="has a run already"):
+        begin(settings)
+    assert begin(settings, resume=True) == []
+    assert begin(settings_in(tmp_path, run__if_exists="resume")) == []
+    assert (settings.run_folder / "mark").exists()
+    archiving = settings_in(tmp_path, run__if_exists="archive")
+    assert begin(archiving, resume=True) == []
+    (said,) = begin(archiving)
+    aside = Path(said.removeprefix("the earlier run was moved to "))
+    assert (aside / "mark").exists()
+    assert not (settings.run_folder / "mark").exists()
+    (second,) = begin(archiving)
+    assert second != said
+    assert sorted(path.name for path in aside.iterdir()) == [".lock", "mark", "settings.toml"]
+
+
+def test_the_lock_is_held_after_archiving(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, run__if_exists="archive")
+    begin(settings)
+    with (
+        open_run(settings, resume=False, say=lambda line: None),
+        pytest.raises(SettingsError, match="is in use by a live run"),
+    ):
+        begin(settings)
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    with pytest.raises(SettingsError, match="has no run to go on with; leave --resume out"):
+        begin(settings, resume=True)
+    assert not settings.run_folder.exists()
+
+
+def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
+    begin(settings_in(tmp_path, rollout__top_k=None, trainer__steps=5))
+    other = settings_in(
+        tmp_path,
+        learner__learning_rate=0.5,
+        algorithm__policy_loss_options={"dual_clip": math.inf},
+        prompts__template_options={"style": "long"},
+        trainer__steps=9,
+    )
+    with pytest.raises(SettingsError) as caught:
+        begin(other, resume=True)
+    first, *differing, last = str(caught.value).splitlines()
+    assert first.endswith("cannot be resumed with other settings:")
+    assert differing == [
+        "  algorithm.policy_loss_options: the run has {}, now {'dual_clip': inf}",
+        "  learner.learning_rate: the run has 1e-06, now 0.5",
+        "  prompts.template_options: the run has {'style': 'short'}, now {'style': 'long'}",
+    ]
+    assert "trainer.steps" in last
+    written = tomllib.loads((tmp_path / "runs" / "run" / "settings.toml").read_text())
+    assert written["trainer"]["steps"] == 5
+
+
+def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
+    begin(settings_in(tmp_path, trainer__steps=5))
+    begin(settings_in(tmp_path, trainer__steps=9, rollout__placement="process", metrics__console="off"), resume=True)
+    written = tomllib.loads((tmp_path / "runs" / "run" / "settings.toml").read_text())
+    assert (written["trainer"]["steps"], written["rollout"]["placement"]) == (9, "process")
+
+
+def test_a_resumed_run_may_ask_its_validation_problems_otherwise(tmp_path: Path) -> None:
+    begin(settings_in(tmp_path))
+    file = tmp_path / "runs" / "run" / "settings.toml"
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("validation_")]
+    file.write_text("\n".join(lines))  # as of a version that had no such settings
+    begin(settings_in(tmp_path), resume=True)
+    several = {"prompts__validation_samples": 4, "prompts__validation_temperature": 0.5}
+    begin(settings_in(tmp_path, **several), resume=True)
+    written = tomllib.loads(file.read_text())["prompts"]
+    assert (written["validation_samples"], written["validation_temperature"]) == (4, 0.5)
+
+
+def test_a_resumed_run_may_have_more_replicas_of_a_teacher_but_no_other_teacher(tmp_path: Path) -> None:
+    def teachers(**large: Any) -> dict[str, Any]:
+        return {"distillation__teachers": {"large": {"model": "a", "data_sources": ["math"], **large}}}
+
+    begin(settings_in(tmp_path, **teachers()))
+    begin(settings_in(tmp_path, **teachers(replicas=2, resources={"cpus": 1})), resume=True)
+    with pytest.raises(SettingsError, match=r"distillation.teachers.large.model: the run has 'a', now 'b'"):
+        begin(settings_in(tmp_path, **teachers(model="b")), resume=True)
+    with pytest.raises(SettingsError, match=r"large.data_sources: the run has \['math'\], now \['code'\]"):
+        begin(settings_in(tmp_path, **teachers(data_sources=["code"])), resume=True)
+
+
+def test_what_may_change_is_a_setting_and_not_what_is_learnt() -> None:
+    known = setting_fields()
+    assert set(CHANGEABLE_ON_RESUME) <= known.keys() | known["distillation.teachers"].entry_fields().keys()
+    learnt = (
+        "algorithm.",
+        "correction.",
+        "policy.",
+        "rollout.temperature",
+        "rollout.group_size",
+        "learner.learning_rate",
+        "run.seed",
+    )
+    assert not any(name.startswith(learnt) for name in CHANGEABLE_ON_RESUME)
+
+
+@pytest.mark.parametrize("error", [SettingsError("no"), DataError("no")])
+def test_a_mistake_before_the_first_checkpoint_leaves_no_run(tmp_path: Path, error: Exception) -> None:
+    settings = settings_in(tmp_path)
+    with pytest.raises(type(error)), open_run(settings, resume=False, say=pytest.fail):
+        raise error
+    assert not RunFolder(settings.run_folder).has_run
+    begin(settings)
+
+
+def write_and_fail(settings: Settings, *, say: Any) -> None:
+    """A run that writes what a later attempt reads, and then finds a mistake."""
+    with open_run(settings, resume=False, say=say) as folder:
+        (folder.path / "queue").mkdir()
+        (folder.path / "queue" / "journal").touch()
+        (folder.path / "record.jsonl").touch()
+        raise DataError("row 7")
+
+
+def test_what_a_mistake_left_is_moved_aside_so_that_the_next_run_begins_anew(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    said: list[str] = []
+    with pytest.raises(DataError, match="row 7"):
+        write_and_fail(settings, say=said.append)
+    (words,) = said
+    aside = Path(words.removeprefix("no step was saved; what the run has written was moved to "))
+    assert (aside / "settings.toml").exists()
+    assert (aside / "queue" / "journal").exists()
+    begin(settings_in(tmp_path, run__seed=3))
+    assert sorted(path.name for path in settings.run_folder.iterdir()) == [".lock", "settings.toml"]
+
+
+@pytest.mark.parametrize("error", [EngineError("gone"), KeyboardInterrupt(), RuntimeError("fault")])
+def test_a_failed_run_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
+    settings = settings_in(tmp_path)
+    with pytest.raises(type(error)), open_run(settings, resume=False, say=pytest.fail):
+        raise error
+    begin(settings, resume=True)
+
+
+def test_a_mistake_after_a_checkpoint_leaves_the_run(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    (RunFolder(settings.run_folder).checkpoints / "step_1").mkdir(parents=True)
+    with pytest.raises(DataError), open_run(settings, resume=False, say=pytest.fail):
+        raise DataError("row 7")
+    begin(settings, resume=True)
+
+
+def test_a_refused_resume_keeps_a_run_without_checkpoints(tmp_path: Path) -> None:
+    begin(settings_in(tmp_path))
+    with pytest.raises(SettingsError):
+        begin(settings_in(tmp_path, run__seed=3), resume=True)
+    begin(settings_in(tmp_path), resume=True)
+
+
+def test_a_place_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(SettingsError, match=r"runs/run cannot be made \(.*Not a directory"):
+        begin(settings_in(tmp_path))
+
+
+def test_a_run_that_has_done_more_steps_is_not_resumed_for_fewer(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    begin(settings)
+    (settings.run_folder / "checkpoints" / "step_7").mkdir(parents=True)
+    with pytest.raises(SettingsError, match=r"has done 7 steps, more than trainer\.steps = 4"):
+        begin(settings_in(tmp_path, trainer__steps=4), resume=True)
+    assert begin(settings_in(tmp_path, trainer__steps=7), resume=True) == []

@@ -1,0 +1,208 @@
+"""Where settings come from, which wins, and that each is explained."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_trainer_parts.settings.fields import attribute_meanings, help_text, setting_fields
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import load_settings, parse_text
+
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = sorted((ROOT / "examples").glob("*/settings*.toml"))
+REQUIRED = """
+[policy]
+path = "policy"
+[prompts]
+train = "train.parquet"
+[reward]
+function = "exact_match"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.toml"
+    path.write_text(REQUIRED)
+    return path
+
+
+def test_command_line_over_environment_over_file_over_default(file: Path) -> None:
+    def steps_and_group(environment: dict[str, str], *words: str) -> tuple[int, int]:
+        settings = load_settings(file, words, environment)
+        return settings.trainer.steps, settings.rollout.group_size
+
+    assert steps_and_group({}) == (100, 8)
+    file.write_text(REQUIRED + "[trainer]\nsteps = 1\n")
+    assert steps_and_group({}) == (1, 8)
+    assert steps_and_group({"RL__TRAINER__STEPS": "2", "PATH": "/bin"}) == (2, 8)
+    assert steps_and_group({"RL__TRAINER__STEPS": "2"}, "--trainer.steps=3", "--rollout.group_size", "4") == (3, 4)
+    assert steps_and_group({}, "--trainer.steps=3", "--trainer.steps=5") == (5, 8)
+
+
+def test_a_run_can_be_set_without_a_file() -> None:
+    words = ["--policy.path=p", "--prompts.train=t.jsonl", "--reward.function=exact_match"]
+    settings = load_settings(None, words, {})
+    assert settings.policy.path == Path("p")
+    assert settings.run_folder == Path("runs/run")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("trainer.steps", "20", 20),
+        ("learner.learning_rate", "1e-4", 1e-4),
+        ("metrics.strict", "true", True),
+        ("run.name", "20", "20"),
+        ("run.name", "true", "true"),
+        ("run.directory", "my runs", "my runs"),
+        ("rollout.engine", "none", "none"),
+        ("run.if_exists", "archive", "archive"),
+        ("algorithm.clip_high", "none", None),
+        ("algorithm.clip_high", "4", 4),
+        ("algorithm.policy_loss_options", "{dual_clip = inf}", {"dual_clip": math.inf}),
+        ("correction.reject", "{token_k1 = [0.5, 2]}", {"token_k1": [0.5, 2]}),
+        ("prompts.test", "None", None),
+        ("learner.betas", "[0.9, 0.99]", [0.9, 0.99]),
+        ("prompts.template_options", "{enable_thinking = false}", {"enable_thinking": False}),
+        ("trainer.steps", "many", "many"),
+    ],
+)
+def test_texts_become_values(name: str, text: str, value: object) -> None:
+    assert parse_text(name, text) == value
+
+
+def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
+    words = [
+        "--learner.betas=[0.8, 0.9]",
+        "--prompts.template_options={enable_thinking = false, style = 'short'}",
+        "--algorithm.clip_low=none",
+        "--algorithm.policy_loss_options={dual_clip = inf}",
+        "--algorithm.advantage_options={gamma = 0.9, whiten = false, weights = {style = 2}}",
+        "--correction.reject={token_k1 = [0.5, 2], seq_sum_k3 = 1}",
+        "--prompts.validation=validation.jsonl",
+        "--learner.learning_rate=1",
+    ]
+    settings = load_settings(file, words, {})
+    assert settings.learner.betas == (0.8, 0.9)
+    assert settings.prompts.template_options == {"enable_thinking": False, "style": "short"}
+    assert settings.algorithm.clip_low is None
+    assert settings.algorithm.policy_loss_options == {"dual_clip": math.inf}
+    assert settings.algorithm.advantage_options == {"gamma": 0.9, "whiten": False, "weights": {"style": 2.0}}
+    assert settings.correction.reject == {"token_k1": (0.5, 2.0), "seq_sum_k3": 1.0}
+    assert settings.prompts.validation == Path("validation.jsonl")
+    assert settings.learner.learning_rate == 1.0
+
+
+TEACHERS = """
+[distillation.teachers.large]
+model = "teachers/large"
+data_sources = ["math", "code"]
+resources = {cpus = 2}
+[distillation.teachers.small]
+model = "teachers/small"
+"""
+
+
+def test_tables_of_entries_are_read_and_changed_one_by_one(file: Path) -> None:
+    file.write_text(REQUIRED + TEACHERS)
+    words = ["--distillation.teachers.large.replicas=3", "--distillation.teachers.small.resources.cpus=0.5"]
+    environment = {"RL__DISTILLATION__TEACHERS__LARGE__RESOURCES__GPUS": "0", "RL__DISTILLATION__TOP_K": "8"}
+    distillation = load_settings(file, words, environment).distillation
+    large, small = distillation.teachers["large"], distillation.teachers["small"]
+    assert (large.model, large.data_sources, large.replicas) == (Path("teachers/large"), ("math", "code"), 3)
+    assert (large.resources.cpus, large.resources.gpus) == (2.0, 0.0)
+    assert (small.replicas, small.resources.cpus) == (1, 0.5)
+    assert distillation.top_k == 8
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--distillation.teachers.large.replica=3", r"unknown setting 'distillation.teachers.large.replica'"),
+        (
+            "--distillation.teachers.large.replicas=x",
+            r"teachers.large.replicas: .*valid integer.*found 'x' \(command line",
+        ),
+        ("--distillation.teachers.large.replicas=true", r"teachers.large.replicas: must be integer; found true"),
+        ("--distillation.teachers.new.replicas=1", r"teachers.new.model: required, and not set. Hugging Face folder"),
+        ("--distillation.teachers.large.data_sources=[1]", r"large.data_sources: must be \[text, ...\]; item 0: "),
+        (
+            "--distillation.teachers.large={model = 'x', engin = 'y'}",
+            r"unknown setting '.*large.engin'.*mean '.*large.engine'",
+        ),
+        ("--distillation.teachers=3", r"distillation.teachers: .*valid dictionary; found 3"),
+    ],
+)
+def test_mistakes_in_entries_are_told_by_their_whole_names(file: Path, word: str, message: str) -> None:
+    file.write_text(REQUIRED + TEACHERS)
+    with pytest.raises(SettingsError, match=message):
+        load_settings(file, [word], {})
+
+
+def test_settings_cannot_be_changed(file: Path) -> None:
+    settings = load_settings(file, [], {})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.run = settings.run
+    with pytest.raises(AttributeError):
+        settings.trainer.steps = 3  # type: ignore[misc]
+
+
+def test_every_mistake_is_listed_at_once(file: Path) -> None:
+    file.write_text("[trainer]\nsteps = 'x'\n[metrics]\nconsole = 'loud'\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file, [], {})
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in sorted(lines)] == [
+        "metrics.console",
+        "policy.path",
+        "prompts.train",
+        "trainer.steps",
+    ]
+
+
+def test_every_setting_has_a_meaning_in_words() -> None:
+    for setting in setting_fields().values():
+        assert len(setting.meaning) >= 5, f"{setting.name} has no meaning in its section's docstring"
+        assert setting.meaning.endswith("."), setting.name
+
+
+def test_no_docstring_explains_a_setting_that_is_not_there() -> None:
+    known = setting_fields()
+    for section, field in Settings.model_fields.items():
+        assert field.annotation is not None
+        for name in attribute_meanings(field.annotation):
+            assert f"{section}.{name}" in known
+
+
+def test_help_explains_every_setting() -> None:
+    text = help_text("usage")
+    squeezed = " ".join(text.split())
+    teachers = setting_fields()["distillation.teachers"].entry_fields()
+    assert "distillation.teachers.NAME.resources.gpus" in teachers
+    for setting in (setting_fields() | teachers).values():
+        assert setting.meaning.endswith("."), setting.name
+        assert f"--{setting.name}" in text
+        assert setting.meaning in squeezed
+    assert "RL__TRAINER__STEPS=20" in text
+    assert "required" in text
+
+
+def test_sections_are_small() -> None:
+    sizes: dict[str, int] = {}
+    for name in setting_fields():
+        section = name.partition(".")[0]
+        sizes[section] = sizes.get(section, 0) + 1
+    assert sizes.pop("distillation") <= 19, "what it compares, with which teachers, and off policy"
+    assert max(sizes.values()) <= 15, sizes
+
+
+def test_settings_files_are_shipped() -> None:
+    assert {path.parent.name for path in SHIPPED} >= {"arithmetic", "gsm8k"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_shipped_settings_files_load(path: Path) -> None:
+    load_settings(path, [], {})
