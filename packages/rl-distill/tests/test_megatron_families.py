@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rl_core.data.ragged import offsets_of
 from rl_distill.checkpoints.hf_folder import PolicyTensors, tensor_shapes, write_policy_folder
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
-from rl_distill.megatron.convert import blocks_of, whole_policy
+from rl_distill.megatron.convert import Shard, blocks_of
 from rl_distill.megatron.model_spec import LastLayer, block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.options import ParallelOptions
@@ -43,7 +43,7 @@ def build(policy_dir: Path, dtype: torch.dtype = torch.float32, **changes: Any) 
         share_embeddings_and_output_weights=policy.is_tied,
     )
     tensors = PolicyTensors(policy_dir, policy)
-    for block in blocks_of(dict(model.named_parameters()), policy, whole_policy(policy)):
+    for block in blocks_of(dict(model.named_parameters()), policy, Shard(layers=range(policy.num_layers))):
         block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=dtype))
     return model
 
@@ -116,7 +116,7 @@ def test_logits_of_variants_are_those_of_transformers(
 def test_a_folder_comes_back_bit_for_bit_and_loads_in_transformers(family_policy: Path, tmp_path: Path):
     model, config_json = build(family_policy), read_policy_config(family_policy)
     policy = parse_policy_config(config_json)
-    blocks = blocks_of(dict(model.named_parameters()), policy, whole_policy(policy))
+    blocks = blocks_of(dict(model.named_parameters()), policy, Shard(layers=range(policy.num_layers)))
 
     whole = {name: torch.empty(shape) for name, shape in tensor_shapes(policy).items()}
     for block in blocks:

@@ -197,20 +197,6 @@ def read_policy_tensors(
     return {name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def read_tensors(
-    path: Path, shapes: Mapping[str, Shape], *, dtype: torch.dtype, error: ReadError = CheckpointError
-) -> dict[str, Tensor]:
-    """Tensors of one safetensors file; all of them, or those of `shapes`, which then must all be there.
-
-    Raises:
-        CheckpointError: Or the given error: the file is missing or torn, or a tensor missing or of another shape.
-    """
-    file = _open(path, error)
-    stored = _stored_tensors({path: file}, {}, error)
-    _check(path, stored, shapes, error)
-    return {name: file.get_tensor(name).to(dtype) for name in stored if not shapes or name in shapes}
-
-
 def _open(path: Path, error: ReadError) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -286,12 +272,6 @@ def _weight_files(policy_dir: Path, error: ReadError) -> tuple[list[Path], dict[
     if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
         raise error(f"{index} must name safetensors files of its own folder; found {names[:3]}.")
     return [policy_dir / name for name in names], listed
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; views are copied, because a file shares no memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: _owned(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -182,10 +182,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """What is wanted of some of the tokens."""
         logits = self.output_layer(hidden, weight=self._head())[0].squeeze(1)
-        part = self._part
-        logprobs, entropy = vocabulary_logprobs(
-            logits, targets, temperature=wanted.temperature, group=part.group, vocab_size=part.size
-        )
+        logprobs, entropy = vocabulary_logprobs(logits, targets, temperature=wanted.temperature, part=self._part)
         found = {"values": logprobs, "entropy": entropy}
         if wanted.top_k is not None:
             found |= self._likeliest(logits, targets, logprobs, wanted)

@@ -108,9 +108,8 @@ def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer:
 
 def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy, a few tokens at a time, for that takes several arrays as wide as the logits."""
-    part = work.divergence.part
     found = [
-        vocabulary_logprobs(few, ids, temperature=work.temperature, group=part.group, vocab_size=part.size)
+        vocabulary_logprobs(few, ids, temperature=work.temperature, part=work.divergence.part)
         for few, ids in zip(torch.split(logits, TARGETS_AT_ONCE), torch.split(targets, TARGETS_AT_ONCE), strict=True)
     ]
     logprobs, entropy = (torch.cat(of_all) for of_all in zip(*found, strict=True))

@@ -20,7 +20,7 @@ from rl_distill.objectives.vocabulary_parts import (
     VocabularyPart,
     all_logprobs,
     likeliest,
-    sum_of_parts,
+    sum_over_ranks,
     take_top_k,
     top_k_logprobs,
 )
@@ -210,7 +210,7 @@ class LogitDivergence:
         teacher_logits = self._teacher_logits(teacher)
         log_p = all_logprobs(teacher_logits, part=self.part, temperature=self.options.temperature)
         log_q = all_logprobs(logits, part=self.part, temperature=self.options.temperature)
-        losses = sum_of_parts(divergence_terms(log_p, log_q, self.options).sum(-1), self.part)
+        losses = sum_over_ranks(divergence_terms(log_p, log_q, self.options).sum(-1), group=self.part.group)
         is_bitten = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         if self.options.min_logprob is not None:
             low = ((log_p < self.options.min_logprob) | (log_q.detach() < self.options.min_logprob)).any(-1)

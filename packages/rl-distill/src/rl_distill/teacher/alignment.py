@@ -31,11 +31,6 @@ class Span(NamedTuple):
     teacher_start: int
     teacher_stop: int
 
-    @property
-    def is_one_to_one(self) -> bool:
-        """True when it is one token on either side."""
-        return self.student_stop - self.student_start == 1 == self.teacher_stop - self.teacher_start
-
 
 def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span]:
     """The smallest spans of tokens whose text is equal on both sides; in order, they have every token once.
