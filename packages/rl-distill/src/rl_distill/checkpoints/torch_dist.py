@@ -149,14 +149,14 @@ class TensorFolder:
         """Shape of every tensor by name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def check(self, shapes: Mapping[str, Shape], *, dtype: torch.dtype = torch.float32) -> None:
-        """Refuse a folder whose tensors are not these, whole; nothing of them is read.
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Refuse a folder whose tensors are not these, float32 and whole; nothing of them is read.
 
         Raises:
             CheckpointError: Names folder and tensor.
         """
         for name, shape in shapes.items():
-            self._tensor(name, tuple(shape), dtype)
+            self._tensor(name, tuple(shape), torch.float32)
         for name in self._tensors:
             if name not in shapes:
                 raise CheckpointError(f"{self.directory} has a tensor {name[:200]!r}, which this model has not.")

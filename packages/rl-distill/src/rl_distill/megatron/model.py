@@ -188,7 +188,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             found |= self._likeliest(logits, targets, logprobs, wanted)
         if wanted.comparison is not None and teacher is not None:
             measured = self._divergence(wanted.comparison, wanted)(logits, teacher)
-            found |= {MEASURED + name: value for name, value in measured.columns().items()}
+            found |= {MEASURED + name: value for name, value in measured._asdict().items()}
         return found
 
     def _likeliest(self, logits: Tensor, targets: Tensor, logprobs: Tensor, wanted: Wanted) -> dict[str, Tensor]:
@@ -226,7 +226,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             temperature=wanted.temperature,
             chunk_logits=2 * _CHUNK_LOGITS,
         )
-        measured = {MEASURED + name: value for name, value in found.comparison.columns().items()}
+        measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}
         logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
         return Scored(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
 

@@ -117,7 +117,7 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=_virtual(parallel),
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
@@ -134,10 +134,6 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
     wanted = {name: getattr(parallel, name) for name in found}
     if found != wanted:
         raise SettingsError(f"this process has megatron's groups for {found} already; found {wanted}.")
-
-
-def _virtual(parallel: ParallelOptions) -> int | None:
-    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
 
 
 class Place(NamedTuple):
@@ -161,9 +157,12 @@ class Place(NamedTuple):
 
 def group_of_copies(*, of_experts: bool) -> dist.ProcessGroup:
     """The ranks with the same parameters, or with the same experts, as this one."""
-    if of_experts:
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if of_experts
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return group
 
 
 def shards_of_this_rank(config: PolicyConfig, parallel: ParallelOptions) -> list[Shard]:
