@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_core import COLUMNS, Batch, ColumnSpec, Ragged, RowKey
 from rl_core.data.columns import declare_column
 from rl_core.data.ragged import offsets_of
-from rl_core.data.segment import HEADER, Schema, decode_segment, encode_segment, plan_segment, segment_size
+from rl_core.data.segment import HEADER, Schema, decode_segment, plan_segment, segment_size
 from rl_core.errors import DataError, SegmentError
 from rl_core.files.checksums import checksum
 
@@ -47,6 +47,10 @@ def batches(draw):
         rows = draw(st.permutations(range(len(batch))))
         batch = batch.select(rows[: draw(st.integers(0, len(batch)))])
     return batch
+
+
+def encode_segment(batch):
+    return plan_segment(batch).as_bytes()
 
 
 def columns_of(lengths, *, first=0):

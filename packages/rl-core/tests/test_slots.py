@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core import Batch
-from rl_core.data.segment import encode_segment
+from rl_core.data.segment import plan_segment
 from rl_core.errors import JournalError, SegmentError
 from rl_core.queue.shared_memory.slots import SMALLEST_BYTES, SlotPool, SlotRows, capacity_for, map_slot
 from rl_core.testing import make_trajectory
@@ -253,7 +253,7 @@ class Client:
 def test_small_rows_travel_with_their_message_and_large_ones_do_not(tmp_path):
     rows = SlotRows(tmp_path, lambda number: None)
     small, large = Batch.from_trajectories([make_trajectory("p0", 0)]), large_batch()
-    assert rows.prepare(small).place == encode_segment(small)
+    assert rows.prepare(small).place == plan_segment(small).as_bytes()
     assert rows.prepare(large).place is None
     assert rows.read(1, rows.prepare(small).place).keys == small.keys
 

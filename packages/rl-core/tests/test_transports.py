@@ -1,3 +1,4 @@
+import fcntl
 import os
 import subprocess
 import sys
@@ -116,9 +117,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_is_not(tm
 
 
 def test_a_folder_that_was_taken_for_abandoned_is_made_again(tmp_path, monkeypatch):
-    import rl_core.weights.transports as module
-
-    flock, calls = module.fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def steal_first(fd, flags):
         if not calls:
@@ -126,7 +125,7 @@ def test_a_folder_that_was_taken_for_abandoned_is_made_again(tmp_path, monkeypat
         calls.append(flags)
         flock(fd, flags)
 
-    monkeypatch.setattr(module.fcntl, "flock", steal_first)
+    monkeypatch.setattr(fcntl, "flock", steal_first)
     transport = SharedFileTransport(tmp_path)
     assert len(calls) == 2
     assert load_file(transport.pack(tensors(1.0), version=1, tied={}).file)

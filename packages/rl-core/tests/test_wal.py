@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from rl_core.queue.journal.wal import FRAME_HEADER, WAL_HEADER, WalReport, _sums, read_wal
+from rl_core.queue.journal.wal import FRAME_HEADER, WAL_HEADER, _sums, read_wal
 
 PAGE_BYTES = 512
 FRAME_BYTES = FRAME_HEADER.size + PAGE_BYTES
@@ -61,12 +61,12 @@ def report_of(folder, log):
 
 
 def test_a_missing_log_and_an_empty_one_hold_nothing(tmp_path):
-    assert read_wal(tmp_path / "none") == WalReport(0, 0)
-    assert report_of(tmp_path, b"") == WalReport(0, 0)
+    assert read_wal(tmp_path / "none") == (0, 0)
+    assert report_of(tmp_path, b"") == (0, 0)
 
 
 def test_a_whole_log_has_every_transaction(tmp_path, database):
-    assert report_of(tmp_path, database[1]) == WalReport(7, 0)
+    assert report_of(tmp_path, database[1]) == (7, 0)
     assert rows_seen(tmp_path / "copy", *database) == 7
     assert len(frames_of(database[1])) > 14
 
@@ -85,7 +85,7 @@ def test_bytes_after_the_last_whole_transaction_are_torn(tmp_path, database):
     for length in [*range(0, len(log), 37), *commits, len(log)]:
         whole = [end for end in commits if end <= length]
         kept = whole[-1] if whole else WAL_HEADER.size if length >= WAL_HEADER.size else 0
-        assert report_of(tmp_path, log[:length]) == WalReport(len(whole), length - kept), length
+        assert report_of(tmp_path, log[:length]) == (len(whole), length - kept), length
 
 
 def test_altered_bytes_end_the_log_where_sqlite_ends_it(tmp_path, database):
@@ -108,11 +108,11 @@ def test_frames_of_an_earlier_turn_of_the_log_are_not_torn(tmp_path):
         connection.execute("INSERT INTO rows VALUES (?, ?)", (number, b"y"))
     log = (tmp_path / "db-wal").read_bytes()
     connection.close()
-    assert report_of(tmp_path, log) == WalReport(2, 0)
+    assert report_of(tmp_path, log) == (2, 0)
     assert rows_seen(tmp_path / "copy", before, log) == 14
     ends = [end for end, is_commit in frames_of(log)[:20] if is_commit]
     torn = log[: ends[1] - 10] + bytes(10) + log[ends[1] :]
-    assert report_of(tmp_path, torn) == WalReport(1, ends[1] - ends[0])
+    assert report_of(tmp_path, torn) == (1, ends[1] - ends[0])
     assert rows_seen(tmp_path / "copy", before, torn) == 13
 
 
@@ -129,10 +129,10 @@ def test_checksums_may_be_taken_in_the_other_byte_order(tmp_path, database):
             _sums(sums, bytes(log[start : start + 8]), order), bytes(log[start + FRAME_HEADER.size : end]), order
         )
         struct.pack_into(">2I", log, start + 16, *sums)
-    assert report_of(tmp_path, bytes(log)) == WalReport(7, 0)
+    assert report_of(tmp_path, bytes(log)) == (7, 0)
     assert rows_seen(tmp_path / "copy", database[0], bytes(log)) == 7
 
 
 @pytest.mark.parametrize("content", [b"\0" * 32, b"\xff" * 5000, b"SQLite format 3\0" * 100])
 def test_what_is_no_log_holds_nothing(tmp_path, content):
-    assert report_of(tmp_path, content) == WalReport(0, len(content))
+    assert report_of(tmp_path, content) == (0, len(content))

@@ -9,7 +9,7 @@ import torch
 
 from rl_core.errors import ShapeError
 from rl_distill.checkpoints.hf_folder import tensor_shapes
-from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size, whole_policy
+from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size
 from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import MixtureConfig, PolicyConfig
 
@@ -39,6 +39,10 @@ def config_of(**changes: Any) -> PolicyConfig:
 
 def mixture_config(**changes: Any) -> PolicyConfig:
     return config_of(architecture="Qwen3MoeForCausalLM", mixture=MIXTURE, **changes)
+
+
+def whole_policy(config: PolicyConfig) -> Shard:
+    return Shard(layers=range(config.num_layers))
 
 
 def tensors_of(config: PolicyConfig) -> Tensors:

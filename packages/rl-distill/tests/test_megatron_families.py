@@ -14,8 +14,8 @@ from safetensors import safe_open
 from rl_core.data.ragged import offsets_of
 from rl_distill.checkpoints.hf_folder import PolicyTensors, tensor_shapes, write_policy_folder
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
-from rl_distill.megatron.convert import blocks_of, whole_policy
-from rl_distill.megatron.model_spec import LastLayer, block_spec, transformer_config
+from rl_distill.megatron.convert import Shard, blocks_of
+from rl_distill.megatron.model_spec import block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
@@ -43,7 +43,7 @@ def build(policy_dir: Path, dtype: torch.dtype = torch.float32, **changes: Any) 
         share_embeddings_and_output_weights=policy.is_tied,
     )
     tensors = PolicyTensors(policy_dir, policy)
-    for block in blocks_of(dict(model.named_parameters()), policy, whole_policy(policy)):
+    for block in blocks_of(dict(model.named_parameters()), policy, Shard(layers=range(policy.num_layers))):
         block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=dtype))
     return model
 
@@ -116,7 +116,7 @@ def test_logits_of_variants_are_those_of_transformers(
 def test_a_folder_comes_back_bit_for_bit_and_loads_in_transformers(family_policy: Path, tmp_path: Path):
     model, config_json = build(family_policy), read_policy_config(family_policy)
     policy = parse_policy_config(config_json)
-    blocks = blocks_of(dict(model.named_parameters()), policy, whole_policy(policy))
+    blocks = blocks_of(dict(model.named_parameters()), policy, Shard(layers=range(policy.num_layers)))
 
     whole = {name: torch.empty(shape) for name, shape in tensor_shapes(policy).items()}
     for block in blocks:
@@ -181,13 +181,15 @@ def test_only_the_layer_before_the_head_leaves_tokens_out(family_policy: Path, m
     policy = parse_policy_config(read_policy_config(family_policy))
     config = transformer_config(policy, dtype=torch.float32, init_method=None)
 
-    kinds = [spec.module for spec in block_spec(config).layer_specs]
-    assert [kind is LastLayer for kind in kinds] == [False, True]
+    def is_last():
+        return [spec.params["is_last"] for spec in block_spec(config).layer_specs]
+
+    assert is_last() == [False, True]
     monkeypatch.setattr(config, "sequence_parallel", True)
-    assert not any(spec.module is LastLayer for spec in block_spec(config).layer_specs)
+    assert not any(is_last())
     monkeypatch.setattr(config, "sequence_parallel", False)
     monkeypatch.setattr(config, "pipeline_model_parallel_size", 2)  # this process is the first of two stages
-    assert [spec.module is LastLayer for spec in block_spec(config).layer_specs] == [False]
+    assert is_last() == [False]
 
 
 def test_bfloat16_is_as_exact_as_in_transformers(family_policy: Path):

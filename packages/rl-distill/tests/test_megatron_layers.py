@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from rl_distill.megatron.norm import RMSNorm
 from rl_distill.megatron.swiglu import SwiGLU
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
 
 
 def norm_of(size: int, dtype: torch.dtype) -> RMSNorm:
@@ -84,7 +85,7 @@ def test_tokens_that_pad_the_vocabulary_have_no_probability_and_no_gradient():
     logits.requires_grad_()
     targets = torch.tensor([0, 5, 2, 3, 1])
 
-    found = vocabulary_logprobs(logits, targets, temperature=0.7, vocab_size=6)
+    found = vocabulary_logprobs(logits, targets, temperature=0.7, part=VocabularyPart(6))
     (grad,) = torch.autograd.grad(found[0].sum() + found[1].sum(), logits)
     expected = vocabulary_logprobs(logits[:, :6], targets, temperature=0.7)
     (expected_grad,) = torch.autograd.grad(expected[0].sum() + expected[1].sum(), logits)

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from rl_core.data.ragged import offsets_of
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
-from rl_distill.megatron.convert import blocks_of, whole_policy
+from rl_distill.megatron.convert import Shard, blocks_of
 from rl_distill.megatron.mixture import route
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
@@ -80,7 +80,7 @@ def build(policy_dir: Path, **changes: Any) -> GPTModel:
         share_embeddings_and_output_weights=policy.is_tied,
     )
     tensors = PolicyTensors(policy_dir, policy)
-    for block in blocks_of(dict(model.named_parameters()), policy, whole_policy(policy)):
+    for block in blocks_of(dict(model.named_parameters()), policy, Shard(layers=range(policy.num_layers))):
         block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=torch.float32))
     return model
 

@@ -25,6 +25,7 @@ from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.model_spec import block_spec, transformer_config
 from rl_distill.megatron.rotary import rotary_frequencies
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.options import ParallelOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 
@@ -94,7 +95,7 @@ def score(policy_dir: Path, parallel: ParallelOptions) -> dict[str, torch.Tensor
         layout = make_layout(policy, shard)
     logits = model(ids, torch.zeros_like(ids), None, packed_seq_params=layout)[0]
     group = parallel_state.get_tensor_model_parallel_group()
-    logprobs, entropy = vocabulary_logprobs(logits, ids[0].flip(0), group=group, vocab_size=policy.vocab_size)
+    logprobs, entropy = vocabulary_logprobs(logits, ids[0].flip(0), part=VocabularyPart(policy.vocab_size, group))
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
     out = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "bytes": torch.tensor(tensors.num_bytes_read)}
     grads = {name: parameter.grad for name, parameter in parameters.items()}

@@ -7,14 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, SettingsError, ShapeError
-from rl_distill.objectives import (
-    ADVANTAGES,
-    RewardedRows,
+from rl_distill.objectives import ADVANTAGES, RewardedRows, dr_grpo_advantages, grpo_advantages
+from rl_distill.objectives.advantages import (
     dr_grpo,
-    dr_grpo_advantages,
     gpg_advantages,
     grpo,
-    grpo_advantages,
     opo_advantages,
     passk_advantages,
     rloo_advantages,

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import SettingsError, ShapeError
-from rl_distill.objectives import AGGREGATIONS, token_weights
+from rl_distill.objectives import AGGREGATIONS
+from rl_distill.objectives.aggregation import token_weights
 
 # Rows: two of three tokens train, none of two, one of one.
 MASK = torch.tensor([False, True, True, False, False, True])

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from rl_core.errors import DataError, SettingsError
-from rl_distill.objectives import RewardedRows, gae, remax
+from rl_distill.objectives import RewardedRows
+from rl_distill.objectives.baseline_advantages import gae, remax
 from rl_distill.objectives.sessions import SESSION_RULES
 
 

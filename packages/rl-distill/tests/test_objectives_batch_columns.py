@@ -10,8 +10,6 @@ from rl_core.data.records import Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_distill.objectives import (
     PolicyObjectiveOptions,
-    correction_weight_metrics,
-    mean_reference_kl,
     policy_loss_with_options,
     policy_objective,
     with_advantages,
@@ -22,6 +20,7 @@ from rl_distill.objectives import (
     with_reward_components,
     with_token_selection,
 )
+from rl_distill.objectives.batch_columns import correction_weight_metrics, mean_reference_kl
 from rl_distill.packing import pack_batch
 
 

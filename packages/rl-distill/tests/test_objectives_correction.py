@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import SettingsError, ShapeError
-from rl_distill.objectives import banded_weights, truncated_weights
+from rl_distill.objectives.correction import banded_weights, truncated_weights
 
 LOG = math.log
 # Rows: [masked, 1.5, 0.5] and [4]; then one without a trained token.

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from rl_core.errors import DataError, SettingsError
-from rl_distill.objectives import PolicyTokens, clip_cov, covariances, kl_cov, ppo_clip, select_band, select_top
+from rl_distill.objectives import PolicyTokens
+from rl_distill.objectives.covariance_policy_loss import clip_cov, covariances, kl_cov, select_band, select_top
+from rl_distill.objectives.policy_loss import ppo_clip
 
 # Means over the trained tokens: logprob -2, advantage 1. Parts: (1)(2), (-1)(0), (0)(-2).
 LOGPROBS = torch.tensor([-1.0, math.nan, -3.0, -2.0], dtype=torch.float64)

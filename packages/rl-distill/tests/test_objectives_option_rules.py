@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    PolicyTokens,
-    function_with_options,
-    policy_loss_with_options,
-)
+from rl_distill.objectives import ADVANTAGES, POLICY_LOSSES, PolicyTokens, policy_loss_with_options
 from rl_distill.objectives.option_rules import (
     Below,
     check_fields,
@@ -24,7 +18,7 @@ from rl_distill.objectives.option_rules import (
     rule_of,
     whole_number,
 )
-from rl_distill.objectives.registry import Registry
+from rl_distill.objectives.registry import Registry, function_with_options
 from rl_distill.objectives.selection import selection_of
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import SettingsError, ShapeError
-from rl_distill.objectives import PolicyTokens, ppo_clip
+from rl_distill.objectives import PolicyTokens
+from rl_distill.objectives.policy_loss import ppo_clip
 
 
 def tokens_of(ratios, advantages, *, loss_mask=None, policy_logprobs=None):

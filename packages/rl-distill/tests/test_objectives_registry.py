@@ -11,11 +11,11 @@ from rl_distill.objectives import (
     POLICY_LOSSES,
     REJECTION_CRITERIA,
     SESSION_RULES,
-    function_with_options,
-    grpo,
     policy_loss_with_options,
-    ppo_clip,
 )
+from rl_distill.objectives.advantages import grpo
+from rl_distill.objectives.policy_loss import ppo_clip
+from rl_distill.objectives.registry import function_with_options
 
 
 def test_names():

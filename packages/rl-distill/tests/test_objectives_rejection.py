@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import REJECTION_CRITERIA, rejection_mask
+from rl_distill.objectives import REJECTION_CRITERIA
+from rl_distill.objectives.rejection import rejection_mask
 
 LOG = math.log
 # old / rollout of the rows: [masked, 2, 1], [1/2], and one in which nothing trains.

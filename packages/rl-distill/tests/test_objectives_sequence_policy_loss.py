@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import PolicyTokens, geo_mean, gspo
+from rl_distill.objectives import PolicyTokens
+from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
 
 LOG = math.log
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl_core.errors import ShapeError
-from rl_distill.objectives import SESSION_RULES, RewardedRows, SessionCredit, dr_grpo
+from rl_distill.objectives import SESSION_RULES, RewardedRows, SessionCredit
+from rl_distill.objectives.advantages import dr_grpo
 
 
 def advantages(rule, *, output=(0, 1, 0)):

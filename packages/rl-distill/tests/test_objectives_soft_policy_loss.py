@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import PolicyTokens, sapo
+from rl_distill.objectives import PolicyTokens
+from rl_distill.objectives.soft_policy_loss import sapo
 
 
 def tokens_of(ratios, advantages):

@@ -15,9 +15,9 @@ from rl_distill.objectives import (
     RewardedRows,
     TokenLosses,
     policy_objective,
-    ppo_clip,
     value_objective,
 )
+from rl_distill.objectives.policy_loss import ppo_clip
 from rl_distill.testing import (
     ConformanceError,
     check_advantage,

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from rl_distill.objectives import WeightBounds, banded_weights, truncated_weights, weight_metrics
+from rl_distill.objectives.correction import banded_weights, truncated_weights
+from rl_distill.objectives.weight_metrics import weight_metrics
 
 LOG = math.log
 LOG_RATIOS = torch.tensor([math.nan, LOG(4), LOG(0.25), LOG(1), math.inf], dtype=torch.float64)
@@ -16,8 +17,7 @@ def metrics_of(*, level, cap, floor=None):
         weights = truncated_weights(LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap)
     else:
         weights = banded_weights(LOG_RATIOS, MASK, OFFSETS, level=level, band=(floor, cap))
-    bounds = WeightBounds(level=level, cap=cap, floor=floor)
-    found = weight_metrics(weights, LOG_RATIOS, MASK, OFFSETS, bounds=bounds)
+    found = weight_metrics(weights, LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap, floor=floor)
     return {name.removeprefix("rollout_corr/rollout_is_"): float(value) for name, value in found.items()}
 
 
@@ -60,4 +60,4 @@ def test_of_a_band():
 
 def test_nothing_to_train_has_none():
     none = torch.zeros_like(MASK)
-    assert weight_metrics(LOG_RATIOS, LOG_RATIOS, none, OFFSETS, bounds=WeightBounds(level="token")) == {}
+    assert weight_metrics(LOG_RATIOS, LOG_RATIOS, none, OFFSETS, level="token") == {}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError
-from rl_distill.objectives import POLICY_LOSSES, PolicyTokens, cispo, dppo_kl, dppo_tv
+from rl_distill.objectives import POLICY_LOSSES, PolicyTokens
+from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
 
 gpg = POLICY_LOSSES.get("gpg")
 

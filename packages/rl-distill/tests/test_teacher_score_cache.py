@@ -19,6 +19,7 @@ from zarr.storage import LocalStore
 
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import CacheError, MissingExtraError
+from rl_core.files.locked_folders import locked_folder
 from rl_distill.teacher import score_entries
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind, score_key
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
@@ -219,7 +220,7 @@ def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_builds_stays(t
     cache = ScoreCache(tmp_path, KIND)
     (cache.folder / ".writing-0123").mkdir()
     (cache.folder / ".writing-0123" / "x").write_text("torn")
-    with score_entries._aside(cache.folder) as living:
+    with locked_folder(cache.folder, score_entries.WRITING) as living:
         ScoreCache(tmp_path, KIND)
         assert list(cache.folder.glob(".writing-*")) == [living]
 

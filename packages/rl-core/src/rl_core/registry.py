@@ -19,25 +19,24 @@ PartT = TypeVar("PartT")
 
 
 class Registry(Generic[PartT]):
-    """Parts of one kind by name; nothing is imported from other packages before its name is asked for."""
+    """Parts of one kind by name; nothing is imported from other packages before its name is asked for.
+
+    Attributes:
+        kind: What a part is, for messages, such as "agent loop".
+    """
 
     def __init__(self, kind: str, builtin: Mapping[str, PartT | str], *, group: str | None = None) -> None:
         """Name the parts.
 
         Args:
-            kind: What a part is, for messages, such as "agent loop".
+            kind: What a part is.
             builtin: Parts by name; a string is "module:attribute", imported when it is asked for.
             group: Entry point group in which other packages offer theirs; None keeps the registry closed.
         """
-        self._kind = kind
+        self.kind = kind
         self._builtin = dict(builtin)
         self._group = group
         self._offered: tuple[list[str], list[EntryPoint]] = ([], [])
-
-    @property
-    def kind(self) -> str:
-        """What a part is."""
-        return self._kind
 
     def names(self) -> list[str]:
         """Every name that `get` knows, sorted."""
@@ -53,7 +52,7 @@ class Registry(Generic[PartT]):
         if len(offered) + (name in self._builtin) > 1:
             built_in = " and built in" if name in self._builtin else ""
             raise SettingsError(
-                f"{self._kind} {name!r} is offered by {', '.join(sorted(offered))}{built_in}. Uninstall or rename all "
+                f"{self.kind} {name!r} is offered by {', '.join(sorted(offered))}{built_in}. Uninstall or rename all "
                 "but one."
             )
         if name in self._builtin:
@@ -61,12 +60,12 @@ class Registry(Generic[PartT]):
             return cast(PartT, _imported(part)) if isinstance(part, str) else part
         if not offered:
             hint = f" Packages add names with the entry point group {self._group!r}." if self._group else ""
-            raise SettingsError(unknown_name(self._kind, name, self.names()) + hint)
+            raise SettingsError(unknown_name(self.kind, name, self.names()) + hint)
         ((place, point),) = offered.items()
         try:
             return cast(PartT, point.load())
         except (ImportError, AttributeError) as error:
-            raise SettingsError(f"{self._kind} {name!r} cannot be loaded from {place}: {error}.") from error
+            raise SettingsError(f"{self.kind} {name!r} cannot be loaded from {place}: {error}.") from error
 
     def _entry_points(self) -> Iterable[EntryPoint]:
         """Those of now: reading every installed package takes 20 ms, so they are kept while the path is the same."""

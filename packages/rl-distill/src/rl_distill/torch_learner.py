@@ -17,13 +17,12 @@ from rl_core.errors import SettingsError
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     STATE_KINDS,
+    finish_checkpoint,
     read_header,
     require_empty,
-    write_header,
-    write_saved_policy,
 )
 from rl_distill.checkpoints.hf_folder import read_policy_tensors
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_contents, write_pieces
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
 from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
 from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
@@ -43,7 +42,11 @@ from rl_distill.teacher_heads import read_heads
 
 
 class TorchLearner:
-    """Trains a policy with torch alone, in one process; see `rl_distill.learner.Learner`."""
+    """Trains a policy with torch alone, in one process; see `rl_distill.learner.Learner`.
+
+    Attributes:
+        step: Optimizer steps done so far.
+    """
 
     def __init__(
         self, policy: Path | Mapping[str, Any], options: LearnerOptions, *, device: torch.device | None = None
@@ -76,14 +79,9 @@ class TorchLearner:
         is_main = dtype == torch.float32
         self._mains = {n: p if is_main else p.detach().float().clone() for n, p in self._parameters.items()}
         self._adam = _adamw(list(self._mains.values()), options)
-        self._step = 0
+        self.step = 0
         self._is_open = True
         self._teacher_heads: list[Tensor] = []
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done so far."""
-        return self._step
 
     @property
     def num_parameters(self) -> int:
@@ -119,7 +117,7 @@ class TorchLearner:
         """
         check_open(self._is_open)
         check_trainable(batch)
-        step = self._step + 1
+        step = self.step + 1
         self._model.zero_grad()
         loss, metrics, scored = 0.0, [], []
         packs = self._packs(batch)
@@ -140,9 +138,9 @@ class TorchLearner:
         is_applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if is_applied:
             self._update(grads, clip_scale(grad_norm, self._options.clip_grad), learning_rate)
-            self._step = step
+            self.step = step
         return StepResult(
-            step=self._step,
+            step=self.step,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -169,9 +167,9 @@ class TorchLearner:
             "exp_avg_sq": self._moments("exp_avg_sq"),
         }
         pieces = [_piece(f"{kind}/{name}", tensor) for kind, of in states.items() for name, tensor in of.items()]
-        write_contents(directory / STATE_FOLDER, [write_pieces(directory / STATE_FOLDER, pieces, rank=0, num_ranks=1)])
-        write_saved_policy(directory, self._source, list(self._mains), dtype=parameter_dtype(self._options))
-        write_header(directory, source=self._source, options=self._options, step=self._step)
+        written = [write_pieces(directory / STATE_FOLDER, pieces, rank=0, num_ranks=1)]
+        names, source = list(self._mains), self._source
+        finish_checkpoint(directory, written, source=source, names=names, options=self._options, step=self.step)
         return PendingSave()
 
     def load(self, directory: Path) -> None:
@@ -192,7 +190,7 @@ class TorchLearner:
             main.data.copy_(states["weights"][name])
             moments = {m: states[m][name].to(self._device) for m in ("exp_avg", "exp_avg_sq")}
             self._adam.state[main] = {"step": torch.tensor(float(step)), **moments} if step else {}
-        self._step = step
+        self.step = step
 
     def offload(self) -> int:
         """Free the gradients."""
@@ -252,7 +250,7 @@ class TorchLearner:
             return micro
         part = VocabularyPart(self._source.config.vocab_size)
         compare = LogitDivergence(options=comparison.options, part=part, heads=self._teacher_heads)
-        measured = compare(logits, teacher_tokens(micro)).columns()
+        measured = compare(logits, teacher_tokens(micro))._asdict()
         columns = {MEASURED + name: values for name, values in measured.items()}
         if comparison.is_alone:
             columns[WEIGHTED] = columns[LOSSES] * micro.columns["loss_weights"]

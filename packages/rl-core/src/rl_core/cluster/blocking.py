@@ -55,11 +55,6 @@ class BlockingGroup:
         return self
 
     @property
-    def spec(self) -> RoleSpec:
-        """What its roles were made from."""
-        return self._group.spec
-
-    @property
     def size(self) -> int:
         """Number of roles."""
         return self._group.size
@@ -68,9 +63,6 @@ class BlockingGroup:
     def is_alive(self) -> bool:
         """True while every role is."""
         return self._group.is_alive
-
-    def __len__(self) -> int:
-        return self.size
 
     def call(self, rank: int, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call one; see `Role.call`."""

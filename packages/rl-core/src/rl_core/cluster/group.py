@@ -20,11 +20,15 @@ DEATH_TOLD_S = 10.0
 
 
 class RoleGroup:
-    """Equal roles, ranks 0 to size - 1; use it on the event loop that started it."""
+    """Equal roles, ranks 0 to size - 1; use it on the event loop that started it.
+
+    Attributes:
+        spec: What its roles were made from.
+    """
 
     def __init__(self, spec: RoleSpec, *, size: int, slots: Sequence[Slot | None], launcher: Launcher) -> None:
         """Not started yet; `Cluster.start_group` makes it."""
-        self._spec = spec
+        self.spec = spec
         self._launcher = launcher
         ranks = [spec.rank] if size == 1 else range(size)
         specs = [replace(spec, rank=rank) for rank in ranks]
@@ -62,11 +66,6 @@ class RoleGroup:
             role.serve()
 
     @property
-    def spec(self) -> RoleSpec:
-        """What its roles were made from."""
-        return self._spec
-
-    @property
     def size(self) -> int:
         """Number of roles."""
         return len(self._roles)
@@ -83,7 +82,7 @@ class RoleGroup:
             SettingsError: There is no such rank.
         """
         if not 0 <= rank < self.size:
-            raise SettingsError(f"role {self._spec.name!r} has ranks 0 to {self.size - 1}; found {rank}.")
+            raise SettingsError(f"role {self.spec.name!r} has ranks 0 to {self.size - 1}; found {rank}.")
         return self._roles[rank]
 
     def __iter__(self) -> Iterator[Role]:
@@ -126,7 +125,7 @@ class RoleGroup:
         """
         if len(arguments) != self.size:
             raise SettingsError(
-                f"{method!r} of {self.size} roles {self._spec.name!r} needs as many tuples of arguments; "
+                f"{method!r} of {self.size} roles {self.spec.name!r} needs as many tuples of arguments; "
                 f"found {len(arguments)}."
             )
         calls = zip(self._roles, arguments, strict=True)
@@ -225,7 +224,7 @@ class RoleGroup:
 
     def _has_died(self, role: Role, error: RLError) -> None:
         """Decide what becomes of it, before anybody else learns of its death."""
-        policy = self._spec.restart
+        policy = self.spec.restart
         if self._is_group_restarting or role.state == "restarting":
             return  # who restarts it sees it
         unit, budget = [role], self._budgets[id(role)]
@@ -235,7 +234,7 @@ class RoleGroup:
         if pause_s is None:
             role.give_up(error, budget.refusal())
             return
-        whom = "It is" if len(unit) == 1 else f"All {len(unit)} of {self._spec.name!r} are"
+        whom = "It is" if len(unit) == 1 else f"All {len(unit)} of {self.spec.name!r} are"
         for one in unit:
             one.hold(f"{whom} being restarted ({budget.describe()}); call again.")
         self._is_group_restarting = policy.scope == "group"
@@ -269,7 +268,7 @@ class RoleGroup:
             self._is_group_restarting = False
 
     async def _run_hook(self, unit: Sequence[Role]) -> None:
-        hook = self._spec.restart.hook
+        hook = self.spec.restart.hook
         restarted = [role.restarted() for role in unit]
         async with asyncio.timeout(self._deadline_s):
             if isinstance(hook, str):

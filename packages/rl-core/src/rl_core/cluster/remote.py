@@ -177,7 +177,7 @@ class RemoteIncarnation(ABC):
             call = f" while {describe_call(method)} was waited for" if method is not None else ""
             how, more = self._describe_end()
             text = f"{how}{call}; the last thing heard from it was {self.last_heard}. {more}"
-        return RoleDiedError(text, role=self._spec.name, rank=self._spec.rank)
+        return named(RoleDiedError(text), self._spec)
 
 
 def role_environment(spec: RoleSpec, mark: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rl_core.cluster import Role
+from rl_core.cluster.messages import named
 from rl_core.errors import DeadlineError, RoleDiedError
 
 NEWS_DEADLINE_S = 60.0
@@ -69,9 +70,7 @@ class SupervisedRole:
         called = await self.ready() if incarnation is None else incarnation
         try:
             if not self._is_serving(called):
-                raise self._role.death or RoleDiedError(
-                    f"{self._role.spec} died.", role=self._role.spec.name, rank=self._role.spec.rank
-                )
+                raise self._role.death or named(RoleDiedError(f"{self._role.spec} died."), self._role.spec)
             return await self._role.call(method, *args, **kwargs)
         except RoleDiedError as error:
             if error.role not in (None, self._role.spec.name):

@@ -202,8 +202,7 @@ class Role:
         current = self._current
         if current is None or self._state != "serving":
             return
-        error = RoleDiedError(f"{self._spec} {because}.", role=self._spec.name, rank=self._spec.rank)
-        self._has_died(current, error)
+        self._has_died(current, named(RoleDiedError(f"{self._spec} {because}."), self._spec))
         await current.kill(because)
 
     async def close(self) -> None:
@@ -269,9 +268,7 @@ class Role:
             RoleDiedError: It did.
         """
         if self._current is None or not self._current.is_alive:
-            raise RoleDiedError(
-                f"{self._spec} died right after its restart.", role=self._spec.name, rank=self._spec.rank
-            )
+            raise named(RoleDiedError(f"{self._spec} died right after its restart."), self._spec)
 
     def hold(self, fate: str) -> None:
         """Let no call through; those that waited are told what becomes of the role."""
@@ -318,8 +315,7 @@ class Role:
         return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
 
     def _death(self) -> RLError:
-        error = RoleDiedError(f"{self._spec} is dead: {self._ending} {self._fate}".rstrip())
-        named(error, self._spec)
+        error = named(RoleDiedError(f"{self._spec} is dead: {self._ending} {self._fate}".rstrip()), self._spec)
         error.__cause__ = self._ending
         return error
 
@@ -329,11 +325,10 @@ class Role:
             said = f"it was being restarted. {self._fate}"
         else:
             said = f"the last thing heard from it was {current.last_heard}. It continues; its answer is dropped."
-        error = DeadlineError(
+        text = (
             f"{self._spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {said}"
         )
-        named(error, self._spec)
-        return error
+        return named(DeadlineError(text), self._spec)
 
     def _set(self, state: State) -> None:
         self._state = state

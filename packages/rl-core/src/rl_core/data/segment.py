@@ -118,11 +118,6 @@ def plan_segment(batch: Batch) -> SegmentPlan:
     return SegmentPlan(msgspec.json.encode(draft), list(zip(entries, arrays.values(), strict=True)), place)
 
 
-def encode_segment(batch: Batch) -> bytes:
-    """A batch as one segment."""
-    return plan_segment(batch).as_bytes()
-
-
 def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verified: bool = False) -> Batch:
     """The batch in a segment, as read-only views of the memory given.
 

@@ -44,10 +44,10 @@ def count_values(raw: bytes) -> int:
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
-def shown(value: object) -> str:
-    """A value for a message: short, and of printable characters alone."""
+def shown(value: object, *, most: int = 80) -> str:
+    """A value for a message: at most so many characters, all of them printable."""
     text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown_path(path: str) -> str:

@@ -65,7 +65,7 @@ class QueueCore:
         for uid, prompt in prompts:
             group = QueuedGroup(
                 uid=uid,
-                order=self.groups.next_order(),
+                order=next(self.groups.orders),
                 num_sessions=num_sessions,
                 prompt=prompt,
                 issued_at=now,
@@ -304,7 +304,7 @@ class QueueCore:
                 self.groups.arrive(group)
             self.groups.add(group)
             last = max(last, group.order)
-        self.groups.start_after(last)
+        self.groups.orders = itertools.count(last + 1)
         self.segments.free_unneeded()
 
     def number_after(self, old: "QueueCore") -> None:

@@ -16,7 +16,7 @@ from rl_core.queue.payload import HeldRows
 from rl_core.queue.prompts import check_prompt, encode_prompt
 from rl_core.queue.service import QueueService
 from rl_core.queue.shared_memory.slots import SlotPool, SlotRows
-from rl_core.queue.tasks import check_options, check_tasks
+from rl_core.queue.tasks import checked_options
 
 CLIENT = "this process"
 
@@ -47,9 +47,7 @@ class InProcessQueue(TransferQueue):
                 impossible.
             JournalError: The journal's directory cannot be used.
         """
-        options = options or QueueOptions()
-        check_tasks(tasks)
-        check_options(options)
+        options = checked_options(tasks, options)
         self._unpinned: deque[int] = deque()
         self._condition = threading.Condition()
         self._num_waited = 0

@@ -123,7 +123,7 @@ class GroupIndex:
         self._every = tuple(TaskGroups(spec, 1 << i) for i, spec in enumerate((*tasks, claims)))
         self.tasks = {task.name: task for task in self._every if not task.is_of_claims}
         self._claims = self._every[-1]
-        self._orders = itertools.count()
+        self.orders = itertools.count()
         self._groups: dict[str, QueuedGroup] = {}
         self._groups_in: Counter[PromptState] = Counter()
         self._rows_in: Counter[PromptState] = Counter()
@@ -178,10 +178,6 @@ class GroupIndex:
             raise DataError(f"unknown task {name!r}; declared tasks: {sorted(self.tasks)}.")
         return self.tasks[name]
 
-    def next_order(self) -> int:
-        """Number of the next prompt."""
-        return next(self._orders)
-
     def add(self, group: QueuedGroup) -> None:
         """Enter a prompt."""
         self._groups[group.uid] = group
@@ -191,10 +187,6 @@ class GroupIndex:
         """Number a group whose rows are all there; one that was issued again comes after those before it."""
         group.arrival = next(self._arrivals)
         group.queued &= ~self._arrival_bits
-
-    def start_after(self, order: int) -> None:
-        """Number new prompts from here on."""
-        self._orders = itertools.count(order + 1)
 
     def refresh(self, group: QueuedGroup) -> None:
         """Count a group again; call it after every change of one."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
@@ -67,19 +68,10 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
             "Prometheus text needs prometheus-client. Run: pip install 'rl-core[prometheus]'"
         ) from error
     _check_labels(labels)
+    families = _families(stats, {name: _utf8(value) for name, value in labels.items()})
     registry = CollectorRegistry()
-    registry.register(_Collected(_families(stats, {name: _utf8(value) for name, value in labels.items()})))
+    registry.register(SimpleNamespace(collect=lambda: families))
     return generate_latest(registry).decode()
-
-
-class _Collected:
-    """Families that a registry asks for."""
-
-    def __init__(self, families: "list[Metric]") -> None:
-        self._families = families
-
-    def collect(self) -> "list[Metric]":
-        return self._families
 
 
 def _families(stats: Mapping[str, float], labels: Mapping[str, str]) -> "list[Metric]":

@@ -51,16 +51,20 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
         waiting = [task for task in waiting if task not in runnable]
 
 
-def check_options(options: QueueOptions) -> None:
-    """Refuse bounds below 1.
+def checked_options(tasks: Sequence[TaskSpec], options: QueueOptions | None) -> QueueOptions:
+    """Refuse tasks as `check_tasks` does, and bounds below 1; gives the options, or the default ones.
 
     Raises:
-        SettingsError: One is.
+        DataError: As `check_tasks`.
+        SettingsError: Likewise, or a bound is below 1.
     """
+    check_tasks(tasks)
+    options = options or QueueOptions()
     for name in ("capacity_rows", "capacity_bytes"):
         found = getattr(options, name)
         if found is not None and found < 1:
             raise SettingsError(f"{name} must be at least 1; found {found}.")
+    return options
 
 
 def _check_numbers(task: TaskSpec) -> None:

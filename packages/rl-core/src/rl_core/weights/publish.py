@@ -1,16 +1,18 @@
 """Publish a policy version to engines, and prove that each now serves it."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from rl_core.data.records import FloatArray
 from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.weights.update import Canary, WeightReceipt, WeightReceiver, WeightUpdate
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +76,9 @@ async def publish_weights(
     started = time.perf_counter()
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
     updated = time.perf_counter()
-    probe_diff = 0.0
-    for index, receipt in enumerate(receipts):
-        with _naming_engine(index, len(receivers)):
-            probe_diff = max(probe_diff, check_receipt(update, receipt, tolerances=tolerances))
+    probe_diff = _worst(receipts, lambda receipt: check_receipt(update, receipt, tolerances=tolerances))
     scores = await asyncio.gather(*(receiver.score(canary.sequences) for receiver in receivers))
-    canary_diff = 0.0
-    for index, score in enumerate(scores):
-        with _naming_engine(index, len(receivers)):
-            canary_diff = max(canary_diff, check_canary(canary, score, tolerances=tolerances))
+    canary_diff = _worst(scores, lambda score: check_canary(canary, score, tolerances=tolerances))
     return PublishReport(
         version=update.version,
         fingerprint=update.fingerprint,
@@ -193,15 +189,17 @@ def _check_finite(update: WeightUpdate, canary: Canary) -> None:
             )
 
 
-@contextlib.contextmanager
-def _naming_engine(index: int, num_engines: int) -> Iterator[None]:
-    """Say which engine a proof is about, where there are several."""
-    try:
-        yield
-    except WeightProofError as error:
-        if num_engines == 1:
-            raise
-        raise WeightProofError(f"engine {index} of {num_engines}: {error}", tensor=error.tensor) from None
+def _worst(answers: Sequence[Answer], check: Callable[[Answer], float]) -> float:
+    """The largest difference that a check of each engine's answer finds; one that fails says of which engine."""
+    worst = 0.0
+    for index, answer in enumerate(answers):
+        try:
+            worst = max(worst, check(answer))
+        except WeightProofError as error:
+            if len(answers) == 1:
+                raise
+            raise WeightProofError(f"engine {index} of {len(answers)}: {error}", tensor=error.tensor) from None
+    return worst
 
 
 def _expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:

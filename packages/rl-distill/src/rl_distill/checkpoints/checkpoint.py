@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_distill.checkpoints.hf_folder import tensor_shapes, write_policy_folder
 from rl_distill.checkpoints.plain_files import read_json_object
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
 from rl_distill.options import LearnerOptions
 from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 
@@ -66,15 +66,32 @@ def require_empty(directory: Path) -> None:
         raise CheckpointError(f"{directory} must be empty to save into it; give a new directory.")
 
 
-def write_saved_policy(directory: Path, source: PolicySource, names: Sequence[str], *, dtype: torch.dtype) -> None:
-    """Write `policy/` from the float32 weights in `state/`, a tensor at a time.
+def finish_checkpoint(
+    directory: Path,
+    written: Sequence[Written],
+    *,
+    source: PolicySource,
+    names: Sequence[str],
+    options: LearnerOptions,
+    step: int,
+) -> None:
+    """Write what makes a checkpoint of the state that every rank has written.
 
     Args:
         directory: The checkpoint.
+        written: What each rank wrote into `state/`.
         source: The policy's configuration and tokenizer.
-        names: Of the tensors to write; a critic's among them make it a token classifier.
-        dtype: Of the policy.
+        names: Of the tensors of `policy/`; a critic's among them make it a token classifier.
+        options: The learner's; their dtype is the policy's.
+        step: Optimizer steps done.
     """
+    write_contents(directory / STATE_FOLDER, written)
+    _write_policy(directory, source, names, dtype=DTYPES[options.dtype])
+    _write_header(directory, source=source, options=options, step=step)
+
+
+def _write_policy(directory: Path, source: PolicySource, names: Sequence[str], *, dtype: torch.dtype) -> None:
+    """Write `policy/` from the float32 weights in `state/`, a tensor at a time."""
     folder = TensorFolder(directory / STATE_FOLDER)
     shapes = folder.shapes()
 
@@ -94,7 +111,7 @@ def write_saved_policy(directory: Path, source: PolicySource, names: Sequence[st
     write_policy_folder(directory / POLICY_FOLDER, config_json, tensors(), source_dir=source.policy_dir)
 
 
-def write_header(directory: Path, *, source: PolicySource, options: LearnerOptions, step: int) -> None:
+def _write_header(directory: Path, *, source: PolicySource, options: LearnerOptions, step: int) -> None:
     """Write learner.json: last, so that a folder that was cut short has none."""
     header = {
         "format_version": FORMAT_VERSION,

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_core.errors import CheckpointError, DataError
+from rl_core.errors import DataError
 from rl_distill.policy_config import PolicyConfig
 
 _log = structlog.get_logger(__name__)
@@ -39,7 +39,6 @@ COMPANION_FILES = (
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of a number, for each dtype that weights may be stored in."""
 
-ReadError = type[DataError] | type[CheckpointError]
 Shape = tuple[int, ...]
 
 
@@ -116,34 +115,25 @@ class PolicyTensors:
         num_bytes_read: Bytes of all rectangles read so far, as stored.
     """
 
-    def __init__(
-        self,
-        policy_dir: Path,
-        config: PolicyConfig,
-        error: ReadError = DataError,
-        *,
-        optional: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, policy_dir: Path, config: PolicyConfig, *, optional: frozenset[str] = frozenset()) -> None:
         """Open the files, and check from their headers that everything is there.
 
         Args:
             policy_dir: The folder.
             config: What its config.json says.
-            error: Raised where something is wrong.
             optional: Names of tensors that may be missing.
 
         Raises:
-            DataError: Or the given error: a file or tensor is missing, torn, of another shape or dtype.
+            DataError: A file or tensor is missing, torn, of another shape or dtype.
         """
         self.num_bytes_read = 0
-        self._error = error
-        paths, listed = _weight_files(policy_dir, error)
-        self._files = {path: _open(path, error) for path in paths}
-        stored = _stored_tensors(self._files, listed, error)
+        paths, listed = _weight_files(policy_dir)
+        self._files = {path: _open(path) for path in paths}
+        stored = _stored_tensors(self._files, listed)
         self._stored = {**stored, **_unfused(stored)}
         shapes = tensor_shapes(config)
         where = paths[0] if len(paths) == 1 else policy_dir
-        _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional}, error)
+        _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional})
         used = {(self._stored[name].path, self._stored[name].name) for name in shapes if name in self._stored}
         extra = sorted(n for n, t in stored.items() if (t.path, t.name) not in used and n not in config.tied)
         if extra:
@@ -163,64 +153,48 @@ class PolicyTensors:
             dtype: Of what is given.
 
         Raises:
-            DataError: Or the error given at the start: there is no such tensor, or it is smaller.
+            DataError: There is no such tensor, or it is smaller.
         """
         stored = self._stored.get(name)
         if stored is None:
-            raise self._error(f"there is no tensor {name!r} in the folder; it has {len(self._stored)} others.")
+            raise DataError(f"there is no tensor {name!r} in the folder; it has {len(self._stored)} others.")
         ends = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
         if len(ends) != len(stored.shape) or any(e > s for e, s in zip(ends, stored.shape, strict=True)):
-            raise self._error(
+            raise DataError(
                 f"{stored.path}: tensor {name!r} must reach to {list(ends)}; found shape {list(stored.shape)}."
             )
-        _check_dtype(name, stored, self._error)
+        _check_dtype(name, stored)
         if 0 in sizes:
             return torch.empty(sizes, dtype=dtype)
         try:
             value = self._files[stored.path].get_slice(stored.name)[stored.slices(offsets, sizes)]
         except (SafetensorError, OSError) as cause:
-            raise self._error(f"{stored.path}: tensor {name!r} cannot be read: {cause}") from cause
+            raise DataError(f"{stored.path}: tensor {name!r} cannot be read: {cause}") from cause
         self.num_bytes_read += math.prod(sizes) * STORED_DTYPES[stored.dtype]
         return value.reshape(sizes).to(dtype)  # type: ignore[no-any-return]
 
 
-def read_policy_tensors(
-    policy_dir: Path, config: PolicyConfig, *, dtype: torch.dtype, error: ReadError = DataError
-) -> dict[str, Tensor]:
+def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of a policy from a Hugging Face folder, whole.
 
     Raises:
-        DataError: Or the given error: a file or tensor is missing, torn or of another shape.
+        DataError: A file or tensor is missing, torn or of another shape.
     """
-    tensors = PolicyTensors(policy_dir, config, error)
+    tensors = PolicyTensors(policy_dir, config)
     shapes = tensor_shapes(config)
     return {name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def read_tensors(
-    path: Path, shapes: Mapping[str, Shape], *, dtype: torch.dtype, error: ReadError = CheckpointError
-) -> dict[str, Tensor]:
-    """Tensors of one safetensors file; all of them, or those of `shapes`, which then must all be there.
-
-    Raises:
-        CheckpointError: Or the given error: the file is missing or torn, or a tensor missing or of another shape.
-    """
-    file = _open(path, error)
-    stored = _stored_tensors({path: file}, {}, error)
-    _check(path, stored, shapes, error)
-    return {name: file.get_tensor(name).to(dtype) for name in stored if not shapes or name in shapes}
-
-
-def _open(path: Path, error: ReadError) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise error(f"{path} does not exist.") from None
+        raise DataError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as cause:
-        raise error(f"{path} is torn or no safetensors file: {cause}") from cause
+        raise DataError(f"{path} is torn or no safetensors file: {cause}") from cause
 
 
-def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str], error: ReadError) -> dict[str, _Stored]:
+def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str]) -> dict[str, _Stored]:
     """What the headers of files say; of a tensor in several, the one where the index lists it."""
     stored: dict[str, _Stored] = {}
     for path, file in files.items():
@@ -230,7 +204,7 @@ def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str], error:
                 stored[name] = _Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     missing = sorted(listed.keys() - stored.keys())
     if missing:
-        raise error(f"{listed[missing[0]]} has no tensor {missing[0]!r}, which {INDEX_FILE} says is there.")
+        raise DataError(f"{listed[missing[0]]} has no tensor {missing[0]!r}, which {INDEX_FILE} says is there.")
     return stored
 
 
@@ -251,47 +225,41 @@ def _unfused(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     return parts
 
 
-def _check(where: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, Shape], error: ReadError) -> None:
+def _check(where: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, Shape]) -> None:
     """Refuse a tensor that is missing, or of another shape or dtype, naming file and tensor."""
     for name, shape in shapes.items():
         if name not in stored:
-            raise error(f"{where} has no tensor {name!r}; the policy needs it with shape {list(shape)}.")
+            raise DataError(f"{where} has no tensor {name!r}; the policy needs it with shape {list(shape)}.")
         found = stored[name]
         if found.shape != shape:
-            raise error(f"{found.path}: tensor {name!r} must have shape {list(shape)}; found {list(found.shape)}.")
-        _check_dtype(name, found, error)
+            raise DataError(f"{found.path}: tensor {name!r} must have shape {list(shape)}; found {list(found.shape)}.")
+        _check_dtype(name, found)
 
 
-def _check_dtype(name: str, found: _Stored, error: ReadError) -> None:
+def _check_dtype(name: str, found: _Stored) -> None:
     if found.dtype not in STORED_DTYPES:
-        raise error(
+        raise DataError(
             f"{found.path}: tensor {name!r} must be stored as one of {', '.join(STORED_DTYPES)}; "
             f"found {found.dtype}. Convert the folder first."
         )
 
 
-def _weight_files(policy_dir: Path, error: ReadError) -> tuple[list[Path], dict[str, str]]:
+def _weight_files(policy_dir: Path) -> tuple[list[Path], dict[str, str]]:
     """Files with weights, and the file of each tensor that an index lists."""
     index = policy_dir / INDEX_FILE
     if not index.exists():
         if not (policy_dir / WEIGHTS_FILE).exists():
-            raise error(f"{policy_dir} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights must be safetensors.")
+            raise DataError(f"{policy_dir} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights must be safetensors.")
         return [policy_dir / WEIGHTS_FILE], {}
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         listed = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise error(f"{index} is not an index of safetensors shards: {cause!r}.") from cause
+        raise DataError(f"{index} is not an index of safetensors shards: {cause!r}.") from cause
     names = sorted(set(listed.values()))
     if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
-        raise error(f"{index} must name safetensors files of its own folder; found {names[:3]}.")
+        raise DataError(f"{index} must name safetensors files of its own folder; found {names[:3]}.")
     return [policy_dir / name for name in names], listed
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; views are copied, because a file shares no memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: _owned(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -48,12 +48,8 @@ class Piece:
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What one rank wrote; `write_contents` makes the table of contents from all of them."""
-
-    plan: SavePlan
-    results: list[WriteResult]
+Written = tuple[SavePlan, list[WriteResult]]
+"""What one rank wrote: its plan and the results; `write_contents` makes the table of contents from all of them."""
 
 
 class _PieceWriter(SavePlanner):
@@ -108,7 +104,7 @@ def write_pieces(directory: Path, pieces: Sequence[Piece], *, rank: int, num_ran
         results: list[WriteResult] = writer.write_data(plan, _PieceWriter(pieces)).wait()
     except RuntimeError as error:
         raise CheckpointError(f"{directory} could not be written: {error}") from error
-    return Written(SavePlan(plan.items), results)
+    return SavePlan(plan.items), results
 
 
 def _write_item(piece: Piece) -> WriteItem:
@@ -125,8 +121,8 @@ def _write_item(piece: Piece) -> WriteItem:
 
 def write_contents(directory: Path, written: Sequence[Written]) -> None:
     """Write the table of contents, when every rank has written; without it a folder is no checkpoint."""
-    _, metadata = create_default_global_save_plan([part.plan for part in written], rewrite_index_hints=False)
-    _ContentsWriter(directory).finish(metadata, [part.results for part in written])
+    _, metadata = create_default_global_save_plan([plan for plan, _ in written], rewrite_index_hints=False)
+    _ContentsWriter(directory).finish(metadata, [results for _, results in written])
 
 
 class _ContentsWriter(FileSystemWriter):
@@ -153,14 +149,14 @@ class TensorFolder:
         """Shape of every tensor by name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def check(self, shapes: Mapping[str, Shape], *, dtype: torch.dtype = torch.float32) -> None:
-        """Refuse a folder whose tensors are not these, whole; nothing of them is read.
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Refuse a folder whose tensors are not these, float32 and whole; nothing of them is read.
 
         Raises:
             CheckpointError: Names folder and tensor.
         """
         for name, shape in shapes.items():
-            self._tensor(name, tuple(shape), dtype)
+            self._tensor(name, tuple(shape), torch.float32)
         for name in self._tensors:
             if name not in shapes:
                 raise CheckpointError(f"{self.directory} has a tensor {name[:200]!r}, which this model has not.")

@@ -48,20 +48,6 @@ class _AllTokensOfOneHead(torch.autograd.Function):
         return own, None, None
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum of what each rank has; each keeps the gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
-        return grads[0], None
-
-
 def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
     """[T / ranks, heads, D] of this rank's tokens to [T, heads / ranks, D] of this rank's heads."""
     size = group.size()
@@ -101,8 +87,3 @@ def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
 def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
     """[T, heads / ranks, head_dim] back to [T / ranks, heads, head_dim]."""
     return _Exchange.apply(x, group, _heads_to_tokens, _tokens_to_heads)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def sum_over_ranks(x: Tensor, *, group: Any) -> Tensor:
-    """Sum of a tensor over ranks, each of which has a part of it and zeros elsewhere."""
-    return _SumOverRanks.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -140,16 +140,7 @@ class _Split:
 
     def whole(self, name: str, view: Tensor) -> Block:
         """A tensor that every rank has."""
-        shape = tuple(view.shape)
-        return Block(
-            name=name,
-            shape=shape,
-            offsets=(0,) * view.ndim,
-            sizes=shape,
-            view=view,
-            is_primary=self.rank == 0,
-            is_expert=self.is_expert,
-        )
+        return whole_block(name, view, is_primary=self.rank == 0)
 
     def _cut(self, name: str, view: Tensor, sizes: tuple[int, ...], *, axis: int) -> Block:
         shape = tuple(size * self.size if i == axis else size for i, size in enumerate(sizes))
@@ -157,9 +148,10 @@ class _Split:
         return Block(name=name, shape=shape, offsets=offsets, sizes=sizes, view=view, is_expert=self.is_expert)
 
 
-def whole_policy(config: PolicyConfig) -> Shard:
-    """The shard of a single rank."""
-    return Shard(layers=range(config.num_layers))
+def whole_block(name: str, tensor: Tensor, *, is_primary: bool) -> Block:
+    """A tensor that every rank has, of which one rank's is primary."""
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.ndim
+    return Block(name=name, shape=shape, offsets=offsets, sizes=shape, view=tensor, is_primary=is_primary)
 
 
 def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:

@@ -6,15 +6,12 @@ Every rank of a learner gets the same calls in the same order; what one does alo
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from numpy.typing import NDArray
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
@@ -27,32 +24,6 @@ from rl_distill.megatron.parallel import Place, Rendezvous, initialize_groups, j
 from rl_distill.megatron.rank_model import RankModel, States
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightBlock:
-    """A rectangle of a weight on its way to another process.
-
-    Attributes:
-        name: Hugging Face's.
-        shape: Of the whole weight.
-        offsets: Where the rectangle begins.
-        sizes: Its extent.
-        dtype: torch's name, such as "bfloat16".
-        content: The elements' bytes, [bytes] uint8.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: str
-    content: NDArray[Any]
-
-    def tensor(self) -> Tensor:
-        """The rectangle; a copy where it arrived in memory that others read too."""
-        content = self.content if self.content.flags.writeable else self.content.copy()
-        return torch.from_numpy(content).view(getattr(torch, self.dtype)).view(self.sizes)
 
 
 class RankHost:
@@ -106,22 +77,12 @@ class RankHost:
         """Call a method of a model."""
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
-    def export(self, name: str) -> list[WeightBlock]:
-        """The weights of which this rank keeps the copy that counts."""
-        blocks = []
-        for block in self._own(name, self._loaded(name).weight_blocks()):
-            content = block.read().detach().cpu().contiguous()
-            blocks.append(
-                WeightBlock(
-                    name=block.name,
-                    shape=block.shape,
-                    offsets=block.offsets,
-                    sizes=block.sizes,
-                    dtype=str(content.dtype).removeprefix("torch."),
-                    content=content.view(-1).view(torch.uint8).numpy(),
-                )
-            )
-        return blocks
+    def export(self, name: str) -> list[Piece]:
+        """The weights of which this rank keeps the copy that counts; views of them where they are on the CPU."""
+        return [
+            Piece(name=block.name, shape=block.shape, offsets=block.offsets, tensor=block.read().cpu())
+            for block in self._own(name, self._loaded(name).weight_blocks())
+        ]
 
     def begin_save(self, name: str, directory: Path) -> None:
         """Copy the state of a model, and write it while the rank goes on."""

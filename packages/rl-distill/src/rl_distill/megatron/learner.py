@@ -16,13 +16,12 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     critic_shapes,
+    finish_checkpoint,
     read_header,
     require_empty,
-    write_header,
-    write_saved_policy,
 )
 from rl_distill.checkpoints.hf_folder import tensor_shapes
-from rl_distill.checkpoints.torch_dist import TensorFolder, write_contents
+from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import (
     LearnerOptions,
     MetricSums,
@@ -32,7 +31,6 @@ from rl_distill.learner import (
     StepResult,
     ValueLoss,
 )
-from rl_distill.megatron.host import WeightBlock
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.ranks import LearnerRanks
@@ -47,7 +45,6 @@ from rl_distill.stepping import (
     check_temperature,
     check_trainable,
     open_policy,
-    parameter_dtype,
 )
 
 
@@ -58,6 +55,7 @@ class RankedModel:
         kind: Its name on the ranks, unless another is given.
         head: What comes out.
         trains: False keeps neither gradients nor an optimizer.
+        step: Optimizer steps done so far.
     """
 
     kind: ClassVar[str]
@@ -95,13 +93,8 @@ class RankedModel:
         self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
         plan = ModelPlan(source=self._source, options=options, parallel=parallel, head=self.head, trains=self.trains)
         self._num_parameters: int = sum(self._ranks.call_all("build", self._name, plan))
-        self._step = 0
+        self.step = 0
         self._is_open = True
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done so far."""
-        return self._step
 
     @property
     def num_parameters(self) -> int:
@@ -151,9 +144,9 @@ class RankedModel:
         parts: list[StepShare] = self._call_shares("train_step", shares, objective, temperature=temperature, **wanted)
         broken = [int(of_rank[row]) for of_rank, part in zip(rows, parts, strict=True) for row in part.broken_rows]
         first = parts[0]
-        self._step += first.is_applied
+        self.step += first.is_applied
         return StepResult(
-            step=self._step,
+            step=self.step,
             loss=first.loss,
             grad_norm=first.grad_norm,
             learning_rate=first.learning_rate,
@@ -211,17 +204,17 @@ class TrainedModel(RankedModel):
     def export_weights(self) -> Mapping[str, Tensor]:
         """All weights by Hugging Face name, on the CPU; views where this process has them, until the next step."""
         check_open(self._is_open)
-        blocks: list[WeightBlock] = [b for of_rank in self._ranks.call_all("export", self._name) for b in of_rank]
+        pieces: list[Piece] = [piece for of_rank in self._ranks.call_all("export", self._name) for piece in of_rank]
         weights: dict[str, Tensor] = {}
-        for block in blocks:
-            tensor = block.tensor()
-            if block.sizes == block.shape:
-                weights[block.name] = tensor
+        for piece in pieces:
+            sizes = piece.tensor.shape
+            if sizes == piece.shape:
+                weights[piece.name] = piece.tensor
                 continue
-            if block.name not in weights:
-                weights[block.name] = torch.empty(block.shape, dtype=tensor.dtype)
-            place = tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))
-            weights[block.name][place] = tensor
+            if piece.name not in weights:
+                weights[piece.name] = torch.empty(piece.shape, dtype=piece.tensor.dtype)
+            place = tuple(slice(o, o + s) for o, s in zip(piece.offsets, sizes, strict=True))
+            weights[piece.name][place] = piece.tensor
         return {name: weights[name] for name in self._shapes()}
 
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
@@ -229,7 +222,7 @@ class TrainedModel(RankedModel):
         check_open(self._is_open)
         require_empty(directory)
         self._ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
-        pending = PendingSave(partial(self._finish_save, directory, step=self._step))
+        pending = PendingSave(partial(self._finish_save, directory, step=self.step))
         if not in_background:
             pending.wait()
         return pending
@@ -250,13 +243,12 @@ class TrainedModel(RankedModel):
             self._ranks.call_all("forget_state", self._name)
             raise CheckpointError(next(problem for problem in problems if problem))
         self._ranks.call_all("apply_state", self._name, step=step)
-        self._step = step
+        self.step = step
 
     def _finish_save(self, directory: Path, *, step: int) -> None:
         """Wait for the ranks, and write what names their files; the header last."""
-        write_contents(directory / STATE_FOLDER, self._ranks.finish_save(directory / STATE_FOLDER))
-        write_saved_policy(directory, self._source, list(self._shapes()), dtype=parameter_dtype(self._options))
-        write_header(directory, source=self._source, options=self._options, step=step)
+        written, names = self._ranks.finish_save(directory / STATE_FOLDER), list(self._shapes())
+        finish_checkpoint(directory, written, source=self._source, names=names, options=self._options, step=step)
 
 
 class MegatronLearner(TrainedModel):

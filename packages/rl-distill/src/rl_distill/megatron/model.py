@@ -182,16 +182,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """What is wanted of some of the tokens."""
         logits = self.output_layer(hidden, weight=self._head())[0].squeeze(1)
-        part = self._part
-        logprobs, entropy = vocabulary_logprobs(
-            logits, targets, temperature=wanted.temperature, group=part.group, vocab_size=part.size
-        )
+        logprobs, entropy = vocabulary_logprobs(logits, targets, temperature=wanted.temperature, part=self._part)
         found = {"values": logprobs, "entropy": entropy}
         if wanted.top_k is not None:
             found |= self._likeliest(logits, targets, logprobs, wanted)
         if wanted.comparison is not None and teacher is not None:
             measured = self._divergence(wanted.comparison, wanted)(logits, teacher)
-            found |= {MEASURED + name: value for name, value in measured.columns().items()}
+            found |= {MEASURED + name: value for name, value in measured._asdict().items()}
         return found
 
     def _likeliest(self, logits: Tensor, targets: Tensor, logprobs: Tensor, wanted: Wanted) -> dict[str, Tensor]:
@@ -229,7 +226,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             temperature=wanted.temperature,
             chunk_logits=2 * _CHUNK_LOGITS,
         )
-        measured = {MEASURED + name: value for name, value in found.comparison.columns().items()}
+        measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}
         logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
         return Scored(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
 

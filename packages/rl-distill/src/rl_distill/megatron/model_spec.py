@@ -61,20 +61,27 @@ class _Keep(torch.autograd.Function):
 class PolicyLayer(TransformerLayer):  # type: ignore[misc]
     """megatron's layer; its mixture of experts, where it is one, takes the experts that the layout gives."""
 
+    def __init__(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
+        """Make the layer.
+
+        Args:
+            *args: megatron's.
+            is_last: True before the head: nobody reads other tokens after its attention, so only `kept` ones go on.
+            **kwargs: megatron's.
+        """
+        super().__init__(*args, **kwargs)
+        self.is_last = is_last
+
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
         """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
         hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
-        kept = self.kept(packed_seq_params)
+        kept = packed_seq_params.kept if self.is_last else None
         if kept is not None:
             hidden = _Keep.apply(hidden, kept)  # type: ignore[no-untyped-call]
         if not self.is_moe_layer:
             return self._forward_mlp(hidden), context
         with self.mlp.router.replaying(self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0])):
             return self._forward_mlp(hidden), context
-
-    def kept(self, layout: PackedLayout) -> Tensor | None:  # noqa: ARG002 - of the last layer
-        """[M] int64 tokens that go on after the attention; None for all."""
-        return None
 
     def _experts(self, layout: PackedLayout, kept: Tensor | None, *, num_tokens: int) -> Tensor | None:
         """[num_tokens, top_k] experts that this layer's tokens must take."""
@@ -86,14 +93,6 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         if self.config.sequence_parallel:
             return experts.narrow(0, self.tp_group.rank() * num_tokens, num_tokens)
         return experts
-
-
-class LastLayer(PolicyLayer):
-    """The layer before the head: nobody reads other tokens after its attention, so only `kept` go on."""
-
-    def kept(self, layout: PackedLayout) -> Tensor | None:
-        """The layout's kept tokens."""
-        return layout.kept
 
 
 def transformer_config(
@@ -210,4 +209,4 @@ def _layer_spec(config: TransformerConfig, index: int) -> ModuleSpec:
     )
     # Sequence parallelism gives each rank a part of the tokens, and the head gathers all: none can be left out.
     is_last = index == config.num_layers - 1 and not config.sequence_parallel
-    return ModuleSpec(module=LastLayer if is_last else PolicyLayer, submodules=submodules)
+    return ModuleSpec(module=PolicyLayer, params={"is_last": is_last}, submodules=submodules)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_distill.megatron.cpu import cuda_type_names
+from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import LearnerOptions
 from rl_distill.stepping import clip_scale
 
@@ -201,12 +201,7 @@ def _whole(parameter: torch.nn.Parameter, main: _Main, own: Tensor | None) -> Te
     if own is not None:
         whole[main.start : main.start + own.numel()] = own
     is_expert = not getattr(parameter, "allreduce", True)
-    group = (
-        parallel_state.get_expert_data_parallel_group()
-        if is_expert
-        else parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    dist.all_reduce(whole, group=group)
+    dist.all_reduce(whole, group=group_of_copies(of_experts=is_expert))
     return whole.view(parameter.shape)
 
 

@@ -3,8 +3,8 @@
 import os
 import socket
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,7 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=_virtual(parallel),
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
@@ -136,70 +136,33 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
         raise SettingsError(f"this process has megatron's groups for {found} already; found {wanted}.")
 
 
-def _virtual(parallel: ParallelOptions) -> int | None:
-    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Which part of the learner's work this rank does.
 
     Attributes:
         data: Which share of the rows.
-        context: Which share of a micro-batch's tokens.
-        pipeline: Which stage.
-        tensor: Which slice of the matrices.
-        is_last_stage: True where logprobs come out.
+        answers: True on the one rank of each data-parallel share that says what came out.
     """
 
     data: int
-    context: int
-    pipeline: int
-    tensor: int
-    is_last_stage: bool
+    answers: bool
 
     @classmethod
     def of_this_rank(cls) -> "Place":
         """Ask megatron's groups."""
-        return cls(
-            data=parallel_state.get_data_parallel_rank(),
-            context=parallel_state.get_context_parallel_rank(),
-            pipeline=parallel_state.get_pipeline_model_parallel_rank(),
-            tensor=parallel_state.get_tensor_model_parallel_rank(),
-            is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-
-    @property
-    def answers(self) -> bool:
-        """True on the one rank of each data-parallel share that says what came out."""
-        return self.is_last_stage and self.context == 0 and self.tensor == 0
+        is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        others = (parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+        return cls(parallel_state.get_data_parallel_rank(), is_last_stage and others == (0, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Which of the ranks with the same parameters this one is.
-
-    Attributes:
-        rank: Among the data- and context-parallel ranks.
-        size: Their number.
-        expert_rank: Among the ranks with the same experts.
-        expert_size: Their number.
-    """
-
-    rank: int
-    size: int
-    expert_rank: int
-    expert_size: int
-
-    @classmethod
-    def of_this_rank(cls) -> "Copies":
-        """Ask megatron's groups."""
-        return cls(
-            rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-            size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-            expert_rank=parallel_state.get_expert_data_parallel_rank(),
-            expert_size=parallel_state.get_expert_data_parallel_world_size(),
-        )
+def group_of_copies(*, of_experts: bool) -> dist.ProcessGroup:
+    """The ranks with the same parameters, or with the same experts, as this one."""
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if of_experts
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return group
 
 
 def shards_of_this_rank(config: PolicyConfig, parallel: ParallelOptions) -> list[Shard]:

@@ -21,7 +21,7 @@ from rl_distill.megatron.convert import Block
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
-from rl_distill.megatron.parallel import Copies, Place, learner_device, shards_of_this_rank
+from rl_distill.megatron.parallel import Place, group_of_copies, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_pack import PlacedPack, Sharing, padded_length, place_pack
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rotary import rotary_frequencies
@@ -54,7 +54,6 @@ class RankModel:
         self._adam: MegatronAdam | None = None
         self._offloaded: Offloaded | None = None
         self._sharing = _sharing(plan, self._device)
-        self._copies = Copies.of_this_rank()
         self._teacher_heads: list[Tensor] = []
         if plan.trains:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
@@ -208,9 +207,8 @@ class RankModel:
 
     def gives(self, number: int, block: Block) -> bool:
         """True where this rank, of those that hold the same block, is the one to give it out."""
-        if block.is_expert:
-            return number % self._copies.expert_size == self._copies.expert_rank
-        return number % self._copies.size == self._copies.rank
+        group = group_of_copies(of_experts=block.is_expert)
+        return number % group.size() == group.rank()
 
     def state_blocks(self) -> dict[str, list[Block]]:
         """float32 weights and Adam's moments, by Hugging Face name. Every rank calls it together."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rl_core.data.ragged import offsets_of
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
-from rl_distill.megatron.context import sum_over_ranks
 from rl_distill.objectives.logit_divergence import TeacherTokens, teacher_tokens
 from rl_distill.objectives.micro_columns import needed_column
+from rl_distill.objectives.vocabulary_parts import sum_over_ranks
 from rl_distill.packing import ROUTED_EXPERTS, Pack
 
 
@@ -84,10 +84,7 @@ class PlacedPack:
         """[T, ...] of the whole pack, without padding, from this rank's [M, ...]; 0 where nothing was scored."""
         shape = (len(self.pack.micro_batch.input_ids), *values.shape[1:])
         out = torch.zeros(shape, dtype=values.dtype, device=values.device)
-        out = out.index_copy(0, self.scored, values)
-        if self.sharing.context_size > 1:
-            return sum_over_ranks(out, group=self.sharing.context_group)
-        return out
+        return sum_over_ranks(out.index_copy(0, self.scored, values), group=self.sharing.context_group)
 
 
 def padded_length(pack: Pack, sharing: Sharing) -> int:

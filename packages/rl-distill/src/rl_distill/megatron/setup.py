@@ -11,9 +11,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rl_distill.checkpoints.checkpoint import PolicySource
+from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
-from rl_distill.megatron.convert import Block, Shard, blocks_of
+from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
 from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.parallel import undisturbed_random_numbers
@@ -44,7 +44,7 @@ class ModelPlan:
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
-        return torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
+        return DTYPES[self.options.dtype]
 
 
 def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) -> list[Any]:
@@ -118,18 +118,7 @@ def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> 
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)
     for name in VALUE_HEAD.keys() & state.keys():
-        tensor = state[name]
-        shape = tuple(tensor.shape)
-        blocks.append(
-            Block(
-                name=VALUE_HEAD[name],
-                shape=shape,
-                offsets=(0,) * tensor.ndim,
-                sizes=shape,
-                view=tensor,
-                is_primary=shard.tensor_rank == 0,
-            )
-        )
+        blocks.append(whole_block(VALUE_HEAD[name], state[name], is_primary=shard.tensor_rank == 0))
     return blocks
 
 

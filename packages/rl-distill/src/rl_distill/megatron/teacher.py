@@ -9,6 +9,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged, token_positions
 from rl_core.errors import SettingsError
 from rl_distill.megatron.learner import RankedModel
+from rl_distill.policy_config import PolicyConfig
 from rl_distill.stepping import check_open, check_temperature
 
 
@@ -18,19 +19,9 @@ class MegatronTeacherModel(RankedModel):
     kind, trains = "teacher", False
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that it knows, as its config.json says."""
-        return self._source.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of its hidden states."""
-        return self._source.config.hidden_size
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence."""
-        return self._source.config.max_position_embeddings
+    def config(self) -> PolicyConfig:
+        """Of the model."""
+        return self._source.config
 
     def score(
         self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
@@ -54,15 +45,16 @@ class MegatronTeacherModel(RankedModel):
         """
         check_open(self._is_open)
         check_temperature(temperature)
-        if not 0 <= top_k <= self.vocab_size:
-            raise SettingsError(f"top_k must be from 0 to the teacher's {self.vocab_size} tokens; found {top_k}.")
+        most = self.config.vocab_size
+        if not 0 <= top_k <= most:
+            raise SettingsError(f"top_k must be from 0 to the teacher's {most} tokens; found {top_k}.")
         shares, rows = self._shares(batch.only({"input_ids"}))
         options = {"temperature": temperature, "top_k": top_k, "has_hidden": has_hidden}
         found: list[dict[str, NDArray[Any]]] = self._call_shares("score", shares, **options)
         ids = batch.ragged("input_ids")
         shape = (len(ids.values), top_k + 1)
         logprobs, tokens = np.zeros(shape, dtype=np.float32), np.full(shape, -1, dtype=np.int32)
-        hidden = np.zeros((len(ids.values), self.hidden_size), dtype=np.float32) if has_hidden else None
+        hidden = np.zeros((len(ids.values), self.config.hidden_size), dtype=np.float32) if has_hidden else None
         for of_rank, named in zip(rows, found, strict=True):
             if not named:
                 continue

@@ -19,7 +19,7 @@ from rl_distill.objectives.rejection import Bound, rejection_mask
 from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, RewardedRows
 from rl_distill.objectives.selection import TokenSelection
 from rl_distill.objectives.sessions import SESSION_RULES
-from rl_distill.objectives.weight_metrics import WeightBounds, weight_metrics
+from rl_distill.objectives.weight_metrics import weight_metrics
 from rl_distill.objectives.whitened_advantages import COMPONENT
 
 SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
@@ -194,7 +194,9 @@ def correction_weight_metrics(
         _log_ratio(batch),
         batch.tensor("loss_mask"),
         offsets,
-        bounds=WeightBounds(level=level, cap=cap, floor=floor),
+        level=level,
+        cap=cap,
+        floor=floor,
     )
     return {name: float(value) for name, value in metrics.items()}
 

@@ -108,9 +108,8 @@ def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer:
 
 def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy, a few tokens at a time, for that takes several arrays as wide as the logits."""
-    part = work.divergence.part
     found = [
-        vocabulary_logprobs(few, ids, temperature=work.temperature, group=part.group, vocab_size=part.size)
+        vocabulary_logprobs(few, ids, temperature=work.temperature, part=work.divergence.part)
         for few, ids in zip(torch.split(logits, TARGETS_AT_ONCE), torch.split(targets, TARGETS_AT_ONCE), strict=True)
     ]
     logprobs, entropy = (torch.cat(of_all) for of_all in zip(*found, strict=True))
@@ -149,7 +148,7 @@ def chunked_head_divergence(
     weighted: Tensor = _ChunkedHead.apply(hidden, weight, work)  # type: ignore[no-untyped-call]
     if not work.found:
         work.found.append(_nothing(hidden, work))
-    comparison = TokenComparison.joined([one for one, _, _ in work.found])
+    comparison = TokenComparison.joined(one for one, _, _ in work.found)
     logprobs = [one for _, one, _ in work.found if one is not None]
     entropies = [one for _, _, one in work.found if one is not None]
     return HeadResult(
@@ -160,4 +159,4 @@ def chunked_head_divergence(
 def _nothing(hidden: Tensor, work: _Work) -> tuple[TokenComparison, Tensor | None, Tensor | None]:
     empty = hidden.new_zeros(0, dtype=torch.float32)
     of_targets = None if work.targets is None else empty
-    return TokenComparison(**dict.fromkeys(MEASURES, empty)), of_targets, of_targets
+    return TokenComparison(*[empty] * len(MEASURES)), of_targets, of_targets

@@ -6,7 +6,7 @@ estimates as a reward, Lu and Thinking Machines Lab 2025, thinkingmachines.ai/bl
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Literal, get_args
 
@@ -93,15 +93,8 @@ class DistillationObjectiveOptions:
     @property
     def divergence(self) -> DivergenceOptions:
         """The part of it that says how distributions are compared, and what is clamped."""
-        return DivergenceOptions(
-            kind=self.loss if self.loss in get_args(DivergenceKind) else "forward_kl",  # type: ignore[arg-type]
-            distribution=self.distribution,
-            tail=self.tail,
-            beta=self.beta,
-            temperature=self.temperature,
-            max_loss=self.max_loss,
-            min_logprob=self.min_logprob,
-        )
+        shared = {one.name: getattr(self, one.name) for one in fields(DivergenceOptions) if one.name != "kind"}
+        return DivergenceOptions(kind=self.loss if self.is_divergence else "forward_kl", **shared)  # type: ignore[arg-type]
 
     @property
     def is_divergence(self) -> bool:

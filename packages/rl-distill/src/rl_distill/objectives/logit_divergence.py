@@ -1,7 +1,8 @@
 """The divergence of a student's logits from what a teacher said, token by token, where the logits are."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from rl_distill.objectives.vocabulary_parts import (
     VocabularyPart,
     all_logprobs,
     likeliest,
-    sum_of_parts,
+    sum_over_ranks,
     take_top_k,
     top_k_logprobs,
 )
@@ -64,8 +65,7 @@ class TeacherTokens:
         return TeacherTokens(logprobs=self.logprobs[rows], ids=self.ids[rows], index=self.index[rows], hidden=hidden)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenComparison:
+class TokenComparison(NamedTuple):
     """Student and teacher at each of M tokens; all but `losses` without gradient, and 0 where no teacher scored.
 
     Attributes:
@@ -87,24 +87,20 @@ class TokenComparison:
     clamped_fraction: Tensor
 
     @staticmethod
-    def joined(parts: Sequence["TokenComparison"]) -> "TokenComparison":
+    def joined(parts: Iterable["TokenComparison"]) -> "TokenComparison":
         """Those of consecutive tokens as one."""
-        return TokenComparison(**{name: torch.cat([getattr(part, name) for part in parts]) for name in MEASURES})
+        return TokenComparison(*map(torch.cat, zip(*parts, strict=True)))
 
     def detached(self) -> "TokenComparison":
         """The same, without gradient."""
-        return TokenComparison(**{name: value.detach() for name, value in self.columns().items()})
-
-    def columns(self) -> Mapping[str, Tensor]:
-        """By name."""
-        return {name: getattr(self, name) for name in MEASURES}
+        return TokenComparison(*(value.detach() for value in self))
 
 
 OVERLAP_OF_ALL = 64
 """Likeliest tokens of both, of which the overlap is measured where whole distributions are compared; of a small
 vocabulary half."""
 
-MEASURES = tuple(one.name for one in fields(TokenComparison))
+MEASURES = TokenComparison._fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +206,7 @@ class LogitDivergence:
         teacher_logits = self._teacher_logits(teacher)
         log_p = all_logprobs(teacher_logits, part=self.part, temperature=self.options.temperature)
         log_q = all_logprobs(logits, part=self.part, temperature=self.options.temperature)
-        losses = sum_of_parts(divergence_terms(log_p, log_q, self.options).sum(-1), self.part)
+        losses = sum_over_ranks(divergence_terms(log_p, log_q, self.options).sum(-1), group=self.part.group)
         is_bitten = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         if self.options.min_logprob is not None:
             low = ((log_p < self.options.min_logprob) | (log_q.detach() < self.options.min_logprob)).any(-1)

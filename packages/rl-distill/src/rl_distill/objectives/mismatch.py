@@ -39,26 +39,6 @@ def mismatch_sums(
     return sums | {name: _masked_sum(values, counts > 0) for name, values in of_rows.items()}
 
 
-def mismatch_metrics(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, offsets: Tensor
-) -> dict[str, Tensor]:
-    """The means of `mismatch_sums` over a whole batch, with the extremes, which do not add up over parts of it.
-
-    Returns:
-        Scalars by name: those of `mismatch_sums`, and `rollout_corr/log_ppl_diff_max` and `_min` over trajectories.
-        NaN when nothing trains.
-    """
-    sums = mismatch_sums(old_logprobs, rollout_logprobs, loss_mask, offsets)
-    metrics = {name: total / weight for name, (total, weight) in sums.items()}
-    log_ratio = blank_masked(old_logprobs - rollout_logprobs, loss_mask, offsets)
-    counts = row_counts(loss_mask, offsets)
-    differences = -(row_sums(log_ratio, offsets) / counts.clamp(min=1))[counts > 0]
-    is_empty = len(differences) == 0
-    metrics["rollout_corr/log_ppl_diff_max"] = differences.new_tensor(torch.nan) if is_empty else differences.max()
-    metrics["rollout_corr/log_ppl_diff_min"] = differences.new_tensor(torch.nan) if is_empty else differences.min()
-    return metrics
-
-
 def _token_metrics(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     """[T] by name, of logprobs [T]."""
     log_ratio = bounded(old - rollout)

@@ -79,41 +79,10 @@ REJECTION_CRITERIA: Registry[Criterion] = Registry(
 one sign alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """One criterion on a batch.
-
-    Attributes:
-        statistic: [T], a trajectory's on each of its tokens; 0 where masked.
-        of_rows: [N] statistic of trajectories; of a token criterion the mean over tokens.
-        is_by_row: True for a criterion of trajectories.
-        low: Smallest statistic that passes; None for no limit.
-        high: Largest statistic that passes.
-        passes: [T] bool.
-    """
-
-    statistic: Tensor
-    of_rows: Tensor
-    is_by_row: bool
-    low: float | None
-    high: float
-    passes: Tensor
-
-
-def judge(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: Criterion, bound: Bound) -> Judgement:
-    """Apply one criterion.
-
-    Args:
-        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
-        loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows.
-        criterion: One of `REJECTION_CRITERIA`.
-        bound: Its limit.
-
-    Raises:
-        ShapeError: Shapes or dtypes other than above.
-        SettingsError: An impossible bound.
-    """
+def _judge(
+    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: Criterion, bound: Bound
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Apply one criterion: which tokens [T] pass, and what it found."""
     low, high = limits(bound, is_signed=criterion.is_signed)
     values = criterion.of_token(bounded(blank_masked(log_ratio, loss_mask, offsets)))
     values = torch.where(loss_mask, values, torch.zeros_like(values))
@@ -123,15 +92,9 @@ def judge(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: C
         of_rows = criterion.of_row(values, loss_mask, offsets)
         statistic = spread_rows(of_rows, offsets, num_tokens=len(values))
     passes = statistic <= high if low is None else (statistic <= high) & (statistic >= low)
-    statistic = torch.where(loss_mask, statistic, torch.zeros_like(statistic))
-    return Judgement(
-        statistic=statistic,
-        of_rows=of_rows,
-        is_by_row=criterion.of_row is not None,
-        low=low,
-        high=high,
-        passes=passes,
-    )
+    of_tokens, of_rows = statistic[loss_mask], of_rows[row_counts(loss_mask, offsets) > 0]
+    judged = of_tokens if criterion.of_row is None else of_rows
+    return passes, _statistics(of_tokens, of_rows, judged, low=low, high=high) if len(of_tokens) else {}
 
 
 def limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
@@ -181,38 +144,36 @@ def rejection_mask(
     """
     keep, metrics = loss_mask, dict[str, Tensor]()
     for name, bound in bounds.items():
-        found = judge(log_ratio, loss_mask, offsets, criterion=REJECTION_CRITERIA.get(name), bound=bound)
-        keep = keep & found.passes
+        criterion = REJECTION_CRITERIA.get(name)
+        passes, found = _judge(log_ratio, loss_mask, offsets, criterion=criterion, bound=bound)
+        keep = keep & passes
         prefix = f"rollout_corr/rollout_rs_{name}"
-        metrics |= {f"{prefix}_{key}": value for key, value in _statistics(found, loss_mask, offsets).items()}
-        metrics |= _masked_fractions(prefix, loss_mask & found.passes, loss_mask, offsets)
+        metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
+        metrics |= _masked_fractions(prefix, loss_mask & passes, loss_mask, offsets)
     metrics |= _masked_fractions("rollout_corr/rollout_rs", keep, loss_mask, offsets)
     return keep, metrics if bool(loss_mask.any()) else {}
 
 
-def _statistics(found: Judgement, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-    """Mean, extremes and shares of a statistic over tokens, and over trajectories."""
-    of_tokens = found.statistic[loss_mask]
-    of_rows = found.of_rows[row_counts(loss_mask, offsets) > 0]
-    if len(of_tokens) == 0:
-        return {}
-    judged = of_rows if found.is_by_row else of_tokens
-    clamped = of_tokens.clamp(min=0.0 if found.low is None else found.low, max=found.high)
+def _statistics(
+    of_tokens: Tensor, of_rows: Tensor, judged: Tensor, *, low: float | None, high: float
+) -> dict[str, Tensor]:
+    """Of a statistic over trained tokens and over trajectories, `judged` being those of the two that it judges."""
+    clamped = of_tokens.clamp(min=0.0 if low is None else low, max=high)
     statistics = {
         "mean": of_tokens.mean(),
         "max": judged.max(),
         "min": judged.min(),
-        "fraction_high": _share(judged > found.high),
-        "fraction_low": _share_below(judged, found.low),
+        "fraction_high": _share(judged > high),
+        "fraction_low": _share_below(judged, low),
         "std": clamped.double().std(correction=0).to(of_tokens.dtype),
         "seq_mean": of_rows.mean(),
         "seq_std": of_rows.std() if len(of_rows) > 1 else of_rows.new_zeros(()),
         "seq_max": of_rows.max(),
         "seq_min": of_rows.min(),
         "seq_max_deviation": of_rows.abs().max(),
-        "seq_fraction_high": _share(of_rows > found.high),
+        "seq_fraction_high": _share(of_rows > high),
     }
-    return statistics | ({} if found.low is None else {"seq_fraction_low": _share_below(of_rows, found.low)})
+    return statistics | ({} if low is None else {"seq_fraction_low": _share_below(of_rows, low)})
 
 
 def _share(is_outside: Tensor) -> Tensor:

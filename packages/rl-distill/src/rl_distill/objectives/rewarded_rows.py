@@ -65,10 +65,7 @@ class RewardedRows:
         Raises:
             DataError: It is not there.
         """
-        try:
-            values = self.columns[name]
-        except KeyError:
-            raise DataError(f"{_missing(name, self.columns)} Add the column {name!r} first.") from None
+        values = _needed(name, self.columns)
         return torch.where(self.loss_mask, values, torch.zeros_like(values))
 
     def row_column(self, name: str) -> Tensor:
@@ -77,10 +74,7 @@ class RewardedRows:
         Raises:
             DataError: It is not there, or not finite.
         """
-        try:
-            values = self.row_columns[name]
-        except KeyError:
-            raise DataError(f"{_missing(name, self.row_columns)} Add the column {name!r} first.") from None
+        values = _needed(name, self.row_columns)
         if not bool(values.isfinite().all()):
             raise DataError(f"column {name!r} must be finite; some rows are not. Give every trajectory a value.")
         return values
@@ -193,5 +187,10 @@ def unmasked(values: Tensor, rows: RewardedRows) -> Tensor:
     return empty.masked_scatter(rows.loss_mask, values.to(rows.rewards.dtype))
 
 
-def _missing(name: str, columns: Mapping[str, Tensor]) -> str:
-    return f"the advantage needs the column {name!r}; the batch has {', '.join(sorted(columns)) or 'none'}."
+def _needed(name: str, columns: Mapping[str, Tensor]) -> Tensor:
+    if name not in columns:
+        raise DataError(
+            f"the advantage needs the column {name!r}; the batch has {', '.join(sorted(columns)) or 'none'}. Add the "
+            f"column {name!r} first."
+        )
+    return columns[name]

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from rl_distill.objectives.vocabulary_parts import VocabularyPart
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
@@ -12,35 +13,33 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, group: Any, vocab_size: int | None
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, part: VocabularyPart
     ) -> tuple[Tensor, Tensor]:
-        size, rank = _size_and_rank(group)
+        first = part.first(logits.shape[-1])
         scaled = logits.float()
         scaled = scaled / temperature if temperature != 1.0 else scaled.clone() if scaled is logits else scaled
-        if vocab_size is not None:
-            scaled[:, max(0, vocab_size - rank * logits.shape[-1]) :] = -torch.inf
-        largest = _reduced(scaled.amax(-1), dist.ReduceOp.MAX, group, size)
-        scaled.sub_(largest.unsqueeze(-1))
+        scaled[:, max(0, part.size - first) :] = -torch.inf
+        scaled.sub_(part.largest(scaled.amax(-1)).unsqueeze(-1))
         probabilities = scaled.exp()
-        total = _reduced(probabilities.sum(-1), dist.ReduceOp.SUM, group, size)
+        total = part.summed(probabilities.sum(-1))
         log_total = total.log()
         probabilities.div_(total.unsqueeze(-1))
 
-        local = targets - rank * logits.shape[-1]
+        local = targets - first
         is_local = (local >= 0) & (local < logits.shape[-1])
         local = local.masked_fill(~is_local, 0).unsqueeze(-1)
         chosen = scaled.gather(-1, local).squeeze(-1).masked_fill_(~is_local, 0.0)
-        logprobs = _reduced(chosen, dist.ReduceOp.SUM, group, size) - log_total
+        logprobs = part.summed(chosen) - log_total
         # scaled is 0 at least at the largest logit and finite or -inf elsewhere; 0 * -inf must count as 0.
         expected = (probabilities * scaled.clamp_min_(torch.finfo(scaled.dtype).min)).sum(-1)
-        entropy = log_total - _reduced(expected, dist.ReduceOp.SUM, group, size)
+        entropy = log_total - part.summed(expected)
         ctx.save_for_backward(probabilities, local, is_local, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         probabilities, local, is_local, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         grad = torch.zeros_like(probabilities)
@@ -53,17 +52,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             grad.addcmul_(logs, grad_entropy.unsqueeze(-1), value=-1.0)
         if ctx.temperature != 1.0:
             grad.div_(ctx.temperature)
-        return grad.to(ctx.dtype), None, None, None, None
-
-
-def _size_and_rank(group: Any) -> tuple[int, int]:
-    return (1, 0) if group is None else (group.size(), group.rank())
-
-
-def _reduced(values: Tensor, operation: Any, group: Any, size: int) -> Tensor:
-    if size > 1:
-        dist.all_reduce(values, op=operation, group=group)
-    return values
+        return grad.to(ctx.dtype), None, None, None
 
 
 def vocabulary_logprobs(
@@ -71,8 +60,7 @@ def vocabulary_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    group: Any = None,
-    vocab_size: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of targets, and the entropy of the distributions they were drawn from.
 
@@ -80,11 +68,11 @@ def vocabulary_logprobs(
         logits: [M, V / ranks], this rank's slice of the vocabulary.
         targets: [M] int64 token ids.
         temperature: Divides the logits.
-        group: The process group over which the vocabulary is split; None when it is not.
-        vocab_size: Tokens that there are, where the ranks' slices together are longer: the rest has probability 0
-            and gets no gradient. None when they are not.
+        part: How the vocabulary is split; None when it is not. Where the slices together are longer than it, the rest
+            has probability 0 and gets no gradient.
 
     Returns:
         Logprobs [M] and entropy [M], float32; the same on every rank.
     """
-    return _VocabularyLogprobs.apply(logits, targets, temperature, group, vocab_size)  # type: ignore[no-any-return, no-untyped-call]
+    part = VocabularyPart(logits.shape[-1]) if part is None else part
+    return _VocabularyLogprobs.apply(logits, targets, temperature, part)  # type: ignore[no-any-return, no-untyped-call]

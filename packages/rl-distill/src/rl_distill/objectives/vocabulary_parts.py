@@ -62,21 +62,25 @@ class VocabularyPart:
         return values
 
 
-class _Summed(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """A sum over ranks, each of which has a part of the whole; the gradient of a part is the whole's."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, part: VocabularyPart) -> Tensor:  # noqa: ARG004 - torch's signature
-        return part.summed(values.clone())
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
         return grads[0], None
 
 
-def sum_of_parts(values: Tensor, part: VocabularyPart) -> Tensor:
-    """The sum over ranks, with gradient to this rank's part."""
-    return values if part.num_ranks == 1 else _Summed.apply(values, part)  # type: ignore[no-untyped-call]
+def sum_over_ranks(values: Tensor, *, group: Any) -> Tensor:
+    """The sum over ranks, with gradient to this rank's part; the values where there is no group of several."""
+    if group is None or group.size() == 1:
+        return values
+    return _SumOverRanks.apply(values, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:

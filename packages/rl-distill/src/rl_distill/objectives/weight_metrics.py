@@ -3,45 +3,23 @@
 Source: names of metrics as verl's; effective sample size, Kong 1992.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, importance_ratios
-from rl_distill.objectives.option_rules import check_fields
+from rl_distill.objectives.option_rules import checked
 from rl_distill.objectives.ragged import row_counts, row_means
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightBounds:
-    """How importance weights are made.
-
-    Attributes:
-        level: What one ratio covers.
-        cap: Upper bound.
-        floor: Lower bound of banded weights; None truncates from above alone, and calls ratios below 1 / cap low.
-    """
-
-    level: CorrectionLevel
-    cap: WeightCap = 2.0
-    floor: WeightFloor | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            SettingsError: The level is not known, or a bound is not above 0.
-        """
-        check_fields(self, owner="the importance weights")
-
-
+@checked
 def weight_metrics(
     weights: Tensor,
     log_ratio: Tensor,
     loss_mask: Tensor,
     offsets: Tensor,
     *,
-    bounds: WeightBounds,
+    level: CorrectionLevel,
+    cap: WeightCap = 2.0,
+    floor: WeightFloor | None = None,
 ) -> dict[str, Tensor]:
     """Statistics of the weights of a global batch.
 
@@ -50,28 +28,34 @@ def weight_metrics(
         log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 rows.
-        bounds: How the weights were made.
+        level: What one ratio covers.
+        cap: Upper bound.
+        floor: Lower bound of banded weights; None truncates from above alone, and calls ratios below 1 / cap low.
 
     Returns:
         `rollout_corr/rollout_is_*` by name: of the weights mean, std, min, max and the effective share of samples; of
         the ratios before any bound the shares above and below; the same of trajectories as `rollout_is_seq_*`. With a
         floor also `oob_ratio`, the share of tokens whose weight is 0. Empty when nothing trains.
+
+    Raises:
+        SettingsError: The level is not known, or a bound is not above 0.
     """
     if not bool(loss_mask.any()):
         return {}
-    ratios = importance_ratios(log_ratio, loss_mask, offsets, level=bounds.level)
+    ratios = importance_ratios(log_ratio, loss_mask, offsets, level=level)
     has_tokens = row_counts(loss_mask, offsets) > 0
     of_rows = row_means(weights, loss_mask, offsets)[has_tokens].double()
     ratio_of_rows = row_means(ratios, loss_mask, offsets)[has_tokens].double()
     ratio_of_tokens = ratios[loss_mask].double()
+    low = 1.0 / cap if floor is None else floor
     metrics = {
         **_of_tokens(weights[loss_mask].double()),
         **_of_rows(of_rows),
-        **_outside(ratio_of_rows if bounds.level == "sequence" else ratio_of_tokens, bounds, stem="ratio_"),
-        **_outside(ratio_of_rows, bounds, stem="seq_"),
+        **_outside(ratio_of_rows if level == "sequence" else ratio_of_tokens, low, cap, stem="ratio_"),
+        **_outside(ratio_of_rows, low, cap, stem="seq_"),
     }
-    if bounds.floor is not None:
-        is_out = (ratio_of_tokens < bounds.floor) | (ratio_of_tokens > bounds.cap)
+    if floor is not None:
+        is_out = (ratio_of_tokens < floor) | (ratio_of_tokens > cap)
         metrics["oob_ratio"] = is_out.double().mean()
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
 
@@ -103,10 +87,9 @@ def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
     }
 
 
-def _outside(ratios: Tensor, bounds: WeightBounds, *, stem: str) -> dict[str, Tensor]:
+def _outside(ratios: Tensor, low: float, high: float, *, stem: str) -> dict[str, Tensor]:
     """Shares of ratios [K] beyond the bounds."""
-    low = 1.0 / bounds.cap if bounds.floor is None else bounds.floor
     return {
-        f"{stem}fraction_high": (ratios > bounds.cap).double().mean(),
+        f"{stem}fraction_high": (ratios > high).double().mean(),
         f"{stem}fraction_low": (ratios < low).double().mean(),
     }

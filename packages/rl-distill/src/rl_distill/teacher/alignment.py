@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError
+from rl_core.files.bounded_json import shown
 
 Piece: TypeAlias = bytes | str
 """What a token stands for: bytes of the text, or, of a special token, the name of its role, such as "end"."""
@@ -30,11 +31,6 @@ class Span(NamedTuple):
     student_stop: int
     teacher_start: int
     teacher_stop: int
-
-    @property
-    def is_one_to_one(self) -> bool:
-        """True when it is one token on either side."""
-        return self.student_stop - self.student_start == 1 == self.teacher_stop - self.teacher_start
 
 
 def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span]:
@@ -95,7 +91,4 @@ def _parts(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _shown(parts: Sequence[Piece], place: int) -> str:
-    if place >= len(parts):
-        return "nothing"
-    text = ascii(parts[place])
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shown(parts[place]) if place < len(parts) else "nothing"

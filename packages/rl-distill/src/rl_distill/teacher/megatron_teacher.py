@@ -67,23 +67,23 @@ class MegatronReplica:
     @property
     def max_tokens(self) -> int:
         """See `TeacherReplica.max_tokens`."""
-        limit = self._started().max_tokens
+        limit = self._started().config.max_position_embeddings
         return min(limit, self._place.max_tokens or limit)
 
     @property
     def vocab_size(self) -> int:
         """See `TeacherReplica.vocab_size`."""
-        return self._started().vocab_size
+        return self._started().config.vocab_size
 
     @property
     def hidden_size(self) -> int:
         """See `TeacherReplica.hidden_size`."""
-        return self._started().hidden_size
+        return self._started().config.hidden_size
 
     @property
     def most_top_k(self) -> int:
         """See `TeacherReplica.most_top_k`."""
-        return self._started().vocab_size
+        return self._started().config.vocab_size
 
     async def start(self) -> None:
         """See `TeacherReplica.start`."""

@@ -42,6 +42,9 @@ class ReplicatedTeacher:
 
     One whose traits are known may start on demand, by the first `score` that needs it: where all of its scores are
     stored, no process of it ever runs.
+
+    Attributes:
+        is_started: True once its model was loaded.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class ReplicatedTeacher:
         self._busy_s = 0.0
         self._traits = traits
         self._is_on_demand = traits is not None
-        self._is_started = self._is_awake = False
+        self.is_started = self._is_awake = False
         self._starting = asyncio.Lock()
         self._is_closed = False
 
@@ -100,7 +103,7 @@ class ReplicatedTeacher:
     @property
     def hidden_size(self) -> int | None:
         """Width of its hidden states; None where it gives none."""
-        is_known = self._plan.with_hidden or (self._is_on_demand and not self._is_started)
+        is_known = self._plan.with_hidden or (self._is_on_demand and not self.is_started)
         return self._known().hidden_size if is_known else None
 
     @property
@@ -113,11 +116,6 @@ class ReplicatedTeacher:
         """Seconds in which replicas scored so far, summed over them."""
         now = time.monotonic()
         return self._busy_s + sum(now - place.busy_since for place in self._places if place.num_calls)
-
-    @property
-    def is_started(self) -> bool:
-        """True once its model was loaded."""
-        return self._is_started
 
     async def start(self) -> None:
         """Load the model, unless it starts on demand; where a replica cannot start, none is left.
@@ -135,7 +133,7 @@ class ReplicatedTeacher:
         if errors:
             await self.close()
             raise errors[0]
-        self._is_started = self._is_awake = True
+        self.is_started = self._is_awake = True
 
     async def score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
         """Scores of trajectories, in order, unchecked.
@@ -148,7 +146,7 @@ class ReplicatedTeacher:
         plan = self._plan
         if self._is_on_demand:
             async with self._starting:
-                if not self._is_started:
+                if not self.is_started:
                     await self._start_all()
                 elif not self._is_awake:
                     await self._wake_all()

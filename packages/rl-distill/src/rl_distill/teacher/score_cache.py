@@ -13,12 +13,13 @@ import numpy as np
 import structlog
 
 from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.files.locked_folders import remove_unlocked_folders
 from rl_distill.teacher.score_entries import (
+    WRITING,
     ScoreEntry,
     entry_names,
     require_library,
     set_aside,
-    sweep,
     write_entry,
 )
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
@@ -57,6 +58,10 @@ class ScoreCache:
     """Scores of one teacher in a folder; any number of threads and processes may use one.
 
     What is stored is kept in memory until there is enough for an entry; `flush` writes the rest.
+
+    Attributes:
+        folder: Of the entries.
+        failure: Why nothing is stored any more; None while it is.
     """
 
     def __init__(self, directory: Path, kind: ScoreKind, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
@@ -80,18 +85,13 @@ class ScoreCache:
         self._places: dict[bytes, tuple[str, int]] = {}
         self._pending: dict[bytes, TeacherScores] = {}
         self._pending_bytes = 0
-        self._failure: CacheError | None = None
+        self.failure: CacheError | None = None
         self._prepare()
 
     def __len__(self) -> int:
         """Trajectories whose scores are known here."""
         with self._lock:
             return len(self._places.keys() | self._pending.keys())
-
-    @property
-    def failure(self) -> CacheError | None:
-        """Why nothing is stored any more; None while it is."""
-        return self._failure
 
     def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
         """What is stored of each trajectory; None where nothing is.
@@ -124,7 +124,7 @@ class ScoreCache:
         with self._lock:
             for row, found in zip(rows, scores, strict=True):
                 key = score_key(self._kind, row)
-                if self._failure is None and key not in self._places and key not in self._pending:
+                if self.failure is None and key not in self._places and key not in self._pending:
                     self._pending[key] = stored = self._packed(found, row)
                     self._pending_bytes += stored.size_bytes
                 if self._pending_bytes >= self._max_pending_bytes:
@@ -139,7 +139,7 @@ class ScoreCache:
             try:
                 name = write_entry(self.folder, pending)
             except CacheError as error:
-                self._failure = error
+                self.failure = error
                 log.warning("teacher_scores_not_stored", trajectories=len(pending), error=str(error))
             else:
                 self._open(name)
@@ -157,7 +157,7 @@ class ScoreCache:
             raise CacheError(
                 f"distillation.cache: {self.folder} must be a folder that can be made and written: {error}."
             ) from error
-        sweep(self.folder)
+        remove_unlocked_folders(self.folder.glob(f"{WRITING}*"))
         self._find_entries()
 
     def _find_entries(self) -> None:

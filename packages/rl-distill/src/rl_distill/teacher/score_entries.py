@@ -5,15 +5,12 @@ trajectory and `counts` its trained tokens; `logprobs`, `token_ids` and `hidden`
 after the other.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -25,6 +22,7 @@ from numpy.typing import NDArray
 from rl_core.errors import BrokenEntryError, CacheError, CheckpointError, MissingExtraError
 from rl_core.files.bounded_json import load_json
 from rl_core.files.durable import sync_folder
+from rl_core.files.locked_folders import locked_folder
 from rl_core.files.zarr_arrays import (
     METADATA,
     ArraySpec,
@@ -49,7 +47,6 @@ KEY_BYTES = 32
 DTYPES = {"keys": "uint8", "counts": "int32", "logprobs": "float32", "token_ids": "int32", "hidden": "float32"}
 NAME = re.compile(r"scores-[0-9a-f]{16}")
 WRITING, BROKEN = ".writing-", "broken"
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
@@ -171,13 +168,12 @@ def entry_names(folder: Path) -> list[str]:
         raise CacheError(f"{folder} must be a folder that can be read: {error.strerror}.") from error
 
 
-def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores], *, compress: bool = True) -> str:
+def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores]) -> str:
     """Store trajectories as a new entry, built aside under a lock, flushed, and renamed into its place.
 
     Args:
         folder: Of the entries.
         rows: Scores of trained tokens by key; at least one, all of one width.
-        compress: Whether files are compressed.
 
     Returns:
         The entry's name.
@@ -188,8 +184,8 @@ def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores], *, compress: 
     """
     token = secrets.token_hex(8)
     try:
-        with _aside(folder) as aside:
-            manifest = _write_arrays(aside, rows, compress=compress)
+        with locked_folder(folder, WRITING) as aside:
+            manifest = _write_arrays(aside, rows)
             _write(aside / MANIFEST, _encode_manifest(manifest))
             for path, _, _ in os.walk(aside):
                 sync_folder(path)
@@ -216,44 +212,7 @@ def set_aside(path: Path) -> Path | None:
     return target
 
 
-def sweep(folder: Path) -> None:
-    """Remove what writers left that died: what nobody holds a lock on."""
-    for path in folder.glob(f"{WRITING}*"):
-        with suppress(OSError):
-            lock = os.open(path, FOLDER_FLAGS)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-@contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
-    """A new folder under a lock; what is left of it at the end goes."""
-    path, lock = _make_aside(folder)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)  # renamed, it is no longer there
-        os.close(lock)
-
-
-def _make_aside(folder: Path) -> tuple[Path, int]:
-    """A new folder and its lock; another one where a sweep took the first before it was locked."""
-    while True:
-        path = folder / f"{WRITING}{secrets.token_hex(8)}"
-        path.mkdir()
-        with suppress(FileNotFoundError):
-            lock = os.open(path, FOLDER_FLAGS)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.lstat(path), os.fstat(lock)):
-                    return path, lock
-            os.close(lock)
-
-
-def _write_arrays(aside: Path, rows: Mapping[bytes, TeacherScores], *, compress: bool) -> EntryManifest:
+def _write_arrays(aside: Path, rows: Mapping[bytes, TeacherScores]) -> EntryManifest:
     stored = list(rows.values())
     arrays: dict[str, NDArray[Any]] = {
         "keys": np.frombuffer(b"".join(rows), dtype=np.uint8),
@@ -267,7 +226,7 @@ def _write_arrays(aside: Path, rows: Mapping[bytes, TeacherScores], *, compress:
     specs = {}
     for name, array in arrays.items():
         chunk_bytes = CHUNK_BYTES if name in ("logprobs", "token_ids", "hidden") else None
-        specs[name], files = encode_array(array, plan_array(array, compress=compress, chunk_bytes=chunk_bytes))
+        specs[name], files = encode_array(array, plan_array(array, compress=True, chunk_bytes=chunk_bytes))
         (aside / name / "c").mkdir(parents=True)
         for file, parts in files.items():
             _write(aside / name / file, *parts)

@@ -91,6 +91,9 @@ class TeacherService:
 
     A group whose teacher died under it is given back to the queue, which delivers it again. Nothing is acked without
     the scores of every trajectory of every session.
+
+    Attributes:
+        report: What the last `serve_while` cost; empty before the first.
     """
 
     def __init__(
@@ -125,18 +128,13 @@ class TeacherService:
         }
         self._router = router
         self._options = options
-        self._say = say or _say_nothing
+        self._say = say or (lambda *_, **__: None)
         self._news = asyncio.Condition()
         self._is_over = False
         self._num_issues = 0
         self._tallies: dict[str, Tally] = {}
         self._work: dict[int, Scoring] = {}
-        self._report: ServiceReport | None = None
-
-    @property
-    def report(self) -> ServiceReport:
-        """What the last `serve_while` cost; empty before the first."""
-        return self._report or ServiceReport(waited_s=0.0, teachers={})
+        self.report = ServiceReport(waited_s=0.0, teachers={})
 
     @property
     def scoring(self) -> tuple[Scoring, ...]:
@@ -201,7 +199,7 @@ class TeacherService:
             await self._tell(is_over=True)
             await self._drain(serving)
             teachers = {name: tally.end(self._teachers[name]) for name, tally in self._tallies.items()}
-            self._report = ServiceReport(waited_s=time.monotonic() - ended, teachers=teachers)
+            self.report = ServiceReport(waited_s=time.monotonic() - ended, teachers=teachers)
         finally:
             for task in both:
                 task.cancel()
@@ -349,7 +347,3 @@ def _logprobs(batch: Batch) -> list[FloatArray]:
     if "rollout_logprobs" in batch:
         return list(batch.ragged("rollout_logprobs"))
     return [np.zeros(len(ids), dtype=np.float32) for ids in batch.ragged("input_ids")]
-
-
-def _say_nothing(event: str, **fields: Any) -> None:
-    del event, fields

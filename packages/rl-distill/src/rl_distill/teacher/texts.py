@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_core.data.records import NO_VERSION, Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
+from rl_core.files.bounded_json import shown
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text; nothing is put around them."""
@@ -70,9 +71,9 @@ def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, 
             if options.overlong == "drop":
                 continue
             raise DataError(
-                f"prompt {prompt.uid!r}, column {options.column!r}: the text {_shown(text)} has {len(response)} "
-                f"tokens, more than rollout.max_response_tokens = {options.max_response_tokens}. Raise it, or set "
-                'prompts.overlong = "drop".'
+                f"prompt {prompt.uid!r}, column {options.column!r}: the text {shown(text, most=60)} has "
+                f"{len(response)} tokens, more than rollout.max_response_tokens = {options.max_response_tokens}. "
+                'Raise it, or set prompts.overlong = "drop".'
             )
         session = num_sessions.setdefault(prompt.uid, 0)
         num_sessions[prompt.uid] += 1
@@ -114,7 +115,7 @@ def _texts_of(prompt: Prompt, column: str) -> Sequence[str]:
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         raise DataError(
             f"prompt {prompt.uid!r}, column {column!r} must be a text, or a list of at least one; found "
-            f"{_shown(value)}."
+            f"{shown(value, most=60)}."
         )
     if "" in texts:
         raise DataError(f"prompt {prompt.uid!r}, column {column!r} has an empty text, which teaches nothing.")
@@ -131,8 +132,3 @@ def _trajectory(prompt: Prompt, response: Sequence[int], *, session_index: int) 
         rollout_logprobs=np.zeros(len(ids), dtype=np.float32),
         policy_versions=np.full(len(ids), NO_VERSION, dtype=np.int32),
     )
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

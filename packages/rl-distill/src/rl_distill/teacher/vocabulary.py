@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from rl_core.data.records import Json
 from rl_core.errors import SettingsError
+from rl_core.files.bounded_json import count_values, shown
 from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"
@@ -69,11 +70,11 @@ class VocabularyDifference:
         """What differs, in a sentence's parts; the first several of each kind."""
         parts = []
         if self.different:
-            shown = [
+            few = [
                 f"id {index}: student {_token(own)}, teacher {_token(other)}"
                 for index, own, other in self.different[:NUM_SHOWN]
             ]
-            parts.append(f"{len(self.different)} of {self.num_ids} ids differ ({_listed(shown, len(self.different))})")
+            parts.append(f"{len(self.different)} of {self.num_ids} ids differ ({_listed(few, len(self.different))})")
             for side, tokens in (("student", self.only_in_student), ("teacher", self.only_in_teacher)):
                 if tokens:
                     names = [_token(token) for token in tokens[:NUM_SHOWN]]
@@ -160,7 +161,7 @@ def _load(file: Path) -> dict[str, Json]:
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
-        num_values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+        num_values = count_values(raw)
         if len(raw) > MAX_BYTES or num_values > MAX_VALUES:
             raise ValueError(f"it has over {MAX_BYTES} bytes, or {num_values} values; at most {MAX_VALUES} are read")
         document = json.loads(raw)
@@ -203,7 +204,7 @@ def _different_rules(student: Mapping[str, Json], teacher: Mapping[str, Json]) -
             where = f"from number {place} on: student {_item(own, place)}, teacher {_item(other, place)}"
             yield f"the {name} differ ({len(own)} and {len(other)}; {where})"
         else:
-            yield f"the {name} differs (student {_short(own)}, teacher {_short(other)})"
+            yield f"the {name} differs (student {shown(own, most=100)}, teacher {shown(other, most=100)})"
 
 
 def _item(items: Sequence[object], place: int) -> str:
@@ -211,13 +212,8 @@ def _item(items: Sequence[object], place: int) -> str:
 
 
 def _token(token: str | None) -> str:
-    return "none" if token is None else _short(token, most=40)
+    return "none" if token is None else shown(token, most=40)
 
 
-def _short(value: Json, *, most: int = 100) -> str:
-    text = ascii(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def _listed(shown: Sequence[str], total: int) -> str:
-    return ", ".join(shown) + (", ..." if total > len(shown) else "")
+def _listed(few: Sequence[str], total: int) -> str:
+    return ", ".join(few) + (", ..." if total > len(few) else "")

@@ -125,7 +125,7 @@ class SqliteJournal:
             self._lock = lock_directory(directory)
         try:
             with _translated(directory):
-                self.torn_bytes = read_wal(directory / f"{DATABASE}-wal").torn_bytes
+                _, self.torn_bytes = read_wal(directory / f"{DATABASE}-wal")
                 self._connection = connect(directory / DATABASE)
         except BaseException:
             os.close(self._lock)
@@ -322,10 +322,9 @@ def _translated(directory: Path) -> Iterator[None]:
         yield
     except RLError:
         raise
-    except sqlite3.Error as error:
-        raise JournalError(f"the journal in {directory} cannot be used: {error}.") from error
-    except OSError as error:
-        raise JournalError(f"the journal in {directory} cannot be used: {error.strerror or error}.") from error
+    except (sqlite3.Error, OSError) as error:
+        text = getattr(error, "strerror", None) or error
+        raise JournalError(f"the journal in {directory} cannot be used: {text}.") from error
 
 
 def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:

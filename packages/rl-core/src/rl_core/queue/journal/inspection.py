@@ -51,7 +51,7 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
     database = directory / DATABASE
     try:
         _require_queue(directory)
-        wal = read_wal(_log_of(database))
+        num_transactions, torn_bytes = read_wal(_log_of(database))
         with _opened(database) as connection:
             found = _read(connection, directory)
         damaged = _damaged(directory, found, is_verified=is_verified)
@@ -77,8 +77,8 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
         drops=found.counts.drops,
         counts=found.counts.counts,
         recovery=found.recovery,
-        wal_transactions=wal.num_transactions,
-        wal_torn_bytes=wal.torn_bytes,
+        wal_transactions=num_transactions,
+        wal_torn_bytes=torn_bytes,
         segments=segments,
         prompts=tuple(prompts[:limit]),
         num_prompts_left_out=len(prompts) - len(prompts[:limit]),

@@ -2,7 +2,6 @@
 
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,34 +11,26 @@ MAGICS = (0x377F0682, 0x377F0683)
 """The last bit says in which byte order checksums are taken."""
 
 
-class WalReport(NamedTuple):
-    """What a log holds.
-
-    Attributes:
-        num_transactions: Whole ones.
-        torn_bytes: Bytes after the last whole one that belong to one that was being written; SQLite leaves them out.
-    """
-
-    num_transactions: int
-    torn_bytes: int
-
-
-def read_wal(path: Path) -> WalReport:
+def read_wal(path: Path) -> tuple[int, int]:
     """Look through a log; a missing one is empty.
+
+    Returns:
+        The whole transactions, and the bytes after the last one that belong to one that was being written; SQLite
+        leaves them out.
 
     Source: the SQLite file format, section 4, the write-ahead log.
     """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return WalReport(0, 0)
+        return 0, 0
     if len(content) < WAL_HEADER.size:
-        return WalReport(0, len(content))
+        return 0, len(content)
     magic, _, page_bytes, _, salt_1, salt_2, *expected = WAL_HEADER.unpack_from(content)
     order = ">" if magic & 1 else "<"
     sums = _sums((0, 0), content[:24], order)
     if magic not in MAGICS or sums != tuple(expected):
-        return WalReport(0, len(content))
+        return 0, len(content)
     place, num_transactions, last_whole = WAL_HEADER.size, 0, WAL_HEADER.size
     frame_bytes = FRAME_HEADER.size + page_bytes
     while place + FRAME_HEADER.size <= len(content):
@@ -49,12 +40,12 @@ def read_wal(path: Path) -> WalReport:
         frame = content[place : place + frame_bytes]
         sums = _sums(_sums(sums, frame[:8], order), frame[FRAME_HEADER.size :], order)
         if len(frame) < frame_bytes or sums != tuple(expected):
-            return WalReport(num_transactions, _end_of_turn(content, place, (salt_1, salt_2), frame_bytes) - last_whole)
+            return num_transactions, _end_of_turn(content, place, (salt_1, salt_2), frame_bytes) - last_whole
         place += frame_bytes
         if pages_after:
             num_transactions, last_whole = num_transactions + 1, place
     end = len(content) if len(content) - place < FRAME_HEADER.size else place
-    return WalReport(num_transactions, end - last_whole)
+    return num_transactions, end - last_whole
 
 
 def _end_of_turn(content: bytes, place: int, salts: tuple[int, int], frame_bytes: int) -> int:

@@ -21,7 +21,7 @@ from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
 from rl_core.queue.payload import Prepared, prepare_segment
 from rl_core.queue.shared_memory.scratch import Scratches
-from rl_core.queue.tasks import check_options, check_tasks
+from rl_core.queue.tasks import checked_options
 
 GRACE_S = 20.0
 START_DEADLINE_S = 120.0
@@ -57,9 +57,7 @@ class RayQueue(TransferQueue):
             SettingsError: The tasks or options are impossible.
             JournalError: The journal's directory cannot be used.
         """
-        options = options or QueueOptions()
-        check_tasks(tasks)
-        check_options(options)
+        options = checked_options(tasks, options)
         ray = start_ray()
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,7 +1,6 @@
 """The transfer queue between processes of one host: rows in shared memory, requests over a socket."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ import msgspec
 
 from rl_core import errors
 from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError
+from rl_core.files.locked_folders import remove_unlocked_folders
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import (
@@ -36,9 +36,9 @@ from rl_core.queue.messages import (
     decode_reply,
     encode_frame,
 )
-from rl_core.queue.shared_memory.server import SOCKET, ServerConfig
+from rl_core.queue.shared_memory.server import SOCKET
 from rl_core.queue.shared_memory.slots import SlotRows
-from rl_core.queue.tasks import check_options, check_tasks
+from rl_core.queue.tasks import checked_options
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 PREFIX = "rl-queue-"
@@ -74,9 +74,7 @@ class SharedMemoryQueue(TransferQueue):
             SettingsError: The tasks or options are impossible, or this host has no shared memory in files.
             JournalError: The journal's directory cannot be used.
         """
-        options = options or QueueOptions()
-        check_tasks(tasks)
-        check_options(options)
+        options = checked_options(tasks, options)
         self._server: _ServerProcess | None = _ServerProcess(tasks, options)
         try:
             self._connect(self._server.folder)
@@ -243,10 +241,8 @@ class SharedMemoryQueue(TransferQueue):
             return False
         try:
             os.kill(self._pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
+        except OSError as error:
+            return isinstance(error, PermissionError)
         return True
 
     def _check_process(self) -> None:
@@ -262,11 +258,11 @@ class _ServerProcess:
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
         if not SHARED_MEMORY.is_dir():
             raise SettingsError(f"a shared-memory queue needs {SHARED_MEMORY}; this host has none.")
-        remove_left_behind()
+        remove_unlocked_folders(SHARED_MEMORY.glob(f"{PREFIX}*"), lock_file="lock")  # killed with their owners
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
         self.folder = Path(folder)
         directory = None if options.directory is None else str(Path(options.directory).resolve())
-        config = ServerConfig(folder, list(tasks), {**asdict(options), "directory": None}, directory)
+        config = (folder, list(tasks), {**asdict(options), "directory": directory})
         self._config = msgspec.json.encode(config) + b"\n"
         self._has_journal = options.directory is not None
         self._lock = threading.Lock()
@@ -364,18 +360,6 @@ def receive(stream: socket.socket, ends_at: float) -> Reply:
         return reply
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"an answer that cannot be read: {error}") from error
-
-
-def remove_left_behind() -> None:
-    """Remove shared memory of servers that were killed together with their owners."""
-    for folder in SHARED_MEMORY.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 def _client_name() -> str:

@@ -38,15 +38,6 @@ READ_BYTES = 1 << 18
 CREDENTIALS = struct.Struct("3i")
 
 
-class ServerConfig(msgspec.Struct, frozen=True):
-    """What a server is started with: its folder for socket and slots, the tasks, the options and their directory."""
-
-    folder: str
-    tasks: list[TaskSpec]
-    options: dict[str, Any]
-    directory: str | None
-
-
 class _Connection:
     """One client's connection: bytes that came, and bytes to send; `answered` is told when there are any."""
 

@@ -5,14 +5,14 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rl_core.errors import JournalError, RLError
-from rl_core.queue.interface import QueueOptions
-from rl_core.queue.shared_memory.server import QueueServer, ServerConfig
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.shared_memory.server import QueueServer
 
 NICENESS = -10
 
@@ -22,11 +22,12 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as owner:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
         with owner.makefile("rb") as stream:
-            config = msgspec.json.decode(stream.readline(), type=ServerConfig)
+            line = stream.readline()
+        folder, tasks, options = msgspec.json.decode(line, type=tuple[str, list[TaskSpec], dict[str, Any]])
         try:
-            directory = None if config.directory is None else Path(config.directory)
-            options = replace(QueueOptions(**config.options), directory=directory)
-            server = QueueServer(Path(config.folder), config.tasks, options)
+            if options["directory"] is not None:
+                options["directory"] = Path(options["directory"])
+            server = QueueServer(Path(folder), tasks, QueueOptions(**options))
         except (RLError, OSError) as error:
             kind = type(error).__name__ if isinstance(error, RLError) else JournalError.__name__
             owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")

@@ -1,6 +1,5 @@
 """A weight update on its way to vLLM's workers, and what they say of it."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,9 @@ from safetensors.torch import save_file
 
 from rl_core.data.records import FloatArray
 from rl_core.errors import EngineError, WeightsGoneError
+from rl_core.files.locked_folders import locked_folder
 from rl_core.weights.broadcast_group import TensorSpec
-from rl_core.weights.transports import SHARED_MEMORY, make_locked_folder
+from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest
 
@@ -61,15 +61,10 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
     elif not is_shared:
         yield update.tensors
     else:
-        folder, lock_fd = make_locked_folder(SHARED_MEMORY)
-        try:
-            file = Path(folder.name) / "weights.safetensors"
+        with locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700) as folder:
+            file = folder / "weights.safetensors"
             save_file({name: tensor.detach().contiguous().cpu() for name, tensor in update.tensors.items()}, file)
             yield file
-        finally:
-            folder.cleanup()
-            if lock_fd is not None:
-                os.close(lock_fd)
 
 
 def receive_request(update: WeightUpdate) -> ReceiveRequest:
