@@ -44,4 +44,3 @@ def parse_workload(text: str, *, where: str) -> Workload:
         return read_options(Workload, table, where="the workload")
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from error
-
