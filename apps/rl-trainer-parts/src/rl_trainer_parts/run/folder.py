@@ -15,7 +15,7 @@ import tomli_w
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files.durable import write_durably
 from rl_distill.checkpoints.store import CheckpointStore
-from rl_trainer_parts.settings.fields import ENTRY, find_setting
+from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import Settings
 
 CHANGEABLE_ON_RESUME = (
@@ -297,18 +297,10 @@ def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:
         for name, value in fields.items():
             setting = find_setting(f"{section}.{name}", kind)
             if setting is not None and setting.entry_kind is not None:
-                flat |= {f"{section}.{name}.{inner}": found for inner, found in _leaves(value)}
+                flat |= leaves(value, f"{section}.{name}.")
             else:
                 flat[f"{section}.{name}"] = value
     return flat
-
-
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", found) for inner, found in _leaves(value))
-        else:
-            yield name, value
 
 
 def _general_name(name: str) -> str:
