@@ -91,13 +91,7 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
         yield f"             one rank, {inline_rank}"
         return
     where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
-    sizes = {
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "context": parallel.context,
-        "data": parallel.data,
-        "expert": parallel.expert,
-    }
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
     yield f"             {parallel.ranks} ranks in {where}: {layout}"
     gpus = gpus_per_rank(settings)

@@ -144,31 +144,6 @@ class Recorder:
         """
         self._histogram(name).add(values)
 
-    def record_sums(self, sums: Mapping[str, tuple[SupportsFloat, SupportsFloat]]) -> None:
-        """Add pairs (weighted sum, weight), as objectives give them for each micro-batch.
-
-        Raises:
-            DataError: A metric is neither a mean nor a sum, a sum is no single number, or a weight is negative or not
-                finite.
-        """
-        for name, (weighted_sum, weight) in sums.items():
-            entry = self._entry(name)
-            if entry.reduction not in ("mean", "sum"):
-                raise DataError(
-                    f"{name} is reduced by {entry.reduction!r}; a pair (weighted sum, weight) fits only 'mean' "
-                    "and 'sum'. Record its value with Recorder.record."
-                )
-            total, count = _number(name, weighted_sum), _number(f"weight of {name}", weight)
-            if not (math.isfinite(count) and count >= 0):
-                raise DataError(f"weight of {name} must be finite and at least 0; found {count}.")
-            if count == 0:
-                continue
-            if math.isfinite(total):
-                entry.total += Fraction(total)
-                entry.weight += Fraction(count)
-            else:
-                entry.num_nonfinite += 1
-
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Record the time of a block as `timing_s/{phase}`, also when it raises."""

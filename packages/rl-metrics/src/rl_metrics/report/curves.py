@@ -28,14 +28,7 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
         if not len(steps):
             continue
         steps, values, is_thinned = thin(steps, values)
-        described.append(
-            {
-                "name": name,
-                "chapter": chapter_of(name),
-                "is_thinned": is_thinned,
-                **meaning_of(name),
-            }
-        )
+        described.append({"name": name, "chapter": chapter_of(name), "is_thinned": is_thinned, **meaning_of(name)})
         number = len(described) - 1
         columns[f"x{number}"] = ("i32", steps)
         columns[f"y{number}"] = ("f32", values)

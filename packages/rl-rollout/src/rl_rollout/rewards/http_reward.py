@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,7 @@ from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError,
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
-SENT = (
-    "prompt_uid",
-    "response_text",
-    "response_ids",
-    "messages",
-    "ground_truth",
-    "data_source",
-    "columns",
-    "finish_reason",
-)
+SENT = tuple(one.name for one in fields(RewardInput))
 DEFAULT_SENT = ("prompt_uid", "response_text", "messages", "ground_truth", "data_source", "finish_reason")
 MAX_ANSWER_BYTES = 1 << 18
 MAX_PAUSE_S = 30.0
