@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from rl_core.errors import DataError
 from rl_metrics.definitions.definition import Metric, MetricTable, Reduction
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram, rounded
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class _Sum:
         """
         if self.reduction in ("mean", "sum"):
             if self.weight > 0:
-                return _as_float(self.total / self.weight if self.reduction == "mean" else self.total)
+                return rounded(self.total / self.weight if self.reduction == "mean" else self.total)
         elif self.extreme is not None:
             return self.extreme
         return math.nan if self.num_nonfinite else None
@@ -258,13 +258,6 @@ class Recorder:
                 )
             histogram = self._histograms[name] = Histogram()
         return histogram
-
-
-def _as_float(value: Fraction) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _number(what: str, value: SupportsFloat) -> float:
