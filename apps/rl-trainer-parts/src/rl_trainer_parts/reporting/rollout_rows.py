@@ -133,7 +133,7 @@ class RolloutWriter:
 
     def _rows(self, drafts: Sequence[RolloutDraft]) -> list[RolloutRow]:
         prompts = self._tokenizer.decode([prompt_ids for prompt_ids, _ in drafts], skip_special_tokens=False)
-        ids = [_token_ids(row) for _, row in drafts]
+        ids = [[int(token) for token in row.columns["token_ids"]] for _, row in drafts]
         responses = self._tokenizer.decode(ids, skip_special_tokens=False)
         return [
             replace(row, prompt=prompt, response=response, tokens=self._texts(token_ids))
@@ -146,10 +146,6 @@ class RolloutWriter:
         texts = self._tokenizer.decode([[token] for token in new], skip_special_tokens=False)
         self._pieces |= dict(zip(new, texts, strict=True))
         return tuple(self._pieces[token] for token in ids)
-
-
-def _token_ids(row: RolloutRow) -> list[int]:
-    return [int(token) for token in row.columns["token_ids"]]
 
 
 def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:

@@ -94,7 +94,7 @@ class HttpReward:
             DataError: Its answer is no reward.
         """
         httpx = _library()
-        content = json.dumps(self._payload(given), default=_plain).encode()
+        content = json.dumps({name: getattr(given, name) for name in self.send}, default=_plain).encode()
         async with httpx.AsyncClient(headers=self._headers(), **self.client_options) as client:
             for attempt in range(int(self.retries) + 1):
                 is_last = attempt == self.retries
@@ -153,9 +153,6 @@ class HttpReward:
         if not isinstance(components, dict) or not isinstance(extras, dict):
             raise DataError(f"reward service {self.url} must give components and extras as objects.")
         return RewardResult(reward=answer["reward"], components=components, extras=extras)
-
-    def _payload(self, given: RewardInput) -> dict[str, Json]:
-        return {name: getattr(given, name) for name in self.send}
 
     def _headers(self) -> dict[str, str]:
         token = {"Authorization": f"Bearer {os.environ.get(self.token_env, '')}"} if self.token_env else {}
