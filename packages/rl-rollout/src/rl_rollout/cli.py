@@ -52,12 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenEntryError as error:
         _complain(f"BROKEN {error}")
         return FOUND
-    except RLError as error:
-        _complain(str(error))
-        return REFUSED
     except BrokenPipeError:
         return 0
-    except OSError as error:
+    except (RLError, OSError) as error:
         _complain(str(error))
         return REFUSED
     except KeyboardInterrupt:
@@ -206,12 +203,8 @@ def _add_ls(verbs: Any) -> None:
         "Lists entries by their manifests and the sizes of their files; arrays are not read. Sizes are of all files.\n"
         "A broken entry is listed with its path and reason, and is no error here."
     )
-    _add_verb(
-        verbs,
-        "ls",
-        run=_list,
-        texts=("list entries", description, "skip-cache\ns3://bucket/rollouts --json"),
-    )
+    texts = "list entries", description, "skip-cache\ns3://bucket/rollouts --json"
+    _add_verb(verbs, "ls", run=_list, texts=texts)
 
 
 def _add_show(verbs: Any) -> None:
