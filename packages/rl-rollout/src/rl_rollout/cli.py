@@ -218,20 +218,10 @@ def _add_show(verbs: Any) -> None:
     verb = _add_verb(verbs, "show", run=_show, texts=("show prompts and responses", description, examples))
     verb.add_argument("entry", nargs="?", metavar="ENTRY", help="an entry's name, or its step (default: the newest)")
     verb.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a local model folder; needs transformers")
-    verb.add_argument(
-        "--groups",
-        type=_count,
-        default=DEFAULT_GROUPS,
-        metavar="N",
-        help=f"prompts to show (default: {DEFAULT_GROUPS})",
-    )
-    verb.add_argument(
-        "--sessions",
-        type=_count,
-        default=DEFAULT_SESSIONS,
-        metavar="N",
-        help=f"sessions of each prompt to show (default: {DEFAULT_SESSIONS})",
-    )
+    counts = ("--groups", DEFAULT_GROUPS, "prompts"), ("--sessions", DEFAULT_SESSIONS, "sessions of each prompt")
+    for name, default, what in counts:
+        shown = f"{what} to show (default: {default})"
+        verb.add_argument(name, type=_count, default=default, metavar="N", help=shown)
     verb.add_argument("--full", action="store_true", help="do not cut long texts; --json never does")
 
 
