@@ -206,8 +206,8 @@ class Rollouter:
         noted = [replace(wait, since_s=round(now - wait.since_s, 1)) for wait in self._waits.values()]
         waits = [wait for wait in noted if wait.on]
         if running:
-            uid, begun = min(running.items(), key=lambda item: item[1].since)
-            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - begun.since))
+            uid, (since, _) = min(running.items(), key=lambda item: item[1][0])
+            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - since))
         waits += [replace(wait, on=on) for wait in noted if not wait.on]
         return RoleView(
             doing=f"serves version {self._served.version}; engines {', '.join(load.state for load in loads)}",
