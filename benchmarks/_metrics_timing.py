@@ -41,7 +41,7 @@ ENTRIES: tuple[tuple[Any, str], ...] = (
     (sync_evaluation, "answers_of"),
     (sync_evaluation, "summarize_answers"),
     (sync_evaluation, "draw_samples"),
-    *((Recorder, name) for name in ("record", "record_all", "record_sums", "record_values", "reduce", "histograms")),
+    *((Recorder, name) for name in ("record", "record_all", "record_values", "reduce", "histograms")),
     *((Fanout, name) for name in ("log", "log_late", "log_histograms", "log_generations")),
     (EventLog, "write"),
 )

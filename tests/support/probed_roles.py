@@ -2,11 +2,12 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
-from rl_async_trainer.messages import ProbeOrder
 from rl_async_trainer.roles.learner import LearnerHost
 from rl_async_trainer.roles.rollouter import Rollouter
+from rl_core.data.records import IntArray
 from rl_rollout.rollouter.served_policy import PolicyScores
 
 DIED = "died_at_a_probe"
@@ -15,19 +16,19 @@ DIED = "died_at_a_probe"
 class MortalRollouter(Rollouter):
     """The trainer's rollouter, killed by the first probe."""
 
-    async def probe(self, order: ProbeOrder) -> PolicyScores:
+    async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """Die, or answer."""
         die_once(self._settings.run_folder)
-        return await super().probe(order)
+        return await super().scores(sequences, top_k)
 
 
 class MortalLearnerHost(LearnerHost):
     """The trainer's learner host, killed by the first probe."""
 
-    async def probe(self, order: ProbeOrder) -> PolicyScores:
+    async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """Die, or answer."""
         die_once(self._settings.run_folder)
-        return await super().probe(order)
+        return await super().probe(step, sequences, top_k)
 
 
 def die_once(folder: Path) -> None:

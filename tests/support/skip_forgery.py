@@ -17,7 +17,7 @@ from skip_groups import make_groups
 from rl_core.files.checksums import checksum
 from rl_core.files.zarr_arrays import encode_array, plan_array
 from rl_rollout.skip import EntryKey, EntryStore
-from rl_rollout.skip.rows import encode_groups
+from rl_rollout.skip.rows import iter_arrays
 
 KEY = EntryKey(step=1)
 READER = Path(__file__).with_name("skip_reader.py")
@@ -82,7 +82,7 @@ class Forgery:
 
     def records(self) -> Any:
         """Of the groups that `make_entry` stored."""
-        return json.loads(encode_groups(make_groups())["records"].tobytes())
+        return json.loads(dict(iter_arrays(make_groups()))["records"].tobytes())
 
     def put_records(self, content: Any) -> None:
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -132,8 +132,8 @@ def test_as_many_as_the_settings_say(count):
 
 def test_a_batch_without_extras_is_written_too():
     batch = Batch.from_trajectories([trajectory(0)])
-    [draft] = draft_rollouts(SettingsOf(1), batch.with_extras([{}]), step=1, version=0)  # type: ignore[arg-type]
-    assert (draft.row.source, draft.row.ground_truth, draft.prompt_ids) == ("default", None, (7, 8))
+    [(prompt_ids, row)] = draft_rollouts(SettingsOf(1), batch.with_extras([{}]), step=1, version=0)  # type: ignore[arg-type]
+    assert (row.source, row.ground_truth, prompt_ids) == ("default", None, (7, 8))
 
 
 def test_a_file_that_cannot_be_written_stops_nothing(tmp_path):

@@ -3,7 +3,7 @@ import math
 import numpy as np
 
 from rl_metrics.report import generation_blobs
-from rl_metrics.report.blobs import FolderBlobs
+from rl_metrics.report.blobs import folder_blobs
 from rl_metrics.report.generation_blobs import pack_generations
 from rl_metrics.report.packing import unpack
 from rl_metrics.run_files.generations import GenerationSample
@@ -21,7 +21,7 @@ def table(step, *samples, name="validation/generations"):
 
 def packed(tables, folder):
     read = lambda name: unpack((folder / name).read_bytes())
-    header, index = read(pack_generations(tables, FolderBlobs(folder).put))
+    header, index = read(pack_generations(tables, folder_blobs(folder, set())))
     return header, index, [read(chunk["texts"])[0]["rows"] for chunk in header["chunks"]]
 
 

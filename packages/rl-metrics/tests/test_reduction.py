@@ -84,19 +84,6 @@ def test_any_split_over_ranks_and_micro_batches_gives_the_same_with_what_is_not_
     assert same(merged.reduce()) == same(whole.reduce())
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 9)), min_size=1, max_size=25), st.integers(1, 5))
-def test_sums_of_micro_batches_of_any_size_are_those_of_their_tokens(tokens, size):
-    whole, parts = recorder(), recorder()
-    for value, weight in tokens:
-        whole.record("mean", value, weight=weight)
-    for start in range(0, len(tokens), size):
-        micro_batch = tokens[start : start + size]
-        weighted_sum = sum(value * weight for value, weight in micro_batch)
-        parts.record_sums({"mean": (weighted_sum, sum(weight for _, weight in micro_batch))})
-    assert parts.reduce() == whole.reduce()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ANY, max_size=12), st.lists(st.integers(0, 12), max_size=3))
 def test_last_is_the_newest_finite_one_however_the_values_were_cut(given_values, cuts):
@@ -155,11 +142,9 @@ def test_a_result_beyond_every_float_is_not_finite_and_loses_no_other(sign):
     step = recorder()
     step.record_all({"sum": sign * 1.7e308, "max": 1.7e308})
     step.record_all({"sum": sign * 1.7e308, "max": 2.0})
-    step.record_sums({"mean": (sign * 1.7e308, 1e-10)})
     reduced = step.reduce()
     assert math.isnan(reduced.pop("sum"))
-    assert math.isnan(reduced.pop("mean"))
-    assert reduced == {"max": 1.7e308, "nonfinite/sum": 1.0, "nonfinite/mean": 1.0}
+    assert reduced == {"max": 1.7e308, "nonfinite/sum": 1.0}
 
 
 def test_nonfinite_counts_are_merged():
@@ -208,32 +193,17 @@ class Scalar:
         return self.value
 
 
-def test_sums_of_micro_batches_add_up():
+def test_a_scalar_is_a_number_whatever_its_type():
     record = recorder()
-    record.record_sums({"mean": (Scalar(6.0), Scalar(2.0)), "sum": (Scalar(1.0), Scalar(1.0))})
-    record.record_sums({"mean": (Scalar(1.0), Scalar(5.0)), "sum": (Scalar(2.0), Scalar(1.0))})
-    record.record_sums({"mean": (Scalar(math.nan), Scalar(0.0))})
-    assert record.reduce() == {"mean": 1.0, "sum": 3.0}
-
-
-def test_a_nan_sum_is_counted():
-    record = recorder()
-    record.record_sums({"mean": (math.nan, 3.0)})
-    record.record_sums({"mean": (8.0, 2.0)})
-    assert record.reduce() == {"mean": 4.0, "nonfinite/mean": 1.0}
-
-
-def test_sums_of_a_maximum_are_refused():
-    with pytest.raises(DataError, match=r"max is reduced by 'max'.*Recorder\.record"):
-        recorder().record_sums({"max": (1.0, 1.0)})
+    record.record("mean", Scalar(3.0), weight=Scalar(2.0))
+    record.record("mean", Scalar(9.0))
+    assert record.reduce() == {"mean": 5.0}
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_impossible_weights_are_refused(weight):
     with pytest.raises(DataError, match="weight of mean must be finite and at least 0"):
         recorder().record("mean", 1.0, weight=weight)
-    with pytest.raises(DataError, match="weight of mean must be finite and at least 0"):
-        recorder().record_sums({"mean": (1.0, weight)})
 
 
 @pytest.mark.parametrize("value", [None, "x", "1", b"1", [1.0], np.array([1.0, 2.0]), 10**400, {}])
@@ -241,8 +211,6 @@ def test_what_is_no_single_number_is_refused_by_its_name(value):
     record = recorder()
     with pytest.raises(DataError, match=r"^mean must be a number, or a scalar array or tensor; found"):
         record.record("mean", value)
-    with pytest.raises(DataError, match=r"^mean must be a number"):
-        record.record_sums({"mean": (value, 1.0)})
     with pytest.raises(DataError, match=r"^weight of mean must be a number"):
         record.record("mean", 1.0, weight=value)
     assert record.reduce() == {}
@@ -355,7 +323,6 @@ def test_values_and_histograms_are_not_mixed_up():
     record = recorder()
     for call in (
         lambda: record.record("histogram", 1.0),
-        lambda: record.record_sums({"histogram": (1.0, 1.0)}),
         lambda: record.merge_json({"histogram": {"total": (1, 1), "weight": (1, 1), "extreme": 0, "num_nonfinite": 0}}),
     ):
         with pytest.raises(DataError, match=r"histogram is a histogram.*Recorder\.record_values"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl_metrics.report import rollout_blobs
-from rl_metrics.report.blobs import FolderBlobs
+from rl_metrics.report.blobs import folder_blobs
 from rl_metrics.report.packing import unpack
 from rl_metrics.report.rollout_blobs import RolloutPacker
 from rl_metrics.run_files.rollout_log import RolloutRow
@@ -16,7 +16,7 @@ def row(**more):
 
 
 def packed(rows, folder, num_recorded=None):
-    packer = RolloutPacker(FolderBlobs(folder).put)
+    packer = RolloutPacker(folder_blobs(folder, set()))
     for one in rows:
         packer.add(one)
     name = packer.finish(num_recorded=len(rows) if num_recorded is None else num_recorded)

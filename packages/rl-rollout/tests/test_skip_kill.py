@@ -118,7 +118,7 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monk
     def swept_before_the_first_lock(descriptor, operation):
         if not sweeps:
             sweeps.append(None)
-            EntryStore(str(tmp_path)).folder.sweep()
+            EntryStore(str(tmp_path)).folder.prepare()
         lock(descriptor, operation)
 
     monkeypatch.setattr(local.fcntl, "flock", swept_before_the_first_lock)

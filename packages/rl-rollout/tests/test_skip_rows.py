@@ -15,7 +15,7 @@ from rl_core.errors import BrokenEntryError, CacheError
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey, EntryStore
-from rl_rollout.skip.rows import count, decode_groups, encode_groups, storable
+from rl_rollout.skip.rows import count, decode_groups, iter_arrays, storable
 
 KEY = EntryKey(step=1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -82,7 +82,7 @@ def group_results(draw):
 
 @given(st.lists(group_results(), max_size=4))
 def test_any_groups_come_back_to_the_bit(groups):
-    found = decode_groups(encode_groups(groups), path="entry")
+    found = decode_groups(dict(iter_arrays(groups)), path="entry")
     assert_same_groups(found, groups)
     assert count(found) == count(groups)
 
@@ -90,7 +90,7 @@ def test_any_groups_come_back_to_the_bit(groups):
 @pytest.mark.soak
 @given(st.lists(group_results(), max_size=4))
 def test_skip_cache_rows_of_any_groups_come_back_to_the_bit(groups):
-    assert_same_groups(decode_groups(encode_groups(groups), path="entry"), groups)
+    assert_same_groups(decode_groups(dict(iter_arrays(groups)), path="entry"), groups)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -107,7 +107,7 @@ def test_any_groups_come_back_from_the_disk(tmp_path, compress):
 
 
 def test_versions_that_follow_from_one_a_trajectory_are_not_stored_a_token():
-    arrays = encode_groups(make_groups(2, 2))
+    arrays = dict(iter_arrays(make_groups(2, 2)))
     assert arrays["row_versions"].tolist() == [3, 3, 3, 3]
     assert "policy_versions" not in arrays
 
@@ -117,7 +117,7 @@ def test_several_versions_in_one_trajectory_are_stored_a_token():
     (row,) = group.trajectories
     versions = np.where(row.loss_mask, np.arange(len(row.loss_mask), dtype=np.int32), np.int32(NO_VERSION))
     partial = replace(group, sessions=(SessionResult(trajectories=(replace(row, policy_versions=versions),)),))
-    arrays = encode_groups([partial])
+    arrays = dict(iter_arrays([partial]))
     assert "row_versions" not in arrays
     assert arrays["policy_versions"].tolist() == [-1, -1, -1, -1, *range(4, len(versions))]
     assert_same_groups(decode_groups(arrays, path="entry"), [partial])
@@ -187,7 +187,7 @@ def with_records(arrays, change):
 
 
 def test_arrays_that_do_not_belong_together_are_refused():
-    arrays = encode_groups(make_groups(2, 2))
+    arrays = dict(iter_arrays(make_groups(2, 2)))
     ends = arrays["offsets"].tolist()
 
     def offsets(*values):
@@ -243,6 +243,6 @@ def test_arrays_that_do_not_belong_together_are_refused():
     ids=lambda raw: repr(raw[:12]),
 )
 def test_records_that_are_none_are_refused(raw):
-    arrays = encode_groups(make_groups(1, 1))
+    arrays = dict(iter_arrays(make_groups(1, 1)))
     with pytest.raises(BrokenEntryError, match="records: it cannot be read"):
         decode_groups({**arrays, "records": np.frombuffer(raw, dtype=np.uint8)}, path="entry")

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_trainer_parts.commands.command_line import (
     MISTAKE,
@@ -86,7 +86,8 @@ def read_settings(words: list[str]) -> "AsyncSettings":
     from rl_async_trainer.settings import AsyncSettings
     from rl_trainer_parts.settings.sources import load_settings
 
-    return load_settings(take_file(words, "rl-async-trainer train"), words, os.environ, kind=AsyncSettings)
+    file = take_file(words, "rl-async-trainer train")
+    return cast("AsyncSettings", load_settings(file, words, os.environ, kind=AsyncSettings))
 
 
 def train(words: list[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_core import Prompt
-from rl_core.data.records import IntArray, Json
+from rl_core.data.records import Json
 from rl_trainer_parts.reporting.rollout_rows import RolloutDraft
 
 
@@ -49,21 +49,6 @@ class TrainedStep:
     busy_s: float
     rollouts: Sequence[RolloutDraft] = ()
     histograms: Mapping[str, Json] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeOrder:
-    """Tokens that the policy is asked about; what it thinks comes as `PolicyScores`.
-
-    Attributes:
-        step: Steps done, at the validation that asks.
-        sequences: [T] int32 tokens each, of a prompt and a response.
-        top_k: Likeliest tokens to give in the place of each token.
-    """
-
-    step: int
-    sequences: Sequence[IntArray]
-    top_k: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,12 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenEntryError as error:
         _complain(f"BROKEN {error}")
         return FOUND
-    except RLError as error:
-        _complain(str(error))
-        return REFUSED
     except BrokenPipeError:
         return 0
-    except OSError as error:
+    except (RLError, OSError) as error:
         _complain(str(error))
         return REFUSED
     except KeyboardInterrupt:
@@ -206,12 +203,8 @@ def _add_ls(verbs: Any) -> None:
         "Lists entries by their manifests and the sizes of their files; arrays are not read. Sizes are of all files.\n"
         "A broken entry is listed with its path and reason, and is no error here."
     )
-    _add_verb(
-        verbs,
-        "ls",
-        run=_list,
-        texts=("list entries", description, "skip-cache\ns3://bucket/rollouts --json"),
-    )
+    texts = "list entries", description, "skip-cache\ns3://bucket/rollouts --json"
+    _add_verb(verbs, "ls", run=_list, texts=texts)
 
 
 def _add_show(verbs: Any) -> None:
@@ -225,20 +218,10 @@ def _add_show(verbs: Any) -> None:
     verb = _add_verb(verbs, "show", run=_show, texts=("show prompts and responses", description, examples))
     verb.add_argument("entry", nargs="?", metavar="ENTRY", help="an entry's name, or its step (default: the newest)")
     verb.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a local model folder; needs transformers")
-    verb.add_argument(
-        "--groups",
-        type=_count,
-        default=DEFAULT_GROUPS,
-        metavar="N",
-        help=f"prompts to show (default: {DEFAULT_GROUPS})",
-    )
-    verb.add_argument(
-        "--sessions",
-        type=_count,
-        default=DEFAULT_SESSIONS,
-        metavar="N",
-        help=f"sessions of each prompt to show (default: {DEFAULT_SESSIONS})",
-    )
+    counts = ("--groups", DEFAULT_GROUPS, "prompts"), ("--sessions", DEFAULT_SESSIONS, "sessions of each prompt")
+    for name, default, what in counts:
+        shown = f"{what} to show (default: {default})"
+        verb.add_argument(name, type=_count, default=default, metavar="N", help=shown)
     verb.add_argument("--full", action="store_true", help="do not cut long texts; --json never does")
 
 

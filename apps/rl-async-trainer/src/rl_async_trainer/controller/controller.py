@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ class Controller:
         self._learner = LearnerLink(
             parts.roles.learner,
             find_checkpoint=parts.lifecycle.find_checkpoint,
-            on_lost=self._learner_is_lost,
+            on_lost=partial(self._is_lost, "learner"),
             on_restored=self._learner_is_restored,
         )
-        self._teachers = TeachersLink(parts.roles.teachers, on_lost=self._teachers_are_lost)
+        self._teachers = TeachersLink(parts.roles.teachers, on_lost=partial(self._is_lost, "teachers"))
         self._rollouts = Rollouts(
             parts,
             self._changed,
@@ -121,14 +122,10 @@ class Controller:
             await self._parts.validator.cancel()
 
     async def _ask_roles(self) -> None:
-        is_started = {
-            "rollouter": lambda: self._rollouter.is_started,
-            "learner": lambda: self._learner.is_started,
-            "teachers": lambda: self._teachers.is_started,
-        }
+        links: dict[str, Any] = {"rollouter": self._rollouter, "learner": self._learner, "teachers": self._teachers}
         await ask_roles(
             self._parts.roles.all,
-            is_started=lambda name: is_started[name](),
+            is_started=lambda name: links[name].is_started,
             deadline_s=self._settings.roles.heartbeat_deadline_s,
             say=self._parts.say,
             progress=self._parts.progress,
@@ -355,11 +352,8 @@ class Controller:
 
     # -- deaths
 
-    async def _teachers_are_lost(self, error: RoleDiedError) -> None:
-        self._parts.say("role_died", role="teachers", error=str(error))
-
-    async def _learner_is_lost(self, error: RoleDiedError) -> None:
-        self._parts.say("role_died", role="learner", error=str(error))
+    async def _is_lost(self, role: str, error: RoleDiedError) -> None:
+        self._parts.say("role_died", role=role, error=str(error))
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:
         """Set everything back to the learner's checkpoint; what was trained since is trained again, the same way."""

@@ -1,14 +1,14 @@
 """The controller's end of the learner: after a death it goes on from its last checkpoint."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import ProbeOrder, StepOrder, TrainedStep, ValidationBatch
+from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
-from rl_core.data.records import Json
+from rl_core.data.records import IntArray, Json
 from rl_core.errors import RoleDiedError
 from rl_distill.checkpoints.store import Saved
 from rl_distill.learner_host import PackedWeights
@@ -120,10 +120,10 @@ class LearnerLink:
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
         return found
 
-    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
+    async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
         """See `LearnerHost.probe`; None where the learner died since it answered that step's validation."""
         try:
-            found: PolicyScores = await self._call("probe", order, is_current=self._held[order.step])
+            found: PolicyScores = await self._call("probe", step, sequences, top_k, is_current=self._held[step])
         except RoleRestartedError:
             return None
         return found

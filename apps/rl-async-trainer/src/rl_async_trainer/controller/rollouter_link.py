@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rl_async_trainer.messages import ProbeOrder, ValidationBatch
+from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import Role
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
+from rl_core.data.records import IntArray
 from rl_core.errors import RoleDiedError
 from rl_core.weights.publish import PublishReport
 from rl_distill.learner_host import PackedWeights
@@ -96,9 +97,9 @@ class RollouterLink:
             found = await self._call("validate", batch, needs_weights=True)
         return found
 
-    async def probe(self, order: ProbeOrder) -> PolicyScores | None:
-        """See `Rollouter.probe`; None where it died meanwhile."""
-        found: PolicyScores | None = await self._call("probe", order, needs_weights=True)
+    async def probe(self, _step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
+        """See `Rollouter.scores`; None where it died meanwhile."""
+        found: PolicyScores | None = await self._call("scores", sequences, top_k, needs_weights=True)
         return found
 
     async def window(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_async_trainer.controller.learner_link import LearnerLink
 from rl_async_trainer.controller.rollouter_link import RollouterLink
-from rl_async_trainer.messages import ProbeOrder, ValidationBatch
+from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Prompt
@@ -200,7 +200,7 @@ class Validator:
 
 async def _scores(whom: Answerer, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
     """What a policy thinks; nothing where who knows it has died, and will be asked at the next validation."""
-    found = await whom.probe(ProbeOrder(step=step, sequences=sequences, top_k=top_k))
+    found = await whom.probe(step, sequences, top_k)
     return PolicyScores(version=NO_VERSION, scores=()) if found is None else found
 
 

@@ -1,9 +1,10 @@
 """Gathers what every role does, for hang.json and for `status`; asks all at once, and waits for none too long."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rl_async_trainer.assemble import Roles
 from rl_async_trainer.controller.validator import Validator
@@ -12,9 +13,12 @@ from rl_core import TransferQueue
 from rl_core.cluster import Role, process_stacks
 from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import RLError
+from rl_core.queue import Unsettled
 from rl_metrics.hang.report import GroupRow, HangReport
 from rl_metrics.hang.verdict import verdict
 from rl_rollout.schedule import Scheduler
+
+T = TypeVar("T")
 
 ANSWER_S = 10.0
 PARTS_S = 8.0
@@ -50,20 +54,21 @@ class HangEvidence:
 
     async def views(self) -> dict[str, RoleView | None]:
         """What each role says of itself; None where one does not answer."""
-        asked = await asyncio.gather(*(_view(role) for role in self._roles.all.values()))
+        asked = await asyncio.gather(*(_answer(role, "report") for role in self._roles.all.values()))
         return dict(zip(self._roles.all, asked, strict=True))
 
     async def collect(self) -> HangReport:
         """Everything that is known, with the verdict."""
         roles = self._roles.all
-        views, stacks, parts, stats, groups = await asyncio.gather(
+        views, stacks, parts, stats, unsettled = await asyncio.gather(
             self.views(),
             asyncio.gather(*(role.stacks(deadline_s=ANSWER_S) for role in roles.values())),
-            asyncio.gather(*(_parts(role) for role in (self._roles.rollouter, self._roles.learner))),
-            self._ask_queue(),
-            self._groups(),
+            asyncio.gather(*(_answer(role, "parts", PARTS_S) for role in (self._roles.rollouter, self._roles.learner))),
+            _in_time(self._queue.stats),
+            _in_time(self._queue.unsettled),
         )
-        groups += _scored(views.get("teachers"))
+        stats = stats or {}
+        groups = [*self._issued(unsettled or ()), *_scored(views.get("teachers"))]
         reports = [self._of_controller(await asyncio.to_thread(process_stacks, asyncio.get_running_loop()))]
         for (name, role), stack in zip(roles.items(), stacks, strict=True):
             view = views[name] or RoleView(doing="does not answer")
@@ -80,7 +85,7 @@ class HangEvidence:
                     is_answering=views[name] is not None,
                 )
             )
-        reports += [part for of_role in parts for part in of_role]
+        reports += [part for of_role in parts for part in of_role or ()]
         words, causes = verdict(reports, stats, groups)
         return HangReport(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -104,18 +109,8 @@ class HangEvidence:
         }
         return RoleReport(name="controller", waits=self._controller_waits(), counts=counts, stack=stack)
 
-    async def _ask_queue(self) -> dict[str, float]:
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(self._queue.stats), ANSWER_S)
-        except (RLError, TimeoutError):
-            return {}
-
-    async def _groups(self) -> list[GroupRow]:
+    def _issued(self, unsettled: Sequence[Unsettled]) -> list[GroupRow]:
         inflight = set(self._scheduler.inflight)
-        try:
-            unsettled = await asyncio.wait_for(asyncio.to_thread(self._queue.unsettled), ANSWER_S)
-        except (RLError, TimeoutError):
-            return []
         return [
             GroupRow(
                 uid=one.prompt.uid,
@@ -159,18 +154,17 @@ def _training_waits(scheduler: Scheduler, since_s: float) -> tuple[Wait, ...]:
     return (Wait(what=what, on="groups" if scheduler.num_inflight else "rollouter", since_s=since_s),)
 
 
-async def _parts(role: Role) -> list[RoleReport]:
-    """Engines and ranks, of a role that answers."""
+async def _answer(role: Role, method: str, *args: Any) -> Any:
+    """What a role says; None where it does not in time."""
     try:
-        parts: list[RoleReport] = await role.call("parts", PARTS_S, deadline_s=ANSWER_S)
-    except RLError:
-        return []
-    return parts
-
-
-async def _view(role: Role) -> RoleView | None:
-    try:
-        view: RoleView = await role.call("report", deadline_s=ANSWER_S)
+        return await role.call(method, *args, deadline_s=ANSWER_S)
     except RLError:
         return None
-    return view
+
+
+async def _in_time(ask: Callable[[], T]) -> T | None:
+    """What the queue says; None where it does not in time."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(ask), ANSWER_S)
+    except (RLError, TimeoutError):
+        return None

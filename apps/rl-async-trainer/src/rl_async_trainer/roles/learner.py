@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_async_trainer.messages import ProbeOrder, StepOrder, TrainedStep, ValidationBatch
+from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.roles.learner_validation import LearnerValidation
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
@@ -114,13 +114,13 @@ class LearnerHost(learner_host.LearnerHost):
         """
         return await self._validator.answer(batch)
 
-    async def probe(self, order: ProbeOrder) -> PolicyScores:
-        """What the policy of the newest validation thinks of tokens.
+    async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+        """What the policy of the newest validation thinks of tokens; see `LearnerValidation.probe`.
 
         Raises:
             NotReadyError: That was another step's.
         """
-        return await self._validator.probe(order)
+        return await self._validator.probe(step, sequences, top_k)
 
     def other_waits(self) -> tuple[Wait, ...]:
         """What the validation beside it waits for."""

@@ -1,14 +1,14 @@
 """Validation on the learner's side: an engine beside the learner, with the weights of the step that is validated."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rl_async_trainer.messages import ProbeOrder, ValidationBatch
+from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster.role_report import Wait
-from rl_core.data.records import NO_VERSION
+from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
 from rl_core.weights.publish import check_receipt
 from rl_core.weights.transports import TensorTransport
@@ -67,15 +67,20 @@ class LearnerValidation:
         finally:
             self._asked = None
 
-    async def probe(self, order: ProbeOrder) -> PolicyScores:
-        """What the policy thinks of tokens that answered the validation of that step.
+    async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+        """What the policy thinks of tokens that answered the validation of a step.
+
+        Args:
+            step: Steps done, at the validation that asks.
+            sequences: [T] int32 tokens each, of a prompt and a response.
+            top_k: Likeliest tokens to give in the place of each token.
 
         Raises:
             NotReadyError: The engine has the weights of another step, or was not started.
         """
-        if self._engine is None or order.step != self._step:
-            raise NotReadyError(f"the weights of step {order.step} were not validated here last.")
-        return await policy_scores(self._engine, order.sequences, order.top_k, version=self._version)
+        if self._engine is None or step != self._step:
+            raise NotReadyError(f"the weights of step {step} were not validated here last.")
+        return await policy_scores(self._engine, sequences, top_k, version=self._version)
 
     def waits(self, now: float) -> tuple[Wait, ...]:
         """What it waits for."""

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.messages import ProbeOrder, ValidationBatch
+from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Canary, TransferQueue
 from rl_core.errors import NotReadyError
@@ -23,7 +23,6 @@ from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.rollouter import rollouter
 from rl_rollout.rollouter.group_events import Dispatch, Refusals
 from rl_rollout.rollouter.rollouter import Generate, RollouterOptions
-from rl_rollout.rollouter.served_policy import PolicyScores
 from rl_rollout.rollouter.window import RolloutWindow
 from rl_rollout.skip import EntryKey, StepRollouts
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session
@@ -100,10 +99,6 @@ class Rollouter(rollouter.Rollouter):
         with self.waiting(f"validation batch {batch.number} of step {batch.step}"):
             groups = await answer_problems(self._settings, self._started[1], batch.prompts)
         return answers_of(groups, source="rollouter")
-
-    async def probe(self, order: ProbeOrder) -> PolicyScores:
-        """What the served policy thinks of tokens."""
-        return await self.scores(order.sequences, order.top_k)
 
     async def window(self) -> dict[str, Any]:
         """What happened since the last call.

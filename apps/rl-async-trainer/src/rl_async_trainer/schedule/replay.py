@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_async_trainer.schedule.record import FILE, History, read_history
+from rl_async_trainer.schedule.record import FILE, read_history
 from rl_core import TransferQueue
 from rl_core.errors import RolloutError, SettingsError
 from rl_rollout.prompts.supply import PromptSupply
@@ -43,10 +43,7 @@ def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
             f"--replay: {folder / FILE} has {len(steps)} steps, and trainer.steps = {options.num_steps}. Name the "
             "folder of a run that was recorded so far, or lower trainer.steps."
         )
-    return _plan(history, steps[: options.num_steps])
-
-
-def _plan(history: History, steps: list[tuple[str, ...]]) -> ReplayPlan:
+    steps = steps[: options.num_steps]
     trained = {uid for step in steps for uid in step}
     last = max(place for place, uid in enumerate(history.issued) if uid in trained)
     return ReplayPlan(

@@ -3,7 +3,9 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
 from rl_distill.parallel_layout import check_layout, check_ranks
@@ -51,10 +53,8 @@ def check_values(settings: Settings) -> None:
 def _value_problems(settings: Settings) -> Iterator[str]:
     for find in (
         _ranges,
-        _positive,
         _options,
         _validation,
-        _optional_ranges,
         _arithmetic,
         _names,
         algorithm_problems,
@@ -80,68 +80,51 @@ def check_trainable(settings: Settings) -> None:
     check_layout(settings.parallel, parse_policy_config(read_policy_config(settings.policy.path)))
 
 
+AT_LEAST = {
+    0: (
+        *("run.seed", "prompts.validation_temperature", "trainer.max_skipped_updates", "trainer.validate_every"),
+        *("trainer.checkpoint_every", "critic.warmup_steps", "critic.clip_grad", "critic.head_start_steps"),
+        *("cluster.cpus_per_rank", "cluster.gpus_per_rank", "replicas.cpus", "replicas.gpus", "replicas.restarts"),
+        *("algorithm.kl_coefficient", "metrics.log_val_generations", "metrics.log_rollouts", "metrics.probes"),
+        *("metrics.details_every", "metrics.report_every"),
+    ),
+    1: (
+        *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_response_tokens", "prompts.max_tokens"),
+        *("prompts.validation_samples", "trainer.steps", "trainer.minibatches", "trainer.epochs"),
+        *("trainer.keep_checkpoints", "trainer.canary_prompts", "weights.bucket_mib", "replicas.count"),
+        *("algorithm.kl_horizon", "engine.max_num_seqs", "engine.max_num_batched_tokens", "health.every"),
+        "metrics.log_rollout_tokens",
+    ),
+}
+"""Settings by the least that they may be; none is any."""
+
+ABOVE_0 = (
+    *("rollout.temperature", "correction.cap", "critic.learning_rate", "critic.value_clip", "cluster.start_deadline_s"),
+    *("cluster.call_deadline_s", "weights.deadline_s", "rollout.deadline_s", "rollout.start_deadline_s"),
+    *("engine.gpu_memory_utilization", "metrics.peak_tflops"),
+)
+AT_LEAST_1_OR_NONE = ("prompts.validation_limit", "engine.num_threads")
+ABOVE_0_OR_NONE = ("trainer.proof_tolerance", "algorithm.kl_target", "engine.kv_cache_gib")
+
+
+def _given(settings: Settings, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Settings that are not none, with their values."""
+    return ((name, value) for name in names if (value := attrgetter(name)(settings)) is not None)
+
+
 def _ranges(settings: Settings) -> Iterator[str]:
-    rollout, trainer = settings.rollout, settings.trainer
-    at_least = {
-        "run.seed": (settings.run.seed, 0),
-        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
-        "rollout.group_size": (rollout.group_size, 1),
-        "rollout.max_response_tokens": (rollout.max_response_tokens, 1),
-        "prompts.max_tokens": (settings.prompts.max_tokens, 1),
-        "prompts.validation_samples": (settings.prompts.validation_samples, 1),
-        "prompts.validation_temperature": (settings.prompts.validation_temperature, 0),
-        "trainer.steps": (trainer.steps, 1),
-        "trainer.minibatches": (trainer.minibatches, 1),
-        "trainer.epochs": (trainer.epochs, 1),
-        "trainer.max_skipped_updates": (trainer.max_skipped_updates, 0),
-        "trainer.validate_every": (trainer.validate_every, 0),
-        "trainer.checkpoint_every": (trainer.checkpoint_every, 0),
-        "trainer.keep_checkpoints": (trainer.keep_checkpoints, 1),
-        "trainer.canary_prompts": (trainer.canary_prompts, 1),
-        "critic.warmup_steps": (settings.critic.warmup_steps, 0),
-        "critic.clip_grad": (settings.critic.clip_grad, 0),
-        "critic.head_start_steps": (settings.critic.head_start_steps, 0),
-        "cluster.cpus_per_rank": (settings.cluster.cpus_per_rank, 0),
-        "cluster.gpus_per_rank": (settings.cluster.gpus_per_rank or 0, 0),
-        "weights.bucket_mib": (settings.weights.bucket_mib, 1),
-        "replicas.count": (settings.replicas.count, 1),
-        "replicas.cpus": (settings.replicas.cpus, 0),
-        "replicas.gpus": (settings.replicas.gpus or 0, 0),
-        "replicas.restarts": (settings.replicas.restarts, 0),
-        "algorithm.kl_coefficient": (settings.algorithm.kl_coefficient, 0),
-        "algorithm.kl_horizon": (settings.algorithm.kl_horizon, 1),
-        "engine.max_num_seqs": (settings.engine.max_num_seqs, 1),
-        "engine.max_num_batched_tokens": (settings.engine.max_num_batched_tokens, 1),
-        "health.every": (settings.health.every, 1),
-        "metrics.log_val_generations": (settings.metrics.log_val_generations, 0),
-        "metrics.log_rollouts": (settings.metrics.log_rollouts, 0),
-        "metrics.log_rollout_tokens": (settings.metrics.log_rollout_tokens, 1),
-        "metrics.probes": (settings.metrics.probes, 0),
-        "metrics.details_every": (settings.metrics.details_every, 0),
-        "metrics.report_every": (settings.metrics.report_every, 0),
-    }
-    for name, (value, least) in at_least.items():
-        if not value >= least:
-            yield f"{name} must be at least {least}; found {value}."
-
-
-def _positive(settings: Settings) -> Iterator[str]:
     rollout = settings.rollout
-    for name, number in {
-        "rollout.temperature": rollout.temperature,
-        "correction.cap": settings.correction.cap,
-        "critic.learning_rate": settings.critic.learning_rate,
-        "critic.value_clip": settings.critic.value_clip,
-        "cluster.start_deadline_s": settings.cluster.start_deadline_s,
-        "cluster.call_deadline_s": settings.cluster.call_deadline_s,
-        "weights.deadline_s": settings.weights.deadline_s,
-        "rollout.deadline_s": rollout.deadline_s,
-        "rollout.start_deadline_s": rollout.start_deadline_s,
-        "engine.gpu_memory_utilization": settings.engine.gpu_memory_utilization,
-        "metrics.peak_tflops": 1.0 if settings.metrics.peak_tflops is None else settings.metrics.peak_tflops,
-    }.items():
-        if not number > 0:
-            yield f"{name} must be above 0; found {number:g}."
+    for least, names in AT_LEAST.items():
+        for name, value in _given(settings, names):
+            if not value >= least:
+                yield f"{name} must be at least {least}; found {value}."
+    for name, value in _given(settings, AT_LEAST_1_OR_NONE):
+        if value < 1:
+            yield f"{name} must be at least 1, or none; found {value}."
+    for names, also in ((ABOVE_0, ""), (ABOVE_0_OR_NONE, ", or none")):
+        for name, value in _given(settings, names):
+            if not value > 0:
+                yield f"{name} must be above 0{also}; found {value:g}."
     if not 0 < rollout.top_p <= 1:
         yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
     if not 0 <= rollout.audit_share <= 1:
@@ -192,23 +175,6 @@ def _validation(settings: Settings) -> Iterator[str]:
         )
     if temperature == float("inf"):
         yield "prompts.validation_temperature must be finite; found inf."
-
-
-def _optional_ranges(settings: Settings) -> Iterator[str]:
-    """Settings that may be none."""
-    for name, count in {
-        "prompts.validation_limit": settings.prompts.validation_limit,
-        "engine.num_threads": settings.engine.num_threads,
-    }.items():
-        if count is not None and count < 1:
-            yield f"{name} must be at least 1, or none; found {count}."
-    for name, number in {
-        "trainer.proof_tolerance": settings.trainer.proof_tolerance,
-        "algorithm.kl_target": settings.algorithm.kl_target,
-        "engine.kv_cache_gib": settings.engine.kv_cache_gib,
-    }.items():
-        if number is not None and not number > 0:
-            yield f"{name} must be above 0, or none; found {number:g}."
 
 
 def _lengths(settings: Settings) -> Iterator[str]:

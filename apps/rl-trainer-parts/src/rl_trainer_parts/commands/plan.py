@@ -19,6 +19,7 @@ GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 GIB = 2**30
 INDENT = " " * 13
+PLACES = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "actors of Ray")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +79,8 @@ def _roles(settings: Settings, inline_engine: str, inline_rank: str) -> Iterator
 
 
 def _engine_place(settings: Settings) -> str:
-    count = settings.replicas.count
-    kind = "process" if settings.rollout.placement == "process" else "actor of Ray"
-    plural = {"process": "processes", "actor of Ray": "actors of Ray"}[kind]
-    where = f"in {count} {plural}" if count > 1 else f"in a {kind} of its own".replace("a actor", "an actor")
+    count, (one, several) = settings.replicas.count, PLACES[settings.rollout.placement]
+    where = f"in {count} {several}" if count > 1 else f"in {one} of its own"
     pool = replica_pool(settings)
     return where if pool is None else f"{where} with {describe(pool.cpus, pool.gpus)} each"
 
@@ -92,13 +91,7 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
         yield f"             one rank, {inline_rank}"
         return
     where = "processes of this machine" if cluster.kind == "process" else "actors of Ray"
-    sizes = {
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "context": parallel.context,
-        "data": parallel.data,
-        "expert": parallel.expert,
-    }
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
     yield f"             {parallel.ranks} ranks in {where}: {layout}"
     gpus = gpus_per_rank(settings)
@@ -123,8 +116,7 @@ def _teachers(settings: Settings) -> Iterator[str]:
     if not chosen.is_on:
         return
     for name, teacher in chosen.teachers.items():
-        places = {"process": ("a process", "processes"), "ray": ("an actor of Ray", "actors of Ray")}
-        one, several = places[teacher.placement]
+        one, several = PLACES[teacher.placement]
         where = f"1 replica in {one}" if teacher.replicas == 1 else f"{teacher.replicas} replicas in {several}"
         ranks = f" of {teacher.tensor} ranks" if teacher.tensor > 1 else ""
         pool = teacher_pool(settings, name)

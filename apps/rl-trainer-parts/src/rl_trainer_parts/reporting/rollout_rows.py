@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -44,17 +44,10 @@ def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
     return {**trajectory.extras, EXTRA: said}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutDraft:
-    """A trajectory that is to be written down, without its texts: who learns need not have a tokenizer.
+RolloutDraft = tuple[tuple[int, ...], RolloutRow]
+"""A trajectory that is to be written down, without its texts: who learns need not have a tokenizer.
 
-    Attributes:
-        prompt_ids: Tokens of the prompt.
-        row: The rest, with the column token_ids.
-    """
-
-    prompt_ids: tuple[int, ...]
-    row: RolloutRow
+The tokens of its prompt, and the rest with the column token_ids."""
 
 
 def draft_rollouts(settings: Settings, batch: Batch, *, step: int, version: int) -> list[RolloutDraft]:
@@ -100,7 +93,7 @@ def _drafts(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraft]:
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
             **_said(extras),
         )
-        yield RolloutDraft(prompt_ids=tuple(ids[index][:start].tolist()), row=row)
+        yield tuple(ids[index][:start].tolist()), row
 
 
 class RolloutWriter:
@@ -139,26 +132,20 @@ class RolloutWriter:
             self._log = None
 
     def _rows(self, drafts: Sequence[RolloutDraft]) -> list[RolloutRow]:
-        prompts = self._decoded([draft.prompt_ids for draft in drafts])
-        responses = self._decoded([_token_ids(draft.row) for draft in drafts])
+        prompts = self._tokenizer.decode([prompt_ids for prompt_ids, _ in drafts], skip_special_tokens=False)
+        ids = [[int(token) for token in row.columns["token_ids"]] for _, row in drafts]
+        responses = self._tokenizer.decode(ids, skip_special_tokens=False)
         return [
-            replace(draft.row, prompt=prompt, response=response, tokens=self._texts(_token_ids(draft.row)))
-            for draft, prompt, response in zip(drafts, prompts, responses, strict=True)
+            replace(row, prompt=prompt, response=response, tokens=self._texts(token_ids))
+            for (_, row), prompt, response, token_ids in zip(drafts, prompts, responses, ids, strict=True)
         ]
 
     def _texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         """The text of each token by itself."""
         new = [token for token in dict.fromkeys(ids) if token not in self._pieces]
-        self._pieces |= dict(zip(new, self._decoded([[token] for token in new]), strict=True))
+        texts = self._tokenizer.decode([[token] for token in new], skip_special_tokens=False)
+        self._pieces |= dict(zip(new, texts, strict=True))
         return tuple(self._pieces[token] for token in ids)
-
-    def _decoded(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
-        return self._tokenizer.decode(arrays, skip_special_tokens=False)
-
-
-def _token_ids(row: RolloutRow) -> list[int]:
-    return [int(token) for token in row.columns["token_ids"]]
 
 
 def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:

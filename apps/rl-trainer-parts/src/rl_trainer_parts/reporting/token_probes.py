@@ -133,9 +133,9 @@ class TokenProbes:
         try:
             for probe, scores in zip(self._probes, found.scores, strict=True):
                 ids, logprobs = scores.token_ids[-1].tolist(), scores.logprobs[-1].tolist()
-                prompt, response = self._texts([probe.ids[: probe.num_prompt_tokens],
-                                                probe.ids[probe.num_prompt_tokens :]])  # fmt: skip
-                tokens = self._texts([[token] for token in ids])
+                sides = probe.ids[: probe.num_prompt_tokens], probe.ids[probe.num_prompt_tokens :]
+                prompt, response = self._tokenizer.decode(sides, skip_special_tokens=False)
+                tokens = self._tokenizer.decode([[token] for token in ids], skip_special_tokens=False)
                 writer.append(
                     {
                         "step": step,
@@ -153,10 +153,6 @@ class TokenProbes:
                 )
         finally:
             writer.close()
-
-    def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        arrays = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
-        return self._tokenizer.decode(arrays, skip_special_tokens=False)
 
 
 def _error_of(asking: "asyncio.Future[None]", deadline_s: float) -> str | None:

@@ -15,87 +15,39 @@ import tomli_w
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files.durable import write_durably
 from rl_distill.checkpoints.store import CheckpointStore
-from rl_trainer_parts.settings.fields import ENTRY, find_setting
+from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import Settings
 
-CHANGEABLE_ON_RESUME = (
-    "run.if_exists",
-    "trainer.steps",
-    "trainer.validate_every",
-    "trainer.validate_first",
-    "trainer.checkpoint_every",
-    "trainer.keep_checkpoints",
-    "trainer.background_checkpoints",
-    "trainer.proof_tolerance",
-    "prompts.validation_limit",
-    "prompts.validation_samples",
-    "prompts.validation_temperature",
-    "reward.timeout_s",
-    "reward.max_concurrency",
-    "reward.max_calls_per_s",
-    "reward.retries",
-    "reward.backoff_s",
-    "reward.retry_on",
-    "rollout.audit_share",
-    "rollout.placement",
-    "rollout.sleep",
-    "skip.enabled",
-    "skip.directory",
-    "skip.steps",
-    "skip.action",
-    "skip.on_mismatch",
-    "skip.on_broken",
-    "skip.rewards",
-    "skip.max_bytes",
-    "skip.compress",
-    "skip.validation",
-    "weights.transport",
-    "weights.host",
-    "weights.bucket_mib",
-    "weights.deadline_s",
-    "replicas.count",
-    "replicas.cpus",
-    "replicas.gpus",
-    "replicas.restarts",
-    "rollout.deadline_s",
-    "rollout.start_deadline_s",
-    "engine.max_num_seqs",
-    "engine.max_num_batched_tokens",
-    "engine.kv_cache_gib",
-    "engine.gpu_memory_utilization",
-    "engine.num_threads",
-    "learner.num_threads",
-    "metrics.console",
-    "metrics.strict",
-    "metrics.log_val_generations",
-    "metrics.log_rollouts",
-    "metrics.log_rollout_tokens",
-    "metrics.probes",
-    "metrics.peak_tflops",
-    "metrics.details_every",
-    "metrics.report",
-    "metrics.report_every",
-    "metrics.trace_memory",
-    "metrics.trackers",
-    "health.enabled",
-    "health.every",
-    "health.pause_on",
-    "health.thresholds",
-    "health.off",
-    "metrics.wandb_project",
-    "metrics.mlflow_uri",
-    "metrics.mlflow_experiment",
-    "distillation.cache",
-    "distillation.deadline_s",
-    "distillation.start_deadline_s",
-    *(
-        f"distillation.teachers.{ENTRY}.{name}"
-        for name in (
-            *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
-            *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
-        )
+CHANGEABLE_BY_SECTION = {
+    "run": ("if_exists",),
+    "trainer": (
+        *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
+        *("background_checkpoints", "proof_tolerance"),
     ),
-)
+    "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
+    "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
+    "rollout": ("audit_share", "placement", "sleep", "deadline_s", "start_deadline_s"),
+    "skip": (
+        *("enabled", "directory", "steps", "action", "on_mismatch", "on_broken", "rewards", "max_bytes", "compress"),
+        "validation",
+    ),
+    "weights": ("transport", "host", "bucket_mib", "deadline_s"),
+    "replicas": ("count", "cpus", "gpus", "restarts"),
+    "engine": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
+    "learner": ("num_threads",),
+    "metrics": (
+        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "peak_tflops"),
+        *("details_every", "report", "report_every", "trace_memory", "trackers"),
+        *("wandb_project", "mlflow_uri", "mlflow_experiment"),
+    ),
+    "health": ("enabled", "every", "pause_on", "thresholds", "off"),
+    "distillation": ("cache", "deadline_s", "start_deadline_s"),
+    f"distillation.teachers.{ENTRY}": (
+        *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
+        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+    ),
+}
+CHANGEABLE_ON_RESUME = tuple(f"{section}.{name}" for section, names in CHANGEABLE_BY_SECTION.items() for name in names)
 """Settings that may differ when a run is resumed: they do not change what it learns from."""
 
 
@@ -297,18 +249,10 @@ def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:
         for name, value in fields.items():
             setting = find_setting(f"{section}.{name}", kind)
             if setting is not None and setting.entry_kind is not None:
-                flat |= {f"{section}.{name}.{inner}": found for inner, found in _leaves(value)}
+                flat |= leaves(value, f"{section}.{name}.")
             else:
                 flat[f"{section}.{name}"] = value
     return flat
-
-
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", found) for inner, found in _leaves(value))
-        else:
-            yield name, value
 
 
 def _general_name(name: str) -> str:

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,15 @@ def attribute_meanings(kind: type) -> dict[str, str]:
         elif line.strip() and name:
             meanings[name] += " " + line.strip()
     return meanings
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no table, with its whole name."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def describe_type(annotation: Any) -> str:

@@ -5,35 +5,17 @@ import difflib
 import os
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from pydantic import ValidationError
 
 from rl_core.errors import SettingsError
-from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, setting_fields
+from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
 ENVIRONMENT_PREFIX = "RL__"
-
-SettingsT = TypeVar("SettingsT", bound=Settings)
-
-
-@overload
-def load_settings(
-    file: Path | None, arguments: Sequence[str] = (), environment: Mapping[str, str] = os.environ
-) -> Settings: ...
-
-
-@overload
-def load_settings(
-    file: Path | None,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] = os.environ,
-    *,
-    kind: type[SettingsT],
-) -> SettingsT: ...
 
 
 def load_settings(
@@ -95,22 +77,13 @@ def build_settings(
 
 def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> None:
     """Python counts true as 1, and pydantic with it; who wrote it meant something else."""
-    for name, found in _given(values):
+    for name, found in leaves(values):
         setting = find_setting(name, kind)
         kinds = {setting.annotation, *typing.get_args(setting.annotation)} if setting is not None else set()
         if setting is not None and isinstance(found, bool) and kinds & {int, float} and bool not in kinds:
             expected = describe_type(setting.annotation)
             where = _origin(name, origins)
             raise SettingsError(f"{name}: must be {expected}; found {str(found).lower()}{where}. {setting.meaning}")
-
-
-def _given(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no table, with its whole name."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _given(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _origin(name: str, origins: Mapping[str, str]) -> str:

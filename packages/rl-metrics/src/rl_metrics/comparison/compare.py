@@ -122,7 +122,7 @@ def compare(
         raise DataError("a comparison needs a run on each side.")
     if last is not None and last < 1:
         raise DataError(f"the last steps to compare must be at least 1; found {last}.")
-    windows = [_windows(side, last) for side in (a, b)]
+    windows = [[_window(history, last) for history in side] for side in (a, b)]
     names_a, names_b = (_names(side, patterns) for side in windows)
     with np.errstate(over="ignore", invalid="ignore"):  # of values near the largest float: they have no interval
         found = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
@@ -150,11 +150,8 @@ class _Window:
         return self.steps[has], values[has]
 
 
-def _windows(histories: Sequence[History], last: int | None) -> list[_Window]:
-    return [_window(history, 0 if last is None else max(len(history.steps) - last, 0)) for history in histories]
-
-
-def _window(history: History, start: int) -> _Window:
+def _window(history: History, last: int | None) -> _Window:
+    start = 0 if last is None else max(len(history.steps) - last, 0)
     return _Window(history.steps[start:], lambda name: history.values[name][start:], history.values)
 
 

@@ -138,7 +138,7 @@ def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailme
             f"memory is steady: {largest} changed by {known[largest].grown:+.2g} GiB since step {known[largest].first}"
         )
         return Reading(kind="memory", state="right", text=text)
-    owners = sorted((name for name in growing if _is_owner(name)), key=lambda name: (-_slope(growing, name), name))
+    owners = sorted((name for name in growing if _is_owner(name)), key=lambda name: (-growing[name].slope, name))
     whole = next((name for name in WHOLE if name in growing), None)
     causes = _owner_causes(
         owners,
@@ -155,10 +155,6 @@ def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailme
 
 def _is_owner(name: str) -> bool:
     return OWNER.fullmatch(name) is not None
-
-
-def _slope(trends: Mapping[str, Trend], name: str) -> float:
-    return trends[name].slope
 
 
 def _evidence(name: str, trend: Trend) -> Evidence:

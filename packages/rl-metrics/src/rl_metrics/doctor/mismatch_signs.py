@@ -28,7 +28,15 @@ from rl_metrics.doctor.limits import (
     ROUNDED,
 )
 from rl_metrics.doctor.token_pairs import LEAST_DOUBT, Bools, Floats, Ints, TokenPairs
-from rl_metrics.doctor.token_statistics import Contrast, contrast, correlation, find_outliers, fit_temperature, sides
+from rl_metrics.doctor.token_statistics import (
+    Contrast,
+    contrast,
+    correlation,
+    cut_mass,
+    find_outliers,
+    fit_temperature,
+    upward_share,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ class Scene:
         """
         everywhere = np.ones(len(self.rest), dtype=bool)
         for place in (everywhere, self.far):
-            is_cut = bool(sides(self.rest[first & place], certain=CERTAIN).up < ONE_SIDED)
+            is_cut = upward_share(self.rest[first & place]) < ONE_SIDED
             upwards = is_cut and self.size(first & place) > EXACT
             found = self.contrast(first & place, later & place)
             if upwards:
@@ -132,25 +140,25 @@ def first_tokens(pairs: TokenPairs) -> int:
 def temperature(scene: Scene) -> Sign:
     """Another temperature: it is there from the first step on, and draws a line through the differences."""
     newest = _newest_weights(scene)
-    explained = 0.0
+    most_explained = 0.0
     for pool in (newest, newest & scene.far):
         first = _earliest(scene, pool)
-        fit = fit_temperature(scene.pairs, first)
+        ratio, explained, fitted = fit_temperature(scene.pairs, first)
         size = scene.size(first)
         if size <= EXACT:
             return Sign(name="temperature", texts=(f"the first tokens differ by {size:.2g} nats only",))
-        is_cut = sides(scene.rest[first], certain=CERTAIN).up < ONE_SIDED
-        explained = max(explained, fit.explained)
-        if fit.explained >= (FIT_IF_CUT if is_cut else FIT):
+        is_cut = upward_share(scene.rest[first]) < ONE_SIDED
+        most_explained = max(most_explained, explained)
+        if explained >= (FIT_IF_CUT if is_cut else FIT):
             break
     else:
-        against = f"one temperature explains {_share(explained)} of the squared difference of the first tokens"
+        against = f"one temperature explains {_share(most_explained)} of the squared difference of the first tokens"
         return Sign(name="temperature", texts=(against,))
     before = scene.size(scene.pure)
-    scene.rest = scene.rest - fit.fitted
+    scene.rest = scene.rest - fitted
     scene.has_line = True
     texts = [
-        f"one ratio of temperatures, engine's over learner's about {fit.ratio:.3g}, explains {_share(fit.explained)} "
+        f"one ratio of temperatures, engine's over learner's about {ratio:.3g}, explains {_share(explained)} "
         "of the squared difference of the first tokens"
     ]
     if scene.facts.temperature not in (None, 1.0):
@@ -224,21 +232,21 @@ def truncation(scene: Scene) -> Sign:
     """The engine's logprobs are higher for nearly every token, by the mass that it left out."""
     cuts = scene.facts.cuts
     rest = scene.rest[scene.pure]
-    raw = sides(scene.pairs.diff[scene.pure], certain=CERTAIN)
-    up = sides(rest, certain=CERTAIN).up
+    kept, lost = cut_mass(scene.pairs.diff[scene.pure], certain=CERTAIN)
+    up = upward_share(rest)
     seen = rest[np.abs(rest) > EXACT / 10.0]
     num_up = float((seen > 0.0).mean()) if len(seen) else 0.5
     size = scene.size(scene.pure)
     most_up = ONE_SIDED_IF_SET if cuts else ONE_SIDED
     least_lost = LOST_MASS / 4.0 if scene.has_line else LOST_MASS
     is_one_sided = max(up, num_up) <= most_up and len(seen) >= MIN_TOKENS
-    if size <= EXACT or not is_one_sided or raw.lost < least_lost:
-        text = f"{_share(num_up)} of the tokens differ upwards, and the mean ratio is {raw.kept:.4f}"
+    if size <= EXACT or not is_one_sided or lost < least_lost:
+        text = f"{_share(num_up)} of the tokens differ upwards, and the mean ratio is {kept:.4f}"
         return Sign(name="truncation", texts=(text,))
     texts = [
         f"the engine's logprobs are the higher ones: {_share(1.0 - num_up)} of the tokens differ that way, "
         f"with {_share(1.0 - up)} of the difference",
-        f"the learner gives {_share(raw.kept)} of its mass to what the engine may draw; without a cut it is all",
+        f"the learner gives {_share(kept)} of its mass to what the engine may draw; without a cut it is all",
     ]
     said = ", ".join(cuts) if cuts else "the settings that are recorded cut nothing: look at the engine's own defaults"
     return Sign(name="truncation", nats=(1.0 - 2.0 * up) * size, texts=(*texts, said))
@@ -284,7 +292,7 @@ def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
             f"every token is of weights at least {int(staleness.min())} versions old; there is nothing to compare with"
         )
         return Sign(name="stale_rollouts", nats=nats, texts=(text,))
-    up = sides(scene.rest[pure], certain=CERTAIN).up
+    up = upward_share(scene.rest[pure])
     doubtful = correlation(np.abs(scene.rest[pure]), scene.doubt[pure])
     shape = f"{_share(up)} of the difference is upwards; its correlation with doubt (1 - p) is {doubtful:.2f}"
     if is_large:

@@ -95,23 +95,8 @@ def contrast(diff: Floats, doubt: Floats, first: Bools, second: Bools) -> Contra
     return Contrast(before=before * usual, after=after * usual, z=rank_sum_z(scaled[first], scaled[second]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureFit:
-    """The line that another temperature draws through the differences.
-
-    Attributes:
-        ratio: The engine's temperature over the learner's.
-        explained: Share of the squared difference that the line explains.
-        fitted: [N] differences as the line has them.
-    """
-
-    ratio: float
-    explained: float
-    fitted: Floats
-
-
-def fit_temperature(pairs: TokenPairs, anchor: Bools) -> TemperatureFit:
-    """Fit one ratio of temperatures to the anchor's tokens, and apply it to all.
+def fit_temperature(pairs: TokenPairs, anchor: Bools) -> tuple[float, float, Floats]:
+    """Fit the line that one ratio of temperatures draws through the differences of the anchor's tokens.
 
     With r the engine's logprobs of a position, the learner's are g r - log sum exp(g r), g the ratio; the derivative at
     g = 1 is r + H, H the entropy there. The engine's side is the lever because the tokens were drawn from it: errors of
@@ -120,6 +105,10 @@ def fit_temperature(pairs: TokenPairs, anchor: Bools) -> TemperatureFit:
     Args:
         pairs: All tokens.
         anchor: [N] those to fit.
+
+    Returns:
+        The engine's temperature over the learner's, the share of the squared difference that the line explains, and
+        [N] the differences of all tokens as the line has them.
     """
     has_entropy = bool(len(pairs)) and bool(np.isfinite(pairs.entropy).mean() > 0.99)
     lever = pairs.rollout + np.nan_to_num(pairs.entropy) if has_entropy else pairs.rollout
@@ -128,38 +117,37 @@ def fit_temperature(pairs: TokenPairs, anchor: Bools) -> TemperatureFit:
         x, y = x - x.mean(), y - y.mean()
     spread, total = float(x @ x), float(y @ y)
     if spread <= 0.0 or total <= 0.0:
-        return TemperatureFit(ratio=1.0, explained=0.0, fitted=np.zeros(len(pairs)))
+        return 1.0, 0.0, np.zeros(len(pairs))
     slope = float(x @ y) / spread
     rest = y - slope * x
-    return TemperatureFit(ratio=1.0 + slope, explained=1.0 - float(rest @ rest) / total, fitted=slope * lever)
+    return 1.0 + slope, 1.0 - float(rest @ rest) / total, slope * lever
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """Which way differences go.
-
-    Attributes:
-        up: Share of the absolute difference that is upwards: the learner thinks the token likelier than the engine.
-        kept: Mean ratio of learner's to engine's probability: the mass that the engine keeps; 1 for full distributions.
-        lost: Share of the ratios' distance from 1 that is a mean below 1; 0 where chance explains it.
-    """
-
-    up: float
-    kept: float
-    lost: float
-
-
-def sides(diff: Floats, *, certain: float) -> Sides:
-    """Which way the differences go."""
+def upward_share(diff: Floats) -> float:
+    """Share of the absolute difference that is upwards: the learner thinks the token likelier than the engine."""
     total = float(np.abs(diff).sum())
-    if not total:
-        return Sides(up=0.5, kept=1.0, lost=0.0)
+    return float(np.maximum(diff, 0.0).sum()) / total if total else 0.5
+
+
+def cut_mass(diff: Floats, *, certain: float) -> tuple[float, float]:
+    """How much of the learner's distribution the engine may draw.
+
+    Args:
+        diff: [N] differences.
+        certain: Standard errors by which a mean ratio is below 1 where chance does not explain it.
+
+    Returns:
+        Mean ratio of learner's to engine's probability, the mass that the engine keeps: 1 for full distributions; and
+        the share of the ratios' distance from 1 that is a mean below 1, 0 where chance explains it.
+    """
+    if not diff.any():
+        return 1.0, 0.0
     ratio = np.exp(np.clip(diff, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     kept = float(ratio.mean())
     error = float(ratio.std()) / math.sqrt(len(ratio))
     is_certain = 1.0 - kept > certain * error
     lost = (1.0 - kept) / float(np.abs(1.0 - ratio).mean()) if is_certain else 0.0
-    return Sides(up=float(np.maximum(diff, 0.0).sum()) / total, kept=kept, lost=max(lost, 0.0))
+    return kept, max(lost, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,8 @@ EFFICIENCY = (
             for window in (0, 400, 1_000_000)  # what leaks slowly grows by little within the rule's own window
         ),
         thresholds=(
-            Threshold(name="max", default=0.2, meaning="growth over the window, share of its start", source=THUMB),
-            Threshold(name="by", default=0.05, meaning="growth over the window, GiB", source=THUMB),
+            Threshold("max", 0.2, "growth over the window, share of its start", THUMB),
+            Threshold("by", 0.05, "growth over the window, GiB", THUMB),
         ),
         window=40,
         min_steps=50,
@@ -61,7 +61,7 @@ EFFICIENCY = (
             REWARD_QUEUE,
             condition("level", "agent_loop/slowest/compute_score", STEP, says=OF_STEP),
         ),
-        thresholds=(Threshold(name="max", default=0.25, meaning="share of the step's time", source=THUMB),),
+        thresholds=(Threshold("max", 0.25, "share of the step's time", THUMB),),
         min_steps=5,
         causes=(
             Cause(
@@ -82,7 +82,7 @@ EFFICIENCY = (
         title="share of tools in a step's time",
         what="Tools take a large part of the step.",
         conditions=(condition("level", "agent_loop/slowest/tool_calls", STEP, says=OF_STEP),),
-        thresholds=(Threshold(name="max", default=0.5, meaning="share of the step's time", source=THUMB),),
+        thresholds=(Threshold("max", 0.5, "share of the step's time", THUMB),),
         min_steps=5,
         causes=(Cause("slow tools", "look at the slowest sessions, and set time limits for tools"),),
     ),
@@ -99,8 +99,8 @@ EFFICIENCY = (
             ),
         ),
         thresholds=(
-            Threshold(name="times", default=3.0, meaning="what is a jump, over the median before", source=GUIDE),
-            Threshold(name="count", default=2.0, meaning="jumps that are let pass", source=THUMB),
+            Threshold("times", 3.0, "what is a jump, over the median before", GUIDE),
+            Threshold("count", 2.0, "jumps that are let pass", THUMB),
         ),
         window=50,
         causes=(
@@ -121,9 +121,7 @@ EFFICIENCY = (
                 "fall", "perf/throughput", says="{metric} is {value:share} below its best, which was {before} tokens/s"
             ),
         ),
-        thresholds=(
-            Threshold(name="max", default=0.5, meaning="share of the best speed that may be lost", source=THUMB),
-        ),
+        thresholds=(Threshold("max", 0.5, "share of the best speed that may be lost", THUMB),),
         window=20,
         min_steps=40,
         causes=(
@@ -139,7 +137,7 @@ EFFICIENCY = (
         title="the learner works (utilisation over 50 %)",
         what="The learner waits most of the time.",
         conditions=(condition("mean_level", "fully_async/trainer/idle_ratio", says=OF_TIME),),
-        thresholds=(Threshold(name="max", default=0.5, meaning="share of the time", source=GUIDE),),
+        thresholds=(Threshold("max", 0.5, "share of the time", GUIDE),),
         window=20,
         causes=(
             SLOW_REWARD,
@@ -154,12 +152,7 @@ EFFICIENCY = (
         what="The engines wait most of the time.",
         conditions=(condition("mean_level", "fully_async/rollouter/idle_ratio", says=OF_TIME),),
         thresholds=(
-            Threshold(
-                name="max",
-                default=0.8,
-                meaning="share of the time; engines that wait half of it are often meant to",
-                source=THUMB,
-            ),
+            Threshold("max", 0.8, "share of the time; engines that wait half of it are often meant to", THUMB),
         ),
         window=20,
         causes=(
@@ -176,7 +169,7 @@ EFFICIENCY = (
         conditions=(
             condition("level", "perf/mfu/*", says="{metric} is at {value:share} (at least {min:share} is healthy)"),
         ),
-        thresholds=(Threshold(name="min", default=0.2, meaning="share of the devices' peak", source=THUMB),),
+        thresholds=(Threshold("min", 0.2, "share of the devices' peak", THUMB),),
         causes=(
             Cause("micro-batches too small", "raise the tokens of a micro-batch"),
             Cause("padding or recomputation", "pack sequences, and recompute less"),

@@ -1,7 +1,7 @@
 """Judging a run by rules: what each finds, why that may be, and which finding explains which."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,29 +46,18 @@ def judge(
 def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]]) -> Verdict:
     looker = Looker(history)
     newest = int(history.steps[-1]) if len(history.steps) else 0
-    opinions = [_opinion(rule, looker, reports, newest) for rule in rules]
-    found = {opinion.rule.name: opinion.finding for opinion in opinions if opinion.finding is not None}
-    explainers = _explainers({rule.name: rule for rule in rules}, found)
-    explained = {
-        opinion.rule.name: _explain(opinion.rule, opinion.finding, explainers, looker)
-        for opinion in opinions
-        if opinion.finding is not None
-    }
-    checks = tuple(_check(opinion, explained) for opinion in opinions)
+    judged = [_check(rule, looker, reports, newest) for rule in rules]
+    checks, found = tuple(check for check, _ in judged), {one.rule: one for _, one in judged if one is not None}
+    by_name = {rule.name: rule for rule in rules}
+    explainers = _explainers(by_name, found)
+    explained = {name: _explain(by_name[name], one, explainers, looker) for name, one in found.items()}
     return Verdict(status=_worst(checks), step=newest, checks=checks, findings=_in_order(explained, explainers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opinion:
-    """What a rule says, before other findings are known."""
-
-    rule: Rule
-    is_known: bool
-    finding: Finding | None
-    reading: str
-
-
-def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int) -> _Opinion:
+def _check(
+    rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int
+) -> tuple[Check, Finding | None]:
+    """What a rule came to, and what it found, before other findings are known."""
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
     enough = [look for look in looks if len(look.steps) >= rule.min_steps and not look.is_old]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
@@ -81,7 +70,7 @@ def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], n
         reading = _reading(rule, looks, enough, looker)
         if excuse is not None:
             reading = f"{wrong[0].evidence.text}, which is let pass: {excuse}"
-        return _Opinion(rule=rule, is_known=bool(enough), finding=None, reading=reading)
+        return _line(rule, "ok" if enough else "unknown", reading), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
     evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong))
     finding = Finding(
@@ -94,7 +83,11 @@ def _opinion(rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], n
         causes=(),
         advice=(),
     )
-    return _Opinion(rule=rule, is_known=True, finding=finding, reading="; ".join(one.text for one in evidence))
+    return _line(rule, rule.severity, "; ".join(one.text for one in evidence)), finding
+
+
+def _line(rule: Rule, status: Status, reading: str) -> Check:
+    return Check(rule=rule.name, side=rule.side, title=rule.title, status=status, reading=reading)
 
 
 def _without_repeats(looks: Sequence[Look]) -> list[Look]:
@@ -181,17 +174,6 @@ def _effects(rule: str, explainers: Mapping[str, frozenset[str]]) -> frozenset[s
         fresh = {other for other, because in explainers.items() if because & fresh} - known
         known |= fresh
     return frozenset(known - {rule})
-
-
-def _check(opinion: _Opinion, explained: Mapping[str, Finding]) -> Check:
-    rule = opinion.rule
-    finding = explained.get(rule.name)
-    status: Status = "unknown"
-    if finding is not None:
-        status = finding.severity
-    elif opinion.is_known:
-        status = "ok"
-    return Check(rule=rule.name, side=rule.side, title=rule.title, status=status, reading=opinion.reading)
 
 
 def _worst(checks: Sequence[Check]) -> Status:

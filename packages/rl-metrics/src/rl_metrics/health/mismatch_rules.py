@@ -30,8 +30,8 @@ AGREEMENT = (
             ),
         ),
         thresholds=(
-            Threshold(name="canary_max", default=0.3, meaning="nats; 0.001 in float32", source=PROOF),
-            Threshold(name="probe_max", default=0.03, meaning="relative; 0.001 in float32", source=PROOF),
+            Threshold("canary_max", 0.3, "nats; 0.001 in float32", PROOF),
+            Threshold("probe_max", 0.03, "relative; 0.001 in float32", PROOF),
         ),
         min_steps=1,
         events=(("run_failed", "WeightProofError"),),
@@ -68,9 +68,9 @@ AGREEMENT = (
             ),
         ),
         thresholds=(
-            Threshold(name="kl_max", default=0.1, meaning="k3 KL, running median, nats", source=THUMB),
-            Threshold(name="diff_max", default=0.01, meaning="mean difference of probabilities", source=THUMB),
-            Threshold(name="correlation_min", default=0.99, meaning="correlation of probabilities", source=THUMB),
+            Threshold("kl_max", 0.1, "k3 KL, running median, nats", THUMB),
+            Threshold("diff_max", 0.01, "mean difference of probabilities", THUMB),
+            Threshold("correlation_min", 0.99, "correlation of probabilities", THUMB),
         ),
         window=5,
         min_steps=5,
@@ -125,10 +125,10 @@ AGREEMENT = (
             ),
         ),
         thresholds=(
-            Threshold(name="kl_max", default=0.05, meaning="k3 KL, running median, nats", source=THUMB),
-            Threshold(name="samples_min", default=0.5, meaning="effective share of the samples", source=THUMB),
-            Threshold(name="weight_min", default=0.5, meaning="mean importance weight", source=THUMB),
-            Threshold(name="weight_max", default=2.0, meaning="mean importance weight", source=THUMB),
+            Threshold("kl_max", 0.05, "k3 KL, running median, nats", THUMB),
+            Threshold("samples_min", 0.5, "effective share of the samples", THUMB),
+            Threshold("weight_min", 0.5, "mean importance weight", THUMB),
+            Threshold("weight_max", 2.0, "mean importance weight", THUMB),
         ),
         needs=(OFF_POLICY,),
         causes=(

@@ -10,7 +10,7 @@ from rl_core.errors import SettingsError
 from rl_metrics.health.finding import Severity, Side
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Threshold:
     """A number that a user can set.
 

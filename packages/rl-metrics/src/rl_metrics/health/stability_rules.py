@@ -32,7 +32,7 @@ STABILITY = (
         title="gradient norm below 1",
         what="The gradients stay large.",
         conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
-        thresholds=(Threshold(name="max", default=1.0, meaning="running median", source=GUIDE),),
+        thresholds=(Threshold("max", 1.0, "running median", GUIDE),),
         unless=(SOLVED, IMPROVES),
         causes=(
             PROVED_STALE,
@@ -68,9 +68,9 @@ STABILITY = (
             ),
         ),
         thresholds=(
-            Threshold(name="times", default=3.0, meaning="what is a jump, over the median before", source=GUIDE),
-            Threshold(name="count", default=0.0, meaning="jumps that are let pass", source=GUIDE),
-            Threshold(name="least", default=1.0, meaning="gradient norm below which none counts", source=GUIDE),
+            Threshold("times", 3.0, "what is a jump, over the median before", GUIDE),
+            Threshold("count", 0.0, "jumps that are let pass", GUIDE),
+            Threshold("least", 1.0, "gradient norm below which none counts", GUIDE),
         ),
         window=30,
         min_steps=4,
@@ -92,7 +92,7 @@ STABILITY = (
             condition("highest", "actor/skipped_updates", says=REACHED),
             condition("highest", "nonfinite/*", says=REACHED),
         ),
-        thresholds=(Threshold(name="max", default=0.0, meaning="of a step", source=BY_DESIGN),),
+        thresholds=(Threshold("max", 0.0, "of a step", BY_DESIGN),),
         min_steps=1,
         causes=(
             TOO_FAST,
@@ -116,7 +116,7 @@ STABILITY = (
                 ("response_length/mean",),
             )
         ),
-        thresholds=(Threshold(name="max", default=5.0, meaning="newest steps without one", source=BY_DESIGN),),
+        thresholds=(Threshold("max", 5.0, "newest steps without one", BY_DESIGN),),
         min_steps=10,
         causes=(
             Cause(
@@ -142,9 +142,7 @@ STABILITY = (
                 says="{metric} has been within {max} of 0 for {window} steps",
             ),
         ),
-        thresholds=(
-            Threshold(name="max", default=1e-9, meaning="largest advantage that counts as 0", source=BY_DESIGN),
-        ),
+        thresholds=(Threshold("max", 1e-9, "largest advantage that counts as 0", BY_DESIGN),),
         window=5,
         min_steps=5,
         unless=(SOLVED,),
@@ -165,7 +163,7 @@ STABILITY = (
                 "level", WITHOUT_SPREAD, says="{metric}: {value:share} of the groups (at most {max:share} is healthy)"
             ),
         ),
-        thresholds=(Threshold(name="max", default=0.9, meaning="share of groups", source=THUMB),),
+        thresholds=(Threshold("max", 0.9, "share of groups", THUMB),),
         window=5,
         min_steps=5,
         unless=(SOLVED,),
@@ -196,7 +194,7 @@ STABILITY = (
                 says="{metric}: {value:share} of the responses (at most {max:share} is healthy)",
             ),
         ),
-        thresholds=(Threshold(name="max", default=0.1, meaning="share of responses", source=THUMB),),
+        thresholds=(Threshold("max", 0.1, "share of responses", THUMB),),
         window=5,
         min_steps=5,
         causes=(
@@ -239,8 +237,8 @@ STABILITY = (
             ),
         ),
         thresholds=(
-            Threshold(name="shrunk", default=0.33, meaning="least share of its start", source=THUMB),
-            Threshold(name="grown", default=3.0, meaning="most times its start", source=THUMB),
+            Threshold("shrunk", 0.33, "least share of its start", THUMB),
+            Threshold("grown", 3.0, "most times its start", THUMB),
         ),
         unless=(SOLVED, IMPROVES),
         needs=(STANDS_STILL,),
@@ -273,9 +271,9 @@ STABILITY = (
             condition("highest", "rollout/audit_failures", says=REACHED, max="audit_max"),
         ),
         thresholds=(
-            Threshold(name="failed_max", default=0.1, meaning="failed or unscored, over trajectories", source=THUMB),
-            Threshold(name="aborted_max", default=0.1, meaning="share without a token that trains", source=THUMB),
-            Threshold(name="audit_max", default=0.0, meaning="failed audits of a step", source=BY_DESIGN),
+            Threshold("failed_max", 0.1, "failed or unscored, over trajectories", THUMB),
+            Threshold("aborted_max", 0.1, "share without a token that trains", THUMB),
+            Threshold("audit_max", 0.0, "failed audits of a step", BY_DESIGN),
         ),
         window=5,
         min_steps=5,

@@ -44,9 +44,7 @@ TASK = (
         what="Every reward has been 0 since the first step.",
         severity="critical",
         conditions=(condition("never_positive", SCORE, says="{metric} has never been other than 0 (largest {value})"),),
-        thresholds=(
-            Threshold(name="max", default=1e-9, meaning="largest mean reward that counts as 0", source=BY_DESIGN),
-        ),
+        thresholds=(Threshold("max", 1e-9, "largest mean reward that counts as 0", BY_DESIGN),),
         min_steps=5,
         causes=(
             CUT_SHORT,
@@ -64,11 +62,7 @@ TASK = (
         what="The reward has fallen far below its best.",
         severity="critical",
         conditions=(condition("fall", SCORE, says=BELOW_BEST, max="max", by=0.01, errors=3.2),),
-        thresholds=(
-            Threshold(
-                name="max", default=0.25, meaning="share of the best running median that may be lost", source=THUMB
-            ),
-        ),
+        thresholds=(Threshold("max", 0.25, "share of the best running median that may be lost", THUMB),),
         causes=(
             NOT_FINITE,
             PROVED_STALE,
@@ -101,11 +95,7 @@ TASK = (
             ),
             condition("no_rise", SCORE, says="{metric} began at {before}, and its best is {value:share} above that"),
         ),
-        thresholds=(
-            Threshold(
-                name="min", default=0.1, meaning="share of the way to the highest reward to be gained", source=THUMB
-            ),
-        ),
+        thresholds=(Threshold("min", 0.1, "share of the way to the highest reward to be gained", THUMB),),
         min_steps=30,
         unless=(SOLVED, IMPROVED),
         causes=(
@@ -142,7 +132,7 @@ TASK = (
                 says="{value:share} of the responses have a reward above 0 (at least {min:share} is healthy)",
             ),
         ),
-        thresholds=(Threshold(name="min", default=0.05, meaning="share of rewards above 0", source=THUMB),),
+        thresholds=(Threshold("min", 0.05, "share of rewards above 0", THUMB),),
         unless=(condition("level", ("critic/score/min", "critic/rewards/min"), min=0.0),),
         causes=(
             REWARD_ZERO,
@@ -160,7 +150,7 @@ TASK = (
             condition("gap", SCORE, VALIDATED_REWARD, says=BELOW_TRAINING),
             condition("gap", "reward/acc/mean", VALIDATED_ACCURACY, says=BELOW_TRAINING),
         ),
-        thresholds=(Threshold(name="max", default=0.2, meaning="gap as a share of the training reward", source=GUIDE),),
+        thresholds=(Threshold("max", 0.2, "gap as a share of the training reward", GUIDE),),
         window=2,
         min_steps=2,
         causes=(
@@ -180,7 +170,7 @@ TASK = (
         title="validation keeps what it gained",
         what="Validation has fallen below its best.",
         conditions=(condition("fall", "val-core/*/mean@#", says=BELOW_BEST, max="max", by=0.01),),
-        thresholds=(Threshold(name="max", default=0.2, meaning="share of the best that may be lost", source=GUIDE),),
+        thresholds=(Threshold("max", 0.2, "share of the best that may be lost", GUIDE),),
         window=1,
         min_steps=3,
         causes=(
@@ -199,9 +189,7 @@ TASK = (
         title="rewards by component",
         what="A component of the reward falls while the whole does not.",
         conditions=(condition("fall", "reward/*/mean", says=BELOW_BEST, max="max", by=0.05, errors=3.2),),
-        thresholds=(
-            Threshold(name="max", default=0.3, meaning="share of a component's best that may be lost", source=THUMB),
-        ),
+        thresholds=(Threshold("max", 0.3, "share of a component's best that may be lost", THUMB),),
         min_steps=20,
         unless=(condition("fall", SCORE, max=0.1, by=0.01),),
         causes=(

@@ -2,10 +2,13 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rl_core.errors import DataError
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.rollout_log import RolloutRow
@@ -38,6 +41,26 @@ class Dumped:
     def problem(self) -> str:
         """Names the prompt: the same at every step."""
         return hashlib.sha256(self.prompt.encode(errors="replace")).hexdigest()[:16]
+
+
+def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> list[tuple[int, Path]]:
+    """The files of a folder by rising step.
+
+    Args:
+        folder: None has no files.
+        globs: Where they lie in it.
+        name: What the name of one fits; its first group is the step.
+        such_as: An example of a name.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise DataError(f"{folder} must be a folder with files such as {such_as}.")
+    files = [(re.fullmatch(name, file.name), file) for glob in globs for file in folder.glob(glob)]
+    return sorted((int(found[1]), file) for found, file in files if found and file.is_file())
 
 
 def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from rl_core.errors import DataError, NotReadyError
-from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
+from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.trl_names import names_of
@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 STATE = "trainer_state.json"
 MAX_STATE_BYTES = 1 << 30
+COMPLETIONS = r"completions_([0-9]{1,18})\.(?:parquet|jsonl)"
 NOT_METRICS = frozenset({"step", "epoch"})
 """`epoch` is a fraction here, and each part of a step has it again."""
 
@@ -60,7 +61,8 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
             for step, row in _with_step(history, path):
                 is_finished = "train_runtime" in row
                 run.add_metrics(step, {name: value for name, value in row.items() if name not in NOT_METRICS})
-        for step, file in _completion_files(completions):
+        globs = "completions_*", "*/completions_*"  # of training, or of train/ and eval/
+        for step, file in step_files(completions, *globs, name=COMPLETIONS, such_as="completions_00010.parquet"):
             rows = _rows(file)
             trained = [_dumped(row) for row in rows if row.get("mode") != "eval"]
             evaluated = [_dumped(row) for row in rows if row.get("mode") == "eval"]
@@ -114,20 +116,6 @@ def _newest_state(folder: Path) -> Path:
     if not checkpoints:
         raise DataError(f"{folder} must have a {STATE}, or checkpoints with one.")
     return checkpoints[max(checkpoints)]
-
-
-def _completion_files(folder: Path | None) -> list[tuple[int, Path]]:
-    """Files of logged completions by rising step, such as completions_00010.parquet, or train/ and eval/ with them."""
-    if folder is None:
-        return []
-    if not folder.is_dir():
-        raise DataError(f"{folder} must be a folder with files such as completions_00010.parquet.")
-    files = [
-        (int(found[1]), file)
-        for file in [*folder.glob("completions_*"), *folder.glob("*/completions_*")]
-        if (found := re.fullmatch(r"completions_([0-9]{1,18})\.(?:parquet|jsonl)", file.name)) and file.is_file()
-    ]
-    return sorted(files)
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -8,15 +8,15 @@ Sources: `FileLogger` and `LocalLogger` in verl/utils, `fit` and `_dump_generati
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers
+from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import Names, translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
 from rl_metrics.importers.verl_console import seems_step, step_of_line
@@ -88,9 +88,9 @@ def import_verl(
             run.begin_attempt(file)
             for step, values in _logged(file):
                 run.add_metrics(step, step_alone(values))
-        for step, file in _dumps(rollouts):
+        for step, file in _dumps(rollouts, "*.jsonl"):
             run.add_rollouts(as_rollouts(step, _dumped(file)), written=file.stat().st_mtime)
-        for step, file in _dumps(validation):
+        for step, file in _dumps(validation, "*.jsonl"):
             run.add_generations(step, as_samples(step, _dumped(file), trainer="verl"))
         folders = [folder for folder in (rollouts, validation) if folder is not None]
         return run.finish([*files, *folders])
@@ -175,14 +175,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return {"step": None, **row} if row is not None and row.get("data") and isinstance(row["data"], dict) else None
 
 
-def _dumps(folder: Path | None) -> list[tuple[int, Path]]:
-    """Files of steps in a folder of generations, by rising step."""
-    if folder is None:
-        return []
-    if not folder.is_dir():
-        raise DataError(f"{folder} must be a folder with files such as 12.jsonl, one for each step.")
-    files = [file for file in folder.glob("*.jsonl") if re.fullmatch(r"[0-9]{1,18}", file.stem) and file.is_file()]
-    return sorted((int(file.stem), file) for file in files)
+_dumps = partial(step_files, name=r"([0-9]{1,18})\.jsonl", such_as="12.jsonl, one for each step")
 
 
 def _dumped(file: Path) -> list[Dumped]:

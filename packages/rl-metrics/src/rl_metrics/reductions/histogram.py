@@ -79,12 +79,12 @@ class Histogram:
     @property
     def sum(self) -> float:
         """The sum of the finite values, correctly rounded."""
-        return _rounded(_exact(self._sum))
+        return rounded(_exact(self._sum))
 
     @property
     def mean(self) -> float:
         """The mean, correctly rounded; NaN without values."""
-        return _rounded(_exact(self._sum) / self.count) if self.count else math.nan
+        return rounded(_exact(self._sum) / self.count) if self.count else math.nan
 
     @property
     def min(self) -> float:
@@ -326,7 +326,8 @@ def _exact(units: int) -> Fraction:
     return Fraction(units, 2**-SUM_EXPONENT)
 
 
-def _rounded(value: Fraction) -> float:
+def rounded(value: Fraction) -> float:
+    """The nearest float; infinite where it is beyond every one."""
     try:
         return float(value)
     except OverflowError:

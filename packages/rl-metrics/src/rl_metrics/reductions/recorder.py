@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from rl_core.errors import DataError
 from rl_metrics.definitions.definition import Metric, MetricTable, Reduction
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.reductions.histogram import Histogram, rounded
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class _Sum:
         """
         if self.reduction in ("mean", "sum"):
             if self.weight > 0:
-                return _as_float(self.total / self.weight if self.reduction == "mean" else self.total)
+                return rounded(self.total / self.weight if self.reduction == "mean" else self.total)
         elif self.extreme is not None:
             return self.extreme
         return math.nan if self.num_nonfinite else None
@@ -143,31 +143,6 @@ class Recorder:
             DataError: The name is undefined (strict) or no histogram's, or something is no number.
         """
         self._histogram(name).add(values)
-
-    def record_sums(self, sums: Mapping[str, tuple[SupportsFloat, SupportsFloat]]) -> None:
-        """Add pairs (weighted sum, weight), as objectives give them for each micro-batch.
-
-        Raises:
-            DataError: A metric is neither a mean nor a sum, a sum is no single number, or a weight is negative or not
-                finite.
-        """
-        for name, (weighted_sum, weight) in sums.items():
-            entry = self._entry(name)
-            if entry.reduction not in ("mean", "sum"):
-                raise DataError(
-                    f"{name} is reduced by {entry.reduction!r}; a pair (weighted sum, weight) fits only 'mean' "
-                    "and 'sum'. Record its value with Recorder.record."
-                )
-            total, count = _number(name, weighted_sum), _number(f"weight of {name}", weight)
-            if not (math.isfinite(count) and count >= 0):
-                raise DataError(f"weight of {name} must be finite and at least 0; found {count}.")
-            if count == 0:
-                continue
-            if math.isfinite(total):
-                entry.total += Fraction(total)
-                entry.weight += Fraction(count)
-            else:
-                entry.num_nonfinite += 1
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -283,13 +258,6 @@ class Recorder:
                 )
             histogram = self._histograms[name] = Histogram()
         return histogram
-
-
-def _as_float(value: Fraction) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _number(what: str, value: SupportsFloat) -> float:

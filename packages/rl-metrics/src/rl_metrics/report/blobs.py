@@ -29,28 +29,25 @@ def page_blobs(page: BinaryIO) -> BlobSink:
     return put
 
 
-class FolderBlobs:
-    """Keeps each part as a file of a folder."""
+def folder_blobs(folder: Path, names: set[str]) -> BlobSink:
+    """Writes each part as a file of a folder, unless it is there.
 
-    def __init__(self, folder: Path) -> None:
-        """Add to what the folder has.
+    Args:
+        folder: It exists.
+        names: Takes the names of the parts.
+    """
 
-        Args:
-            folder: It exists.
-        """
-        self._folder = folder
-        self.names: set[str] = set()
-
-    def put(self, content: bytes) -> str:
-        """Write it, unless it is there."""
+    def put(content: bytes) -> str:
         name = blob_name(content)
-        self.names.add(name)
-        file = self._folder / name
+        names.add(name)
+        file = folder / name
         if not file.exists():
             part = file.with_suffix(".part")
             part.write_bytes(content)
             part.replace(file)
         return name
+
+    return put
 
 
 def blob_name(content: bytes) -> str:

@@ -1,6 +1,6 @@
 """The metrics of a run as the page draws them: by chapter, with healthy bands, thinned where there are very many."""
 
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,7 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
         if not len(steps):
             continue
         steps, values, is_thinned = thin(steps, values)
-        described.append(
-            {
-                "name": name,
-                "chapter": chapter_of(name),
-                "is_thinned": is_thinned,
-                **meaning_of(name),
-            }
-        )
+        described.append({"name": name, "chapter": chapter_of(name), "is_thinned": is_thinned, **meaning_of(name)})
         number = len(described) - 1
         columns[f"x{number}"] = ("i32", steps)
         columns[f"y{number}"] = ("f32", values)
@@ -56,12 +49,8 @@ def thin(steps: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArr
     if len(steps) <= MAX_POINTS:
         return steps, values, False
     edges = np.linspace(0, len(steps), MAX_POINTS // 2 + 1).astype(int)
-    kept = np.unique([_extremes(values, first, last) for first, last in _stretches(edges)])
+    kept = np.unique([_extremes(values, first, last) for first, last in pairwise(edges.tolist())])
     return steps[kept], values[kept], True
-
-
-def _stretches(edges: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    return zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
 
 
 def _extremes(values: NDArray[Any], first: int, last: int) -> list[int]:

@@ -66,7 +66,7 @@ def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
 def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
     """The slowest session of each step, the slowest first: fields of its event, its step and `total_s`."""
     history = run.history
-    found = []
+    found: list[dict[str, Any]] = []
     for event in run.events:
         if event.get("event") != "slowest_session":
             continue
@@ -78,7 +78,7 @@ def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
         step = event.get("step", int(history.steps[place]) if place < len(history.steps) else None)
         known = {name: event.get(name) for name in SESSION_FIELDS if _is_plain(event.get(name))}
         found.append({**known, **parts, "step": step if _is_plain(step) else None, "total_s": _sum_s(parts.values())})
-    return sorted(found, key=_total_s, reverse=True)[:MAX_SLOWEST]
+    return sorted(found, key=lambda session: session["total_s"], reverse=True)[:MAX_SLOWEST]
 
 
 def _sum_s(parts: Iterable[float]) -> float:
@@ -88,11 +88,6 @@ def _sum_s(parts: Iterable[float]) -> float:
         return math.fsum(parts)
     except OverflowError:
         return math.copysign(sys.float_info.max, sum(parts))
-
-
-def _total_s(session: Mapping[str, Any]) -> float:
-    total: float = session["total_s"]
-    return total
 
 
 SESSION_PLACE = ("prompt_uid", "session_index", "output_index")

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from rl_core.errors import RLError
-from rl_metrics.report.blobs import FolderBlobs
+from rl_metrics.report.blobs import folder_blobs
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.writing import MAX_TRAJECTORIES, check_request, pack_runs
 from rl_metrics.run_files.run_record import FILES, open_run
@@ -137,10 +137,11 @@ class ReportServer:
             pause_s = max(LOOK_EVERY_S, (time.monotonic() - began) * (1 / BUSY_SHARE - 1))
 
     def _renew(self) -> None:
-        sink = FolderBlobs(Path(self._folder.name))
-        manifest = pack_runs([open_run(path) for path in self._runs], sink.put, max_trajectories=self._max_trajectories)
-        gone = self._before - self._names - sink.names
-        self._before, self._names = self._names, sink.names  # a page may still ask for parts of the last report
+        names: set[str] = set()
+        sink = folder_blobs(Path(self._folder.name), names)
+        manifest = pack_runs([open_run(path) for path in self._runs], sink, max_trajectories=self._max_trajectories)
+        gone = self._before - self._names - names
+        self._before, self._names = self._names, names  # a page may still ask for parts of the last report
         self.manifest = json.dumps(manifest).encode()
         for name in gone:
             (Path(self._folder.name) / name).unlink(missing_ok=True)

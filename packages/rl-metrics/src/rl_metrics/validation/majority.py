@@ -8,7 +8,6 @@ divided by the factor of each that may win.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -80,14 +79,19 @@ def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
     if not len(sizes):
         return result
     multiplicity = multiplicity[:, sizes - 1]
-    draws = _draws(sizes / total, num_votes)
+    shares = sizes / total
+    terms, chances = _poisson(num_votes * shares, num_votes), _binomial(shares, num_votes)
+    chance_of_sum = float(_poisson(np.asarray([float(num_votes)]), num_votes)[0, num_votes])
     silent_factors = np.exp((silent * (num_votes / total))[:, None] * (_fourier_roots(num_votes)[0][1] - 1.0))
-    can_win = _can_win(multiplicity, silent, draws=draws)
+    can_win = _can_win(multiplicity, silent, terms=terms, chances=chances, chance_of_sum=chance_of_sum)
     found = np.zeros(multiplicity.shape)
-    for nodes in _blocks(np.flatnonzero(can_win.any(axis=0)), multiplicity, num_votes=num_votes):
-        factors, coefficients = _factors(nodes, draws=draws), _coefficients(nodes, num_votes=num_votes)
-        readings = _parts(draws.terms[:, nodes.counts, None] / draws.chance_of_sum / factors)
-        rows = np.flatnonzero(can_win[:, nodes.counts].any(axis=1))
+    for counts, places, weights in _blocks(np.flatnonzero(can_win.any(axis=0)), multiplicity, num_votes=num_votes):
+        factors, coefficients = (
+            _factors(counts, places, terms=terms),
+            _coefficients(counts, weights, num_votes=num_votes),
+        )
+        readings = _parts(terms[:, counts, None] / chance_of_sum / factors)
+        rows = np.flatnonzero(can_win[:, counts].any(axis=1))
         step = max(1, CHUNK // coefficients.size)
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
@@ -98,56 +102,32 @@ def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
     return np.clip(result, 0.0, 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draws:
-    """How often predictions of several sizes are drawn, from 0 to n.
+def _can_win(
+    multiplicity: Floats, silent: Ints, *, terms: Floats, chances: Floats, chance_of_sum: float
+) -> NDArray[np.bool_]:
+    """[Q, n+1] whether a winner may be drawn so often: some prediction is, and it is likely that no other is more.
 
-    Attributes:
-        terms: [S, n+1] Poisson probabilities.
+    Args:
+        multiplicity: [Q, S] predictions of each size.
+        silent: [Q] responses without a prediction.
+        terms: [S, n+1] Poisson probabilities that a prediction of each size is drawn 0 to n times.
         chances: [S, n+1] the binomial ones.
         chance_of_sum: That Poisson variables of all predictions have the sum n.
     """
-
-    terms: Floats
-    chances: Floats
-    chance_of_sum: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Nodes:
-    """Where ties are integrated.
-
-    Attributes:
-        counts: [J] how often the winner is drawn, rising; as many times as it has nodes.
-        places: [J] from 0 to 1.
-        weights: [J] of the places.
-    """
-
-    counts: Ints
-    places: Floats
-    weights: Floats
-
-
-def _draws(shares: Floats, num_votes: int) -> _Draws:
-    return _Draws(
-        terms=_poisson(num_votes * shares, num_votes),
-        chances=_binomial(shares, num_votes),
-        chance_of_sum=float(_poisson(np.asarray([float(num_votes)]), num_votes)[0, num_votes]),
-    )
-
-
-def _can_win(multiplicity: Floats, silent: Ints, *, draws: _Draws) -> NDArray[np.bool_]:
-    """[Q, n+1] whether a winner may be drawn so often: some prediction is, and it is likely that no other is more."""
-    counts = np.arange(draws.terms.shape[1])
-    some: Floats = (multiplicity > 0).astype(np.float64) @ (draws.chances > NEGLIGIBLE)
-    none_above: Floats = multiplicity @ np.log(np.cumsum(draws.terms, axis=1)) - math.log(draws.chance_of_sum)
+    counts = np.arange(terms.shape[1])
+    some: Floats = (multiplicity > 0).astype(np.float64) @ (chances > NEGLIGIBLE)
+    none_above: Floats = multiplicity @ np.log(np.cumsum(terms, axis=1)) - math.log(chance_of_sum)
     fewest = np.where(silent > 0, 1, np.ceil(counts[-1] / np.maximum(multiplicity.sum(axis=1), 1)))
     can_win: NDArray[np.bool_] = (some > 0) & (none_above > math.log(NEGLIGIBLE)) & (counts >= fewest[:, None])
     return can_win
 
 
-def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[_Nodes]:
-    """The nodes of all counts, as many at a time as CHUNK allows."""
+def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[tuple[Ints, Floats, Floats]]:
+    """The nodes where ties are integrated, of all counts, as many at a time as CHUNK allows.
+
+    Yields:
+        [J] how often the winner is drawn, rising, as many times as it has nodes; [J] places from 0 to 1; their weights.
+    """
     most = int(multiplicity.sum(axis=1).max())
     ties = [_tie_nodes(min(num_votes // count, most)) for count in counts.tolist()]
     num_nodes = np.array([len(places) for places, _ in ties], dtype=np.int64)
@@ -155,29 +135,26 @@ def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[_
     block_of = np.cumsum(num_nodes * num_roots * multiplicity.shape[1]) // CHUNK
     for block in np.unique(block_of):
         here = np.flatnonzero(block_of == block)
-        yield _Nodes(
-            counts=np.repeat(counts[here], num_nodes[here]),
-            places=np.concatenate([ties[index][0] for index in here]),
-            weights=np.concatenate([ties[index][1] for index in here]),
-        )
+        places, weights = (np.concatenate([ties[index][part] for index in here]) for part in (0, 1))
+        yield np.repeat(counts[here], num_nodes[here]), places, weights
 
 
-def _factors(nodes: _Nodes, *, draws: _Draws) -> Complexes:
+def _factors(counts: Ints, places: Floats, *, terms: Floats) -> Complexes:
     """[S, J, L] generating functions of a prediction that is drawn less often than the winner, or is tied with it."""
-    roots, _ = _fourier_roots(draws.terms.shape[1] - 1)
-    first, last = nodes.counts[0], nodes.counts[-1]
-    below = np.empty((len(draws.terms), last - first + 1, roots.shape[1]), dtype=np.complex128)
-    below[:, 0] = draws.terms[:, :first] @ roots[:first] + 1e-300  # no factor is 0
-    np.multiply(draws.terms[:, first:last, None], roots[first:last], out=below[:, 1:])
-    factors: Complexes = below.cumsum(axis=1)[:, nodes.counts - first]
-    factors += (nodes.places * draws.terms[:, nodes.counts])[:, :, None] * roots[nodes.counts]
+    roots, _ = _fourier_roots(terms.shape[1] - 1)
+    first, last = counts[0], counts[-1]
+    below = np.empty((len(terms), last - first + 1, roots.shape[1]), dtype=np.complex128)
+    below[:, 0] = terms[:, :first] @ roots[:first] + 1e-300  # no factor is 0
+    np.multiply(terms[:, first:last, None], roots[first:last], out=below[:, 1:])
+    factors: Complexes = below.cumsum(axis=1)[:, counts - first]
+    factors += (places * terms[:, counts])[:, :, None] * roots[counts]
     return factors
 
 
-def _coefficients(nodes: _Nodes, *, num_votes: int) -> Complexes:
+def _coefficients(counts: Ints, weights: Floats, *, num_votes: int) -> Complexes:
     """[J, L] what reads the coefficient of the votes that are left, when the winner has its own."""
     roots, root_weights = _fourier_roots(num_votes)
-    return (nodes.weights[:, None] * root_weights) * roots[num_votes - nodes.counts].conj()
+    return (weights[:, None] * root_weights) * roots[num_votes - counts].conj()
 
 
 def _multiply(products: Complexes, factors: Complexes, exponents: Floats) -> None:

@@ -1,6 +1,7 @@
 """Which tensors a model has, and whether an update holds them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,16 +24,28 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
     """
     if update.tensors is not None:
         return update.tensors
+    with update_file(update) as file:
+        tensors: Mapping[str, torch.Tensor] = load_file(file)
+    return tensors
+
+
+@contextmanager
+def update_file(update: WeightUpdate) -> Iterator[Path]:
+    """The file of an update, to be read within.
+
+    Raises:
+        EngineError: It has neither tensors nor a file.
+        WeightsGoneError: The file is gone or torn.
+    """
     if update.file is None:
         raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
     try:
-        tensors: Mapping[str, torch.Tensor] = load_file(update.file)
+        yield update.file
     except (OSError, SafetensorError) as error:
         raise WeightsGoneError(
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
             "engine has taken it."
         ) from error
-    return tensors
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:

@@ -10,7 +10,7 @@ from rl_core.registry import Registry
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.episode import Episode
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
-from rl_rollout.loops.turns import Joined, Reply, TurnFormat, join_turns
+from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.blocking import BlockingCalls
@@ -116,7 +116,7 @@ class EnvironmentLoop(SessionLoop):
             )
             conversation.add_tools_time(episode.other_s)
             try:
-                return await self._converse(conversation, episode)
+                return await self._converse(conversation, episode, turns)
             except BaseException as error:
                 if ends_the_run(error):
                     raise
@@ -128,8 +128,7 @@ class EnvironmentLoop(SessionLoop):
         finally:
             await episode.close()
 
-    async def _converse(self, conversation: Conversation, episode: Episode) -> SessionResult:
-        turns, _ = self._ready
+    async def _converse(self, conversation: Conversation, episode: Episode, turns: Turns) -> SessionResult:
         while True:
             generation = await conversation.sample()
             (text,) = conversation.context.decode([generation.token_ids])

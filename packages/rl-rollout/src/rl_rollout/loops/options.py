@@ -1,4 +1,4 @@
-"""Options of loops from tables of a settings file: unknown names and wrong types are refused."""
+"""Dataclasses from tables of a TOML file, such as options of loops: unknown names and wrong types are refused."""
 
 import dataclasses
 import types
@@ -17,7 +17,7 @@ def read_options(kind: type[OptionsT], table: Mapping[str, Any], *, where: str) 
     """A dataclass from a table.
 
     Args:
-        kind: A dataclass, whose fields may be dataclasses, tuples of one type, or mappings from text to one type.
+        kind: A dataclass, whose fields may be dataclasses, tuples, or mappings from text to one type.
         table: As a TOML file has it.
         where: What the options are of, for messages, such as "agent loop 'tools'".
 
@@ -52,6 +52,8 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return read_options(typing.cast(type[Any], kind), value, where=where)
     if origin is tuple and isinstance(value, list | tuple):
+        if arguments[-1] is not ... and len(value) != len(arguments):
+            raise SettingsError(f"{where} must be a list of {len(arguments)}; found {value!r}.")
         return tuple(_value(arguments[0], item, where=f"{where}[{index}]") for index, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {str(key): _value(arguments[1], item, where=f"{where}.{key}") for key, item in value.items()}

@@ -1,7 +1,7 @@
 """All prompts of some files, checked and tokenized before anything heavy starts."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ import structlog
 from numpy.typing import NDArray
 
 from rl_core.data.ragged import Ragged
-from rl_core.data.records import Prompt
+from rl_core.data.records import Json, Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
@@ -99,7 +99,7 @@ class PromptSet:
         if not 0 <= index < len(self):
             raise IndexError(f"prompt index {index} is not in 0..{len(self) - 1}")
         file, row = self._rows[index].tolist()
-        problem = self._read(self._files[file][row], where=self._files[file].locate(row))
+        problem = _read(self._files[file][row], self._options, where=self._files[file].locate(row))
         return Prompt(
             uid=self.uids[index] + uid_suffix,
             input_ids=self._tokens[index],
@@ -108,10 +108,6 @@ class PromptSet:
             ground_truth=problem.ground_truth,
             columns=problem.columns,
         )
-
-    def _read(self, row: dict[str, object], *, where: str) -> Problem:
-        problem = read_problem(row, where=where, requires_ground_truth=self._options.requires_ground_truth)
-        return as_given(problem, self._options)
 
 
 def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: PromptOptions) -> PromptSet:
@@ -124,88 +120,66 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
     if not files:
         raise SettingsError("no prompt file is given; expected at least one.")
     opened = [open_rows(Path(path)) for path in files]
-    reader = _Reader(tokenizer, options)
-    for file_index, rows in enumerate(opened):
-        reader.read_file(file_index, rows)
-    if not reader.uids:
+    uids: list[str] = []
+    tokens: list[NDArray[np.int32]] = []
+    places: list[tuple[int, int]] = []
+    num_rows = 0
+    for file, rows in enumerate(opened):
+        for row, (problem, ids) in enumerate(_encoded(rows, tokenizer, options)):
+            if _fits(ids, options, where=rows.locate(row)):
+                uids.append(f"{problem.digest()}-{num_rows}")
+                tokens.append(np.asarray(ids, dtype=np.int32))
+                places.append((file, row))
+            num_rows += 1
+    if not uids:
         raise DataError(
-            f"all {reader.num_rows} rows of {', '.join(str(rows.path) for rows in opened)} are longer than "
+            f"all {num_rows} rows of {', '.join(str(rows.path) for rows in opened)} are longer than "
             f"max_tokens = {options.max_tokens}. Raise it."
         )
     prompts = PromptSet(
         opened,
-        uids=reader.uids,
-        tokens=Ragged.from_rows(reader.tokens, dtype=np.int32),
-        rows=np.asarray(reader.rows, dtype=np.int64),
+        uids=uids,
+        tokens=Ragged.from_rows(tokens, dtype=np.int32),
+        rows=np.asarray(places, dtype=np.int64),
         options=options,
     )
     log.info("prompts_loaded", num_prompts=len(prompts), num_dropped=prompts.num_dropped, files=[str(f) for f in files])
     return prompts
 
 
-def as_given(problem: Problem, options: PromptOptions) -> Problem:
-    """A plain problem as the options want it: raw text, or one user's message."""
+def _read(row: Mapping[str, Json], options: PromptOptions, *, where: str) -> Problem:
+    """What a row says; plain text as the options want it: raw, or as one user's message."""
+    problem = read_problem(row, where=where, requires_ground_truth=options.requires_ground_truth)
     if problem.text is None or options.plain_prompts == "raw":
         return problem
-    return Problem(
-        messages=({"role": "user", "content": problem.text},),
-        text=None,
-        data_source=problem.data_source,
-        ground_truth=problem.ground_truth,
-        columns=problem.columns,
-    )
+    return replace(problem, messages=({"role": "user", "content": problem.text},), text=None)
 
 
-class _Reader:
-    """Collects uids, tokens and places of rows, a chunk at a time."""
-
-    def __init__(self, tokenizer: PromptTokenizer, options: PromptOptions) -> None:
-        self._tokenizer = tokenizer
-        self._options = options
-        self.uids: list[str] = []
-        self.tokens: list[NDArray[np.int32]] = []
-        self.rows: list[tuple[int, int]] = []
-        self.num_rows = 0
-
-    def read_file(self, file_index: int, rows: Rows) -> None:
-        remaining = enumerate(rows)
-        while chunk := list(islice(remaining, CHUNK_ROWS)):
-            places = [rows.locate(row) for row, _ in chunk]
-            problems = [
-                as_given(
-                    read_problem(columns, where=where, requires_ground_truth=self._options.requires_ground_truth),
-                    self._options,
-                )
-                for (_, columns), where in zip(chunk, places, strict=True)
-            ]
-            encoded = self._encode(problems, places)
-            for (row, _), where, problem, ids in zip(chunk, places, problems, encoded, strict=True):
-                uid = f"{problem.digest()}-{self.num_rows}"
-                self.num_rows += 1
-                if self._fits(ids, where=where):
-                    self.uids.append(uid)
-                    self.tokens.append(np.asarray(ids, dtype=np.int32))
-                    self.rows.append((file_index, row))
-
-    def _encode(self, problems: Sequence[Problem], places: Sequence[str]) -> list[list[int]]:
-        plain = iter(self._tokenizer.encode([p.text for p in problems if p.text is not None], add_special_tokens=True))
+def _encoded(rows: Rows, tokenizer: PromptTokenizer, options: PromptOptions) -> Iterator[tuple[Problem, list[int]]]:
+    """Each row with its tokens; a chunk is encoded at once."""
+    remaining = enumerate(rows)
+    while chunk := list(islice(remaining, CHUNK_ROWS)):
+        problems = [_read(columns, options, where=rows.locate(row)) for row, columns in chunk]
+        texts = [problem.text for problem in problems if problem.text is not None]
         rendered = [
-            self._tokenizer.render(problem.messages, where=f"{where}, field `prompt`")
-            for problem, where in zip(problems, places, strict=True)
+            tokenizer.render(problem.messages, where=f"{rows.locate(row)}, field `prompt`")
+            for (row, _), problem in zip(chunk, problems, strict=True)
             if problem.text is None
         ]
-        chats = iter(self._tokenizer.encode(rendered, add_special_tokens=False))
-        return [next(chats) if problem.text is None else next(plain) for problem in problems]
+        plain = iter(tokenizer.encode(texts, add_special_tokens=True))
+        chats = iter(tokenizer.encode(rendered, add_special_tokens=False))
+        yield from ((problem, next(chats) if problem.text is None else next(plain)) for problem in problems)
 
-    def _fits(self, ids: Sequence[int], *, where: str) -> bool:
-        if not ids:
-            raise DataError(f"{where}, field `prompt`: it gives no tokens; expected at least one.")
-        limit = self._options.max_tokens
-        if len(ids) <= limit:
-            return True
-        if self._options.overlong == "drop":
-            return False
-        raise DataError(
-            f"{where}, field `prompt`: {len(ids)} tokens, more than max_tokens = {limit}. "
-            'Raise the limit, shorten the prompt, or set overlong = "drop".'
-        )
+
+def _fits(ids: Sequence[int], options: PromptOptions, *, where: str) -> bool:
+    if not ids:
+        raise DataError(f"{where}, field `prompt`: it gives no tokens; expected at least one.")
+    limit = options.max_tokens
+    if len(ids) <= limit:
+        return True
+    if options.overlong == "drop":
+        return False
+    raise DataError(
+        f"{where}, field `prompt`: {len(ids)} tokens, more than max_tokens = {limit}. "
+        'Raise the limit, shorten the prompt, or set overlong = "drop".'
+    )

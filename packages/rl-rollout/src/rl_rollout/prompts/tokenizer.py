@@ -6,6 +6,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rl_core.data.records import IntArray, Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 
@@ -155,11 +157,11 @@ class PromptTokenizer:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    def decode(self, sequences: Sequence[IntArray], *, skip_special_tokens: bool = True) -> list[str]:
+    def decode(self, sequences: Sequence[IntArray | Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """Text of each sequence; for rewards, tools and people, never for training."""
         if not sequences:
             return []
-        ids = [sequence.tolist() for sequence in sequences]
+        ids = [np.asarray(sequence).tolist() for sequence in sequences]
         texts: list[str] = self._tokenizer.batch_decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

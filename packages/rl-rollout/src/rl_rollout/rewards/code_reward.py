@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Literal
@@ -12,7 +13,7 @@ from typing import Literal
 from rl_core.data.records import Json, Prompt
 from rl_core.errors import SettingsError
 from rl_core.registry import nearest_name
-from rl_rollout.rewards.code_tests import CodeTests, read_tests, same_output, same_value
+from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output, same_value
 from rl_rollout.rewards.outputs import cut
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
@@ -116,14 +117,15 @@ class CodeReward:
             DataError: The row has no tests that can be read.
             RoleError: The sandbox broke.
         """
-        tests = read_tests(given.ground_truth)
+        cases, steps = read_tests(given.ground_truth)
+        num_tests = len(cases) + sum(step.kind != "setup" for step in steps)
         program = program_of(given.response_text, needs_fence=self.needs_fence)
         if program is None:
             outcomes = [Outcome(is_passed=False, reason="there is no program")]
         else:
-            outcomes = await (self._run_cases(program, tests) if tests.cases else self._run_steps(program, tests))
-        passed = sum(outcome.is_passed for outcome in outcomes) / tests.num_tests
-        timed_out = sum(outcome.is_timed_out for outcome in outcomes) / tests.num_tests
+            outcomes = await (self._run_cases(program, cases) if cases else self._run_steps(program, steps))
+        passed = sum(outcome.is_passed for outcome in outcomes) / num_tests
+        timed_out = sum(outcome.is_timed_out for outcome in outcomes) / num_tests
         reason = next((outcome.reason for outcome in outcomes if not outcome.is_passed), "")
         return RewardResult(
             reward=passed if self.mode == "share" else float(passed == 1.0),
@@ -131,13 +133,13 @@ class CodeReward:
             extras={"code_failure": reason} if reason else {},
         )
 
-    async def _run_cases(self, program: str, tests: CodeTests) -> list[Outcome]:
+    async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         started_at = time.monotonic()
-        for given, expected in tests.cases:
+        for given, expected in cases:
             if time.monotonic() - started_at >= self.total_s:
                 late = Outcome(is_passed=False, is_timed_out=True, reason=f"{self.total_s:g} s were over")
-                return outcomes + [late] * (len(tests.cases) - len(outcomes))
+                return outcomes + [late] * (len(cases) - len(outcomes))
             outcomes.append(self._outcome(await self.sandbox.run(program, stdin=given.encode()), expected))
             if self.mode == "all" and not outcomes[-1].is_passed:
                 break
@@ -151,14 +153,14 @@ class CodeReward:
             return Outcome(is_passed=True)
         return Outcome(is_passed=False, reason=f"printed {cut(printed, max_characters=200)!r}")
 
-    async def _run_steps(self, program: str, tests: CodeTests) -> list[Outcome]:
+    async def _run_steps(self, program: str, steps: Sequence[Step]) -> list[Outcome]:
         word = secrets.token_hex(16)
-        given = {"word": word, "program": program, "steps": [(step.kind, step.source) for step in tests.steps]}
+        given = {"word": word, "program": program, "steps": [(step.kind, step.source) for step in steps]}
         run = await self.sandbox.run(RUNNER.read_text(encoding="utf-8"), stdin=json.dumps(given).encode())
         found = {result[0]: result[1:] for result in _results(run.stdout, word)}
         ended = found["load"][0] if "load" in found else describe_run(run)
         outcomes = []
-        for number, step in enumerate(tests.steps):
+        for number, step in enumerate(steps):
             kind, value = found.get(number, ("ended", ended))
             if step.kind == "setup":
                 continue

@@ -47,21 +47,8 @@ class Step:
     is_identity: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTests:
-    """All tests of one row; either cases or steps."""
-
-    cases: tuple[Case, ...] = ()
-    steps: tuple[Step, ...] = ()
-
-    @property
-    def num_tests(self) -> int:
-        """How many there are; set-up aside."""
-        return len(self.cases) + sum(step.kind != "setup" for step in self.steps)
-
-
-def read_tests(ground_truth: Json) -> CodeTests:
-    """The tests that a ground truth describes.
+def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
+    """The tests that a ground truth describes, which are either cases or steps.
 
     Raises:
         DataError: It has none of the forms, no test, or text that is not Python.
@@ -81,14 +68,14 @@ def read_tests(ground_truth: Json) -> CodeTests:
     if not isinstance(tests, list) or not tests or not isinstance(setup, str):
         raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
     if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in tests):
-        return CodeTests(cases=tuple((_text(t["input"]), _text(t["output"])) for t in tests))
+        return [(_text(test["input"]), _text(test["output"])) for test in tests], []
     if not all(isinstance(test, str) for test in tests):
         raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
     steps = [Step(kind="setup", source=setup)] if setup.strip() else []
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind != "setup" for step in steps):
         raise DataError(f"the ground truth of code has no test; found {shown(ground_truth)}.")
-    return CodeTests(steps=tuple(steps))
+    return [], steps
 
 
 def same_output(printed: str, expected: str, *, compare: Literal["lines", "tokens"]) -> bool:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,7 @@ from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError,
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
-SENT = (
-    "prompt_uid",
-    "response_text",
-    "response_ids",
-    "messages",
-    "ground_truth",
-    "data_source",
-    "columns",
-    "finish_reason",
-)
+SENT = tuple(one.name for one in fields(RewardInput))
 DEFAULT_SENT = ("prompt_uid", "response_text", "messages", "ground_truth", "data_source", "finish_reason")
 MAX_ANSWER_BYTES = 1 << 18
 MAX_PAUSE_S = 30.0
@@ -103,7 +94,7 @@ class HttpReward:
             DataError: Its answer is no reward.
         """
         httpx = _library()
-        content = json.dumps(self._payload(given), default=_plain).encode()
+        content = json.dumps({name: getattr(given, name) for name in self.send}, default=_plain).encode()
         async with httpx.AsyncClient(headers=self._headers(), **self.client_options) as client:
             for attempt in range(int(self.retries) + 1):
                 is_last = attempt == self.retries
@@ -162,9 +153,6 @@ class HttpReward:
         if not isinstance(components, dict) or not isinstance(extras, dict):
             raise DataError(f"reward service {self.url} must give components and extras as objects.")
         return RewardResult(reward=answer["reward"], components=components, extras=extras)
-
-    def _payload(self, given: RewardInput) -> dict[str, Json]:
-        return {name: getattr(given, name) for name in self.send}
 
     def _headers(self) -> dict[str, str]:
         token = {"Authorization": f"Bearer {os.environ.get(self.token_env, '')}"} if self.token_env else {}

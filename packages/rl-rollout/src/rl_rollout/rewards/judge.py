@@ -13,6 +13,7 @@ from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, Sampling
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
+from rl_rollout.rewards.scorer import reward_input
 
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
 # "8/10", "8 out of 10" and "8 on a scale of 0-10" are scores of 8: what follows is the scale.
@@ -123,16 +124,7 @@ class JudgeReward:
             SettingsError: The template asks for a column that the row lacks.
         """
         try:
-            self.ask(
-                RewardInput(
-                    prompt_uid=prompt.uid,
-                    response_text="",
-                    response_ids=np.empty(0, np.int32),
-                    messages=prompt.messages,
-                    ground_truth=prompt.ground_truth,
-                    columns=prompt.columns,
-                )
-            )
+            self.ask(reward_input(prompt, text="", ids=np.empty(0, np.int32)))
         except KeyError as error:
             raise SettingsError(
                 f"template of reward 'judge' names the column {error}, which the first prompt lacks."

@@ -58,14 +58,6 @@ class RollouterOptions:
     max_failures: int = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A group that is generated: since when, and the version that was served then."""
-
-    since: float
-    version: int
-
-
 class Rollouter:
     """Generates what it is told to, and puts whole groups into the queue.
 
@@ -98,7 +90,7 @@ class Rollouter:
         self.opened = ExitStack()
         self._window = RolloutWindow()
         self._served = ServedPolicy()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, tuple[float, int]] = {}  # since when, and the version that was served then
         self._replayed: set[str] = set()
         self._waits: dict[int, Wait] = {}
         self._num_waits = 0
@@ -150,7 +142,7 @@ class Rollouter:
         self._check()
         if self._served.version < 0:
             raise NotReadyError("the rollouter has no weights of the run yet, and cannot generate for it.")
-        begun = _Running(time.monotonic(), self._served.version)
+        begun = time.monotonic(), self._served.version
         self._running.update(dict.fromkeys((one.prompt.uid for one in dispatches), begun))
         self._spawn(self._generate(dispatches))
 
@@ -214,8 +206,8 @@ class Rollouter:
         noted = [replace(wait, since_s=round(now - wait.since_s, 1)) for wait in self._waits.values()]
         waits = [wait for wait in noted if wait.on]
         if running:
-            uid, begun = min(running.items(), key=lambda item: item[1].since)
-            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - begun.since))
+            uid, (since, _) = min(running.items(), key=lambda item: item[1][0])
+            waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - since))
         waits += [replace(wait, on=on) for wait in noted if not wait.on]
         return RoleView(
             doing=f"serves version {self._served.version}; engines {', '.join(load.state for load in loads)}",
@@ -312,8 +304,9 @@ class Rollouter:
     async def _settle(self, group: GroupResult, dispatch: Dispatch) -> None:
         """Put a group into the queue, and tell what became of it."""
         uid = group.prompt.uid
-        begun = self._running.get(uid)  # None where it was not submitted
-        took_s = 0.0 if begun is None else time.monotonic() - begun.since
+        now = time.monotonic()
+        since, version = self._running.get(uid, (now, None))  # it may not have been submitted
+        took_s = now - since
         reason = refused = None
         if self.refusals is not None and (reason := self.refusals.reason(group)) is not None:
             refused = refusal(self.refusals.name, reason)
@@ -324,7 +317,7 @@ class Rollouter:
         self._replayed.discard(uid)
         self._window.add(group, took_s=took_s, is_refused=reason is not None, is_replayed=is_replayed)
         event = await self._event_of(group, reason, missing)
-        event = replace(event, took_s=took_s, started=None if begun is None else begun.version)
+        event = replace(event, took_s=took_s, started=version)
         self._running.pop(uid, None)
         await self._tell([event])
         self._refuse_to_fail_for_ever(group)
@@ -359,7 +352,7 @@ class Rollouter:
 
     def _check_ages(self) -> None:
         deadline_s, now = self._options.deadline_s, time.monotonic()
-        late = [uid for uid, begun in self._running.items() if now - begun.since > deadline_s]
+        late = [uid for uid, (since, _) in self._running.items() if now - since > deadline_s]
         if late:
             raise DeadlineError(
                 f"waited {deadline_s:g} s for {len(late)} group(s) to be generated (rollout.deadline_s), and gave up; "

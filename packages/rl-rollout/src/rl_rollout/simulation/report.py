@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rl_core.terminal_text import table_lines
 from rl_rollout.simulation.outcome import Outcome
 from rl_rollout.simulation.published import ComparedRow
 
@@ -25,7 +26,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> str:
     """A row a run; every asynchronous one is compared with the synchronous one on as many GPUs."""
     sync = sync_steps(outcomes)
     rows = [_cells(outcome, sync[outcome.cluster.gpus] / outcome.step_s) for outcome in outcomes]
-    return _aligned([COLUMNS, *rows])
+    return _table(COLUMNS, rows)
 
 
 def published_table(rows: Sequence[ComparedRow]) -> str:
@@ -43,7 +44,7 @@ def published_table(rows: Sequence[ComparedRow]) -> str:
         )
         for compared in rows
     ]
-    return _aligned([PUBLISHED_COLUMNS, *cells])
+    return _table(PUBLISHED_COLUMNS, cells)
 
 
 def outcome_record(outcome: Outcome, *, sync_step_s: float) -> dict[str, Any]:
@@ -109,13 +110,5 @@ def _cells(outcome: Outcome, speedup: float) -> tuple[str, ...]:
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(table_lines(columns, rows, right=columns[1:]))

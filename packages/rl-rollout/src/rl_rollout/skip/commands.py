@@ -194,16 +194,14 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
 def newest_entry(store: EntryStore, keys: Sequence[EntryKey]) -> EntryKey:
     """The entry that was made last; where all are broken, the first."""
 
-    def made(key: EntryKey) -> float:
+    def made(key: EntryKey) -> tuple[Any, ...]:
         try:
             manifest = store.manifest(key)
         except CacheError:
-            return -1.0
-        return -1.0 if manifest is None else manifest.created_at
+            manifest = None
+        return (-1.0,) if manifest is None else (manifest.created_at, key)
 
-    ages = [(made(key), key) for key in keys]
-    newest = max(ages)
-    return newest[1] if newest[0] >= 0 else keys[0]
+    return max(keys, key=made)
 
 
 def list_entries(store: EntryStore, directory: str) -> Listing:

@@ -160,7 +160,7 @@ class LocalFolder:
         _remove_tree(self._root / BROKEN / name)
 
     def prepare(self) -> None:
-        """Make the folder, and sweep it.
+        """Make the folder, and remove what writers left that died.
 
         Raises:
             CacheError: It cannot be made or written.
@@ -171,7 +171,8 @@ class LocalFolder:
             reason = "it is a file" if self._root.exists() else error.strerror
             raise CacheError(f"{self._root} cannot be made for a skip cache: {reason}.") from error
         if os.access(self._root, os.W_OK | os.X_OK):
-            self.sweep()
+            for name in self.leftovers():
+                self.remove_leftover(name)
         elif not self.names():  # of what is stored already, replays are enough
             raise CacheError(f"{self._root} must be a folder that this user can write, for a skip cache; it is not.")
 
@@ -187,11 +188,6 @@ class LocalFolder:
         if not above.is_dir() or (above != self._root and not os.access(above, os.W_OK | os.X_OK)):
             raise CacheError(f"{self._root} cannot be made: {above} is no folder that this user can write.")
 
-    def sweep(self) -> None:
-        """Remove what writers left that died."""
-        for name in self.leftovers():
-            self.remove_leftover(name)
-
     def leftovers(self) -> dict[str, int]:
         """Bytes of what has no lock, or was being removed."""
         if not self._root.is_dir():
@@ -205,8 +201,8 @@ class LocalFolder:
         if name.startswith(REMOVING):
             _remove_tree(path)
         elif name.startswith(WRITING) and not path.is_symlink():
-            with contextlib.suppress(OSError):
-                _remove_unlocked(path)
+            with contextlib.suppress(OSError), _locked(path):
+                _remove_tree(path)
 
 
 class LocalFiles:
@@ -359,11 +355,6 @@ def _is_unlocked(path: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _remove_unlocked(path: Path) -> None:
-    with _locked(path):
-        _remove_tree(path)
 
 
 @contextmanager

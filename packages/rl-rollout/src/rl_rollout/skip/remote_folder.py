@@ -64,8 +64,8 @@ class RemoteFolder:
     @contextmanager
     def open(self, name: str) -> Iterator["RemoteFiles | None"]:
         """An entry's files."""
-        files = RemoteFiles(self._tree(name))
-        yield files if files.has_manifest() else None
+        tree = self._tree(name)
+        yield RemoteFiles(tree) if tree.has(MANIFEST) else None
 
     @contextmanager
     def begin(self, name: str) -> Iterator["RemoteWriter"]:
@@ -117,10 +117,7 @@ class RemoteFolder:
         """Nothing is asked of the store before it is used."""
 
     def prepare(self) -> None:
-        """Nothing is made before the first entry."""
-
-    def sweep(self) -> None:
-        """Nothing: a writer that died cannot be told at once from one that lives."""
+        """Nothing is made before the first entry, and a writer that died cannot be told at once from one that lives."""
 
     def leftovers(self) -> dict[str, int]:
         """Bytes of arrays that no manifest names, and to which nothing was added for LEFT_AFTER_S, by their path."""
@@ -160,10 +157,6 @@ class RemoteFiles:
         """Name the entry."""
         self._tree = tree
         self._manifest: bytes | None = None
-
-    def has_manifest(self) -> bool:
-        """True when the entry is there."""
-        return self._tree.has(MANIFEST)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file by its path in the entry."""

@@ -96,13 +96,8 @@ def storable(groups: Sequence[GroupResult]) -> list[GroupResult]:
     ]
 
 
-def encode_groups(groups: Sequence[GroupResult]) -> dict[str, NDArray[Any]]:
-    """Arrays by name, each with one axis; see `iter_arrays`."""
-    return dict(iter_arrays(groups))
-
-
 def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Names and arrays one by one, the large ones first, so that each can be stored while the next is made.
+    """Names and arrays of one axis one by one, the large ones first, so that each can be stored while the next is made.
 
     Raises:
         CacheError: A prompt or trajectory holds what is no JSON, or tokens of another dtype, or a trajectory has
@@ -130,7 +125,7 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     """The groups that arrays hold.
 
     Args:
-        arrays: As `encode_groups` gave them; dtypes have been checked.
+        arrays: As `iter_arrays` gave them; dtypes have been checked.
         path: Of the entry, for messages.
 
     Raises:

@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 NO_PREFIX = np.zeros(0, dtype=np.int32)
 """What is scored is computed whole, whoever has computed its beginning before."""
+WORST = ("probe_max_diff", "canary_max_diff", "update_s", "proof_s", "drain_s", "stall_s")
+"""Of a publication, what the replica says that is worst off."""
 REMOVE_DEADLINE_S = 600.0
 """How long a replica that is removed may go on with its requests; then they move."""
 
@@ -239,15 +241,7 @@ class ReplicatedEngine:
             finally:
                 if self._bringing:
                     await asyncio.wait(self._bringing)  # after a failure others may still be at it
-        return replace(
-            reports[0],
-            probe_max_diff=max(report.probe_max_diff for report in reports),
-            canary_max_diff=max(report.canary_max_diff for report in reports),
-            update_s=max(report.update_s for report in reports),
-            proof_s=max(report.proof_s for report in reports),
-            drain_s=max(report.drain_s for report in reports),
-            stall_s=max(report.stall_s for report in reports),
-        )
+        return replace(reports[0], **{name: max(getattr(one, name) for one in reports) for name in WORST})
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`; the receipt is that of a replica that serves something else, if any."""

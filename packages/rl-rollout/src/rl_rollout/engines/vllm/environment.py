@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -32,6 +32,20 @@ def prepare_environment() -> None:
 
 
 @contextmanager
+def unchanged_variables(names: Iterable[str]) -> Iterator[None]:
+    """Give environment variables back the values that they have now."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def unchanged_process(num_threads: int) -> Iterator[None]:
     """Undo what vLLM's start does to its process: it seeds the global generators, and keeps torch's threads for itself.
 
@@ -39,10 +53,9 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
         num_threads: torch threads of the calling thread afterwards.
     """
     set_num_threads = torch.set_num_threads
-    variables = {name: os.environ.get(name) for name in _LEAKED_VARIABLES}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with warnings.catch_warnings():
+        with unchanged_variables(_LEAKED_VARIABLES), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -51,8 +64,3 @@ def unchanged_process(num_threads: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

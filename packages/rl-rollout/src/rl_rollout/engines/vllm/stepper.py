@@ -26,7 +26,7 @@ from rl_core.weights.broadcast import BroadcastReceiver
 from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.protocol import EngineTraits, SamplingParams, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, TokenScores
 from rl_rollout.engines.stepped import Sample
 from rl_rollout.engines.vllm.environment import unchanged_process
 from rl_rollout.engines.vllm.live_weights import join_parts
@@ -248,14 +248,11 @@ class VLLMStepper:
             top_k=sampling.top_k or 0,
             seed=None if self._is_cpu else seed,
             extra_args={"seed": seed} if self._is_cpu else None,
-            stop_token_ids=self._stop_token_ids(sampling),
+            stop_token_ids=[*self._end_token_ids, *sampling.stop_token_ids],
             logprobs=0 if sampling.temperature else None,
             detokenize=False,
             skip_clone=True,
         )
-
-    def _stop_token_ids(self, sampling: SamplingParams) -> list[int]:
-        return [*self._end_token_ids, *sampling.stop_token_ids]
 
     def _take(self, output: EngineCoreOutput) -> Sample | None:
         """Give the new tokens to their sample; the sample when it is finished."""

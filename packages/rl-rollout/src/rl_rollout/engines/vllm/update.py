@@ -5,16 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_core.data.records import FloatArray
-from rl_core.errors import EngineError, WeightsGoneError
+from rl_core.errors import EngineError
 from rl_core.files.locked_folders import locked_folder
 from rl_core.weights.broadcast_group import TensorSpec
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest
+from rl_rollout.engines.weight_checks import update_file
 
 WeightSource = Mapping[str, torch.Tensor] | Path
 """Where workers take tensors from: this process, or a safetensors file."""
@@ -31,19 +32,11 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
         return {name: torch.empty(digest.shape, device="meta") for name, digest in update.digests.items()}
     if update.tensors is not None:
         return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
-    if update.file is None:
-        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
-    try:
-        with safe_open(update.file, framework="pt") as tensors:
-            return {
-                name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
-                for name in tensors.keys()  # noqa: SIM118 - not a mapping
-            }
-    except (OSError, SafetensorError) as error:
-        raise WeightsGoneError(
-            f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
-            "engine has taken it."
-        ) from error
+    with update_file(update) as file, safe_open(file, framework="pt") as tensors:
+        return {
+            name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+            for name in tensors.keys()  # noqa: SIM118 - not a mapping
+        }
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 from rl_core.weights.transports import SHARED_MEMORY
+from rl_rollout.engines.vllm.environment import unchanged_variables
 
 CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -33,16 +34,9 @@ def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> I
     if num_workers > 1 and is_cpu:
         wanted = {"OMP_NUM_THREADS": str(max(1, num_threads // num_workers))}
         wanted |= {} if CPU_BINDING in os.environ else {CPU_BINDING: "nobind"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
+    with unchanged_variables(wanted):
+        os.environ.update(wanted)
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class WorkerWatch:
