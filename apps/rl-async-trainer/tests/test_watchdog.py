@@ -11,7 +11,7 @@ import pytest
 
 from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_core.testing import FakeClock, wait_until
-from rl_metrics.hang.report import FILE, HangReport, read_hang_report
+from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
 
 FAR_S = 60.0
 
@@ -21,7 +21,7 @@ class Watched:
 
     def __init__(self, folder: Any, collect: Callable[[], Any] | None = None, **changes: Any) -> None:
         self.clock = FakeClock()
-        self.path = folder / FILE
+        self.path = folder / HANG_FILE
         self.hangs: list[HangReport] = []
         self.num_collected = 0
         self.dog = Watchdog(
@@ -204,7 +204,7 @@ def test_a_hang_is_noticed_by_itself(tmp_path):
         async def collect() -> HangReport:
             return HangReport(at="now", run="run", no_progress_s=dog.no_progress_s)
 
-        async with Watchdog(0.05, collect=collect, path=tmp_path / FILE, on_hang=on_hang) as dog:
+        async with Watchdog(0.05, collect=collect, path=tmp_path / HANG_FILE, on_hang=on_hang) as dog:
             await asyncio.wait_for(has_hung.wait(), FAR_S)
 
     asyncio.run(work())

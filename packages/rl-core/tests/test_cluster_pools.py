@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RoleSpec, open_cluster
-from rl_core.cluster.shares import Shares, count_room, describe, machine_shares, visible_gpus
+from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares, visible_gpus
 from rl_core.errors import SettingsError
 
 ECHO = "cluster_conformance.role:EchoRole"
@@ -68,8 +68,8 @@ def test_a_device_named_twice_is_refused(monkeypatch):
 
 
 def test_amounts_in_words():
-    assert describe(1, 2) == "1 CPU and 2 GPUs"
-    assert describe(0.5, 1) == "0.5 CPUs and 1 GPU"
+    assert describe_shares(1, 2) == "1 CPU and 2 GPUs"
+    assert describe_shares(0.5, 1) == "0.5 CPUs and 1 GPU"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from rl_core.cluster.role_report import RoleReport, Wait
 from rl_core.errors import DataError
 from rl_metrics.hang.report import (
-    FILE,
+    HANG_FILE,
     MAX_FILE_BYTES,
     MAX_GROUPS,
     MAX_STACK,
@@ -19,7 +19,7 @@ from rl_metrics.hang.report import (
     write_hang_report,
 )
 from rl_metrics.hang.stack_places import innermost_frames, is_in_collective, place_of
-from rl_metrics.hang.verdict import verdict
+from rl_metrics.hang.verdict import judge_hang
 
 SERVED = '  File "/x/rl_core/cluster/served.py", line 37, in run\n    return await result\n'
 IDLE = 'pid 1 at 12:00:00\nthread MainThread (most recent call last):\n  File "/x/selectors.py", line 468, in select\n'
@@ -284,7 +284,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_verdict_names_the_end_of_the_waits(name):
     roles, stats, groups, causes, words = SITUATIONS[name]
-    text, found = verdict(roles, stats, groups)
+    text, found = judge_hang(roles, stats, groups)
     assert list(found) == causes
     for word in [*words, *(cause[1:] for cause in causes)]:
         assert word in text, f"the verdict lacks {word!r}: {text}"
@@ -292,7 +292,7 @@ def test_the_verdict_names_the_end_of_the_waits(name):
 
 def test_what_leads_into_a_story_that_was_told_is_not_told_again():
     reward = waits("rollouter", ("a score", "reward", 100))
-    text, causes = verdict(
+    text, causes = judge_hang(
         [waits("learner", ("groups", "rollouter", 90)), waits("teacher", ("rows", "rollouter", 80)), reward], {}, []
     )
     assert causes == ("reward has not answered rollouter for 100 s",)
@@ -301,7 +301,7 @@ def test_what_leads_into_a_story_that_was_told_is_not_told_again():
 
 def test_many_stories_are_bounded_and_many_names_do_not_slow_it():
     roles = [waits(f"worker {number}", ("x", f"outside {number}", 1.0)) for number in range(2000)]
-    assert len(verdict(roles, {}, [])[1]) == 5
+    assert len(judge_hang(roles, {}, [])[1]) == 5
 
 
 def test_places_are_read_from_both_kinds_of_stacks():
@@ -338,9 +338,9 @@ def test_a_report_is_read_as_it_was_written(tmp_path):
     written = report(
         roles=roles, queue={"rows": 3.0}, groups=(group("p-1"),), causes=("a", "b"), last_progress="step 3"
     )
-    write_hang_report(tmp_path / FILE, written)
-    assert read_hang_report(tmp_path / FILE) == written
-    assert json.loads((tmp_path / FILE).read_text())["roles"][0]["waits"][0]["on"] == "reward judge"
+    write_hang_report(tmp_path / HANG_FILE, written)
+    assert read_hang_report(tmp_path / HANG_FILE) == written
+    assert json.loads((tmp_path / HANG_FILE).read_text())["roles"][0]["waits"][0]["on"] == "reward judge"
 
 
 def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
@@ -357,16 +357,16 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
     )
     groups = tuple(group(f"p-{age}", float(age), missing=tuple(range(5000))) for age in range(10_000))
     write_hang_report(
-        tmp_path / FILE, report(roles=roles, groups=groups, verdict="v\ud800" * 100_000, queue={"a": math.inf})
+        tmp_path / HANG_FILE, report(roles=roles, groups=groups, verdict="v\ud800" * 100_000, queue={"a": math.inf})
     )
-    found = read_hang_report(tmp_path / FILE)
+    found = read_hang_report(tmp_path / HANG_FILE)
     assert [one.uid for one in found.groups] == [f"p-{age}" for age in range(9999, 9999 - MAX_GROUPS, -1)]
     assert all(len(role.stack) <= MAX_STACK for role in found.roles)
     assert found.roles[0].waits[0].since_s == 999.0
     assert (dict(found.roles[0].counts), found.roles[0].since_s, dict(found.queue)) == ({"running": 1.0}, 0.0, {})
     assert "characters are left out" in found.roles[0].stack
     assert r"v\ud800" in found.verdict
-    assert (tmp_path / FILE).stat().st_size < MAX_FILE_BYTES
+    assert (tmp_path / HANG_FILE).stat().st_size < MAX_FILE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -385,16 +385,16 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
     ],
 )
 def test_foreign_files_are_refused(tmp_path, content, words):
-    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / HANG_FILE).write_bytes(content)
     with pytest.raises(DataError, match=r"hang\.json must be a hang report") as caught:
-        read_hang_report(tmp_path / FILE)
+        read_hang_report(tmp_path / HANG_FILE)
     assert words in str(caught.value)
 
 
 def test_missing_and_huge_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"hang\.json cannot be read as a hang report: No such file"):
-        read_hang_report(tmp_path / FILE)
-    with (tmp_path / FILE).open("wb") as file:
+        read_hang_report(tmp_path / HANG_FILE)
+    with (tmp_path / HANG_FILE).open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(DataError, match="at most"):
-        read_hang_report(tmp_path / FILE)
+        read_hang_report(tmp_path / HANG_FILE)

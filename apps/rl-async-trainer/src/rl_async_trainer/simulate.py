@@ -12,7 +12,7 @@ import tomli_w
 
 from rl_core.errors import SettingsError
 from rl_rollout.simulation.asynchronous import Policy, simulate_async
-from rl_rollout.simulation.measured import NEEDED, measure_workload
+from rl_rollout.simulation.measured import MEASURED_METRICS, measure_workload
 from rl_rollout.simulation.outcome import Cluster, Outcome
 from rl_rollout.simulation.published import compare_published
 from rl_rollout.simulation.reading import built_in_workload, read_workload
@@ -211,7 +211,7 @@ def _steps(file: Path) -> list[dict[str, float]]:
         raise SettingsError(f"the metrics {file} cannot be read: {error}.") from error
     steps = [line for line in lines if isinstance(line, dict) and "timing_s/update_actor" in line]
     steps = steps[1:] or steps  # the first one warms up
-    missing = [name for name in NEEDED if not any(name in step for step in steps)]
+    missing = [name for name in MEASURED_METRICS if not any(name in step for step in steps)]
     if missing:
         raise SettingsError(
             f"{file} has no step with {', '.join(missing)}; --from needs a run of rl-sync-trainer of at least one step."

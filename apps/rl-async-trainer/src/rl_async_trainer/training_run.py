@@ -21,8 +21,7 @@ from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.errors import HangError
-from rl_metrics.hang.report import FILE as HANG_FILE
-from rl_metrics.hang.report import HangReport
+from rl_metrics.hang.report import HANG_FILE, HangReport
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_rollout.prompts import PromptSource
 from rl_rollout.prompts.supply import PromptSupply

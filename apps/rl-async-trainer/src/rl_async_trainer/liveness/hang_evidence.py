@@ -15,7 +15,7 @@ from rl_core.cluster.role_report import RoleReport, RoleView, Wait
 from rl_core.errors import RLError
 from rl_core.queue import Unsettled
 from rl_metrics.hang.report import GroupRow, HangReport
-from rl_metrics.hang.verdict import verdict
+from rl_metrics.hang.verdict import judge_hang
 from rl_rollout.schedule import Scheduler
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class HangEvidence:
                 )
             )
         reports += [part for of_role in parts for part in of_role or ()]
-        words, causes = verdict(reports, stats, groups)
+        words, causes = judge_hang(reports, stats, groups)
         return HangReport(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             run=str(self._folder),

@@ -7,7 +7,7 @@ from rl_core.registry import nearest_name
 from rl_distill.objectives.aggregation import AGGREGATIONS
 from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES
-from rl_distill.objectives.rejection import REJECTION_CRITERIA, limits
+from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.sessions import SESSION_RULES
 from rl_distill.objectives.try_out import try_advantage
 from rl_trainer_parts.learning.distillation import learns_from_rewards
@@ -119,6 +119,6 @@ def _correction(settings: Settings) -> Iterator[str]:
     for name, bound in correction.reject.items():
         if name in REJECTION_CRITERIA.names():
             try:
-                limits(bound, is_signed=REJECTION_CRITERIA.get(name).is_signed)
+                rejection_limits(bound, is_signed=REJECTION_CRITERIA.get(name).is_signed)
             except SettingsError as error:
                 yield f"correction.reject, {name}: {error}"

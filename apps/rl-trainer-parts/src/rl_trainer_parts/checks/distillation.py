@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_core import Prompt
 from rl_core.cluster import ResourcePool
-from rl_core.cluster.shares import Shares, count_room, describe, machine_shares
+from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares
 from rl_core.errors import DataError, EngineError, SettingsError
 from rl_distill.options import ParallelOptions
 from rl_distill.parallel_layout import check_layout
@@ -103,7 +103,7 @@ def _pools(settings: Settings) -> Iterator[str]:
         beside = f", of which {'; '.join(before)}" if before else ""
         yield (
             f"distillation.teachers.{name} sets {_described(pool)} aside (replicas = {teacher.replicas}, tensor = "
-            f"{teacher.tensor}); this machine has {describe(there.cpus, len(there.gpus))}{beside}: room for "
+            f"{teacher.tensor}); this machine has {describe_shares(there.cpus, len(there.gpus))}{beside}: room for "
             f"{count_room(there, pool.cpus, pool.gpus, at_most=pool.size)} of {pool.size}. Ask for less; cpus = 0 "
             "shares the CPUs."
         )
@@ -119,7 +119,7 @@ def _take(there: Shares, pool: ResourcePool) -> bool:
 
 
 def _described(pool: ResourcePool) -> str:
-    return f"{pool.size} x {describe(pool.cpus, pool.gpus)}"
+    return f"{pool.size} x {describe_shares(pool.cpus, pool.gpus)}"
 
 
 def teacher_files(settings: Settings) -> Iterator[str]:

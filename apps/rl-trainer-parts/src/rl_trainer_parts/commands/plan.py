@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.cluster.shares import count_room, describe, machine_shares
+from rl_core.cluster.shares import count_room, describe_shares, machine_shares
 from rl_distill.teacher.options import ESTIMATORS, DistillationOptions
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
@@ -82,7 +82,7 @@ def _engine_place(settings: Settings) -> str:
     count, (one, several) = settings.replicas.count, PLACES[settings.rollout.placement]
     where = f"in {count} {several}" if count > 1 else f"in {one} of its own"
     pool = replica_pool(settings)
-    return where if pool is None else f"{where} with {describe(pool.cpus, pool.gpus)} each"
+    return where if pool is None else f"{where} with {describe_shares(pool.cpus, pool.gpus)} each"
 
 
 def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
@@ -96,7 +96,7 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     yield f"             {parallel.ranks} ranks in {where}: {layout}"
     gpus = gpus_per_rank(settings)
     if cluster.cpus_per_rank or gpus:
-        yield f"             set aside for each: {describe(cluster.cpus_per_rank, gpus)}"
+        yield f"             set aside for each: {describe_shares(cluster.cpus_per_rank, gpus)}"
         yield from _room(settings)
 
 
@@ -107,7 +107,7 @@ def _room(settings: Settings) -> Iterator[str]:
     there, ranks = machine_shares(), settings.parallel.ranks
     room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
     verdict = "" if room == ranks else f", room for {room} of {ranks} ranks: a run here would be refused"
-    yield f"             this machine has {describe(there.cpus, len(there.gpus))}{verdict}"
+    yield f"             this machine has {describe_shares(there.cpus, len(there.gpus))}{verdict}"
 
 
 def _teachers(settings: Settings) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _teachers(settings: Settings) -> Iterator[str]:
         where = f"1 replica in {one}" if teacher.replicas == 1 else f"{teacher.replicas} replicas in {several}"
         ranks = f" of {teacher.tensor} ranks" if teacher.tensor > 1 else ""
         pool = teacher_pool(settings, name)
-        aside = "" if pool is None else f" with {describe(pool.cpus, pool.gpus)} each"
+        aside = "" if pool is None else f" with {describe_shares(pool.cpus, pool.gpus)} each"
         yield f"  teacher    {name}: {teacher.engine}, {teacher.dtype}, {where}{ranks}{aside}"
         sources = [repr(source) for source in teacher.data_sources]
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []

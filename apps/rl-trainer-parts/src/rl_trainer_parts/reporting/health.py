@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from rl_metrics.health import GUIDE, Finding, GrowingHistory, Verdict, judge, reads, with_thresholds, without
-from rl_metrics.health.finding import RANKS
+from rl_metrics.health.finding import SEVERITY_RANKS
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.events import EventLog, read_events
 from rl_metrics.run_files.generations import GenerationSample
@@ -151,7 +151,7 @@ class HealthWatch:
         """Say what is new or worse, and what is over, once each."""
         for finding in verdict.findings:
             before = self._told.get(finding.rule)
-            if before is None or RANKS[before] < RANKS[finding.severity]:
+            if before is None or SEVERITY_RANKS[before] < SEVERITY_RANKS[finding.severity]:
                 self._tell_finding(finding, verdict.step)
             self._told[finding.rule] = finding.severity
         well = {check.rule for check in verdict.checks if check.status == "ok"}
@@ -186,11 +186,11 @@ class HealthWatch:
 
     def _pause(self, verdict: Verdict) -> None:
         wanted = self._settings.pause_on
-        levels = [RANKS[level] for level in LEVELS if level in wanted]
+        levels = [SEVERITY_RANKS[level] for level in LEVELS if level in wanted]
         matching = [
             one.rule
             for one in verdict.findings
-            if one.rule in wanted or any(RANKS[one.severity] >= level for level in levels)
+            if one.rule in wanted or any(SEVERITY_RANKS[one.severity] >= level for level in levels)
         ]
         if matching:
             self._stop.pause(f"health.pause_on: {', '.join(matching)}")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rl_core.cluster.options import ResourcePool
 from rl_core.cluster.role_spec import RoleSpec
-from rl_core.cluster.shares import Shares, Taken, count_room, describe, empty_slot, machine_shares
+from rl_core.cluster.shares import Shares, Taken, count_room, describe_shares, empty_slot, machine_shares
 from rl_core.errors import DeadlineError, SettingsError
 
 PAUSE_S = 0.05
@@ -144,8 +144,9 @@ class LocalReserver:
         room = count_room(there, pool.cpus, pool.gpus, at_most=pool.size)
         if room < pool.size:
             raise SettingsError(
-                f"pool {pool.name!r} asks for {pool.size} slots of {describe(pool.cpus, pool.gpus)} each; this machine "
-                f"has {describe(there.cpus, len(there.gpus))}: room for {room}. Ask for less; cpus = 0 shares the CPUs."
+                f"pool {pool.name!r} asks for {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each; this "
+                f"machine has {describe_shares(there.cpus, len(there.gpus))}: room for {room}. Ask for less; cpus = 0 "
+                "shares the CPUs."
             )
         request: list[Taken] = []
         self._requests.append(request)
@@ -168,8 +169,8 @@ class LocalReserver:
         """See `Reserver.describe_free`."""
         free = self._free()
         return (
-            f"this machine has {describe(free.cpus, len(free.gpus))}, of which "
-            f"{describe(free.free_cpus, sum(free.free_gpus.values()))} are free"
+            f"this machine has {describe_shares(free.cpus, len(free.gpus))}, of which "
+            f"{describe_shares(free.free_cpus, sum(free.free_gpus.values()))} are free"
         )
 
     def _free(self) -> Shares:
@@ -214,9 +215,9 @@ def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
         room = 0
     if room < len(specs):
         raise SettingsError(
-            f"{len(specs)} of role {specs[0].name!r} ask for {describe(cpus, gpus)} each of pool {pool.name!r}, which "
-            f"has {pool.size} slots of {describe(pool.cpus, pool.gpus)}: room for {room}. Make the pool larger, or ask "
-            "for less."
+            f"{len(specs)} of role {specs[0].name!r} ask for {describe_shares(cpus, gpus)} each of pool {pool.name!r}, "
+            f"which has {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)}: room for {room}. Make the pool "
+            "larger, or ask for less."
         )
 
 
@@ -241,13 +242,13 @@ def _say_taken(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], dea
     pool = entry.pool
     wanted = f"{len(specs)} of role {specs[0].name!r} waited {deadline_s:g} s for "
     if entry.slots is None:
-        asked = f"pool {pool.name!r}: {pool.size} slots of {describe(pool.cpus, pool.gpus)} each"
+        asked = f"pool {pool.name!r}: {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each"
         return f"{wanted}{asked}; {reserver.describe_free()}. Close what holds them, or ask for less."
     cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
     return (
-        f"{wanted}{describe(*_part(pool, specs[0]))} each of pool {pool.name!r}, which has {pool.size} slots of "
-        f"{describe(pool.cpus, pool.gpus)}, of which {describe(cpus, gpus)} are free in all. Close a role that uses "
-        "the pool, or let the roles ask for a part of a slot."
+        f"{wanted}{describe_shares(*_part(pool, specs[0]))} each of pool {pool.name!r}, which has {pool.size} slots of "
+        f"{describe_shares(pool.cpus, pool.gpus)}, of which {describe_shares(cpus, gpus)} are free in all. Close a role "
+        "that uses the pool, or let the roles ask for a part of a slot."
     )
 
 

@@ -79,7 +79,7 @@ def empty_slot(pool: ResourcePool) -> Shares:
     return Shares(pool.cpus, {str(index): min(pool.gpus, 1.0) for index in range(number)})
 
 
-def describe(cpus: float, gpus: float) -> str:
+def describe_shares(cpus: float, gpus: float) -> str:
     """Such as "2 CPUs and 0.5 GPUs"."""
     return f"{cpus:g} CPU{'' if cpus == 1 else 's'} and {gpus:g} GPU{'' if gpus == 1 else 's'}"
 

@@ -36,7 +36,7 @@ def process_stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
     parts = [f"pid {os.getpid()} at {at}", *_describe_threads()]
     if loop is not None:
         parts += [_describe_loop(loop), *_describe_tasks(loop)]
-    return cut("\n".join(parts), MAX_TEXT)
+    return cut_middle("\n".join(parts), MAX_TEXT)
 
 
 def is_silent(text: str) -> bool:
@@ -44,7 +44,7 @@ def is_silent(text: str) -> bool:
     return NOT_ANSWERED in text or NOT_KNOWN in text
 
 
-def cut(text: str, length: int) -> str:
+def cut_middle(text: str, length: int) -> str:
     """A text that is no longer; its middle is left out."""
     if len(text) <= length:
         return text

@@ -83,7 +83,7 @@ def _judge(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: Criterion, bound: Bound
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Apply one criterion: which tokens [T] pass, and what it found."""
-    low, high = limits(bound, is_signed=criterion.is_signed)
+    low, high = rejection_limits(bound, is_signed=criterion.is_signed)
     values = criterion.of_token(bounded(blank_masked(log_ratio, loss_mask, offsets)))
     values = torch.where(loss_mask, values, torch.zeros_like(values))
     if criterion.of_row is None:
@@ -97,7 +97,7 @@ def _judge(
     return passes, _statistics(of_tokens, of_rows, judged, low=low, high=high) if len(of_tokens) else {}
 
 
-def limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
+def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
     """Smallest and largest statistic that pass.
 
     Raises:

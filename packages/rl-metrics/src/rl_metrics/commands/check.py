@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
 from rl_metrics.commands.parts import Verbs, say, say_json
-from rl_metrics.health.finding import RANKS, SIDE_TITLES, Finding, Status, Verdict
+from rl_metrics.health.finding import SEVERITY_RANKS, SIDE_TITLES, Finding, Status, Verdict
 from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.run_files.run_record import open_run
 
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
             say(line)
     if verdict.status == "unknown":
         return UNKNOWN
-    return SICK if RANKS[verdict.status] >= RANKS[arguments.fail_on] else 0
+    return SICK if SEVERITY_RANKS[verdict.status] >= SEVERITY_RANKS[arguments.fail_on] else 0
 
 
 def _setting(text: str) -> tuple[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.cluster.role_report import RoleReport
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
-from rl_metrics.hang.report import FILE, HangReport
+from rl_metrics.hang.report import HANG_FILE, HangReport
 from rl_metrics.hang.stack_places import innermost_frames
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.events import BEGUN, ENDED
@@ -44,11 +44,11 @@ def judge_hang(run: RunRecord, *, now: float | None = None, is_alive: Callable[[
 def hang_ailment(report: HangReport) -> Ailment:
     """A hang report, the roles in trouble first."""
     since, verdict = report.no_progress_s, report.verdict or "the report does not say who waits for whom"
-    evidence = [Evidence(metric=FILE, text=verdict, value=since or None)]
+    evidence = [Evidence(metric=HANG_FILE, text=verdict, value=since or None)]
     if report.last_progress:
-        evidence.append(Evidence(metric=FILE, text=f"the last progress: {report.last_progress}"))
+        evidence.append(Evidence(metric=HANG_FILE, text=f"the last progress: {report.last_progress}"))
     if report.queue:
-        evidence.append(Evidence(metric=FILE, text=f"the queue: {_counts(report.queue)}"))
+        evidence.append(Evidence(metric=HANG_FILE, text=f"the queue: {_counts(report.queue)}"))
     causes = report.causes or (verdict,)
     return Ailment(
         kind="hang",
@@ -76,7 +76,7 @@ def _hang_cause(text: str, roles: Sequence[RoleReport]) -> Cause:
         name, advice = "starved", "nothing is being made: look at the rollouter and at the prompts that are left"
     elif "reward" in text:
         name, advice = "reward", "look at the service that the reward asks; set reward.timeout_s"
-    evidence = tuple(Evidence(metric=FILE, text=line) for role in named[:3] for line in _waits(role))
+    evidence = tuple(Evidence(metric=HANG_FILE, text=line) for role in named[:3] for line in _waits(role))
     return Cause(name=name, title=text, evidence=evidence, advice=(advice,))
 
 
@@ -112,7 +112,7 @@ def _counts(counts: Mapping[str, float]) -> str:
 
 def went_on(run: RunRecord) -> bool:
     """Whether a step was done, or an attempt began, after hang.json was written; a failure then is no progress."""
-    written = _modified(run.folder / FILE)
+    written = _modified(run.folder / HANG_FILE)
     if run.is_finished or written is None:
         return run.is_finished
     begun = [_number(event.get("time")) for event in run.events if event["event"] in BEGUN]

@@ -12,11 +12,11 @@ from typing import Literal
 import msgspec
 
 from rl_core.cluster.role_report import RoleReport, Wait
-from rl_core.cluster.stacks import cut
+from rl_core.cluster.stacks import cut_middle
 from rl_core.errors import DataError
 from rl_core.files.durable import write_durably
 
-FILE = "hang.json"
+HANG_FILE = "hang.json"
 MAX_GROUPS = 50
 MAX_ROLES = 1_000
 MAX_ITEMS = 100
@@ -141,7 +141,7 @@ def _bounded_role(role: RoleReport, max_stack: int) -> RoleReport:
 
 
 def _text(text: str, length: int = MAX_TEXT) -> str:
-    return cut(text, length).encode(errors="backslashreplace").decode()
+    return cut_middle(text, length).encode(errors="backslashreplace").decode()
 
 
 def _number(value: float) -> float:

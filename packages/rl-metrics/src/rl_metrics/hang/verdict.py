@@ -11,7 +11,7 @@ GROUPS, QUEUE = "groups", "queue"
 MAX_CHAINS = 5
 
 
-def verdict(
+def judge_hang(
     roles: Sequence[RoleReport], queue_stats: Mapping[str, float], groups: Sequence[GroupRow]
 ) -> tuple[str, tuple[str, ...]]:
     """Who waits for whom, in words, and where these waits end.

@@ -23,7 +23,7 @@ SIDE_TITLES: dict[Side, str] = {
     "stability": "Stability: is what trains sound, and are engine and learner one policy",
     "efficiency": "Efficiency: where time and memory go",
 }
-RANKS: dict[Status, int] = {"unknown": 0, "ok": 0, "warning": 1, "critical": 2}
+SEVERITY_RANKS: dict[Status, int] = {"unknown": 0, "ok": 0, "warning": 1, "critical": 2}
 """How bad a status is."""
 
 
@@ -122,7 +122,7 @@ class Verdict:
             raise DataError(f"a verdict must be as Verdict.to_json gives it; found another: {error}.") from None
         severities = {finding.rule: finding.severity for finding in verdict.findings}
         for check in verdict.checks:
-            if severities.get(check.rule) != (check.status if RANKS[check.status] else None):
+            if severities.get(check.rule) != (check.status if SEVERITY_RANKS[check.status] else None):
                 raise DataError(
                     f"check {check.rule!r} has the status {check.status!r}, which its finding, or having none, "
                     "contradicts."

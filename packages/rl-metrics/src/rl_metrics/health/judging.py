@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.health.evaluate_rules import Look, Looker
-from rl_metrics.health.finding import RANKS, Check, Evidence, Finding, Status, Verdict
+from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.rules import Cause, Rule, with_thresholds
 from rl_metrics.run_files.events import BEGUN
@@ -155,7 +155,7 @@ def _in_order(findings: Mapping[str, Finding], explainers: Mapping[str, frozense
     places = {rule: place for place, rule in enumerate(findings)}
 
     def key(rule: str) -> tuple[int, int, int, int]:
-        worst = max(RANKS[findings[one].severity] for one in {rule, *effects[rule]})
+        worst = max(SEVERITY_RANKS[findings[one].severity] for one in {rule, *effects[rule]})
         return -worst, -len(effects[rule]), findings[rule].since_step, places[rule]
 
     left, ordered = set(findings), list[Finding]()

@@ -16,8 +16,7 @@ import numpy as np
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.hang.report import FILE as HANG
-from rl_metrics.hang.report import HangReport, read_hang_report
+from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
 from rl_metrics.run_files.events import BEGUN, ENDED, read_events
 from rl_metrics.run_files.history import History, read_history
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines
@@ -44,7 +43,7 @@ FILES = (
     "probes.jsonl",
     "settings.toml",
     "summary.json",
-    HANG,
+    HANG_FILE,
     "health.json",
 )
 """Any of them makes a folder one of a run."""
@@ -152,7 +151,7 @@ class RunRecord:
     @cached_property
     def hang(self) -> HangReport | None:
         """What each role did when nothing had happened for too long."""
-        path = self._file(HANG)
+        path = self._file(HANG_FILE)
         try:
             return None if path is None else read_hang_report(path)
         except DataError as error:

@@ -16,7 +16,7 @@ from rl_rollout.simulation.workload import (
 )
 
 SLOTS = 1024
-NEEDED = (
+MEASURED_METRICS = (
     "timing_s/gen",
     "timing_s/update_actor",
     "rollout/num_groups",
@@ -46,14 +46,14 @@ def measure_workload(
     measured one.
 
     Args:
-        steps: Metrics of each step by name; each of `NEEDED` is in some of them.
+        steps: Metrics of each step by name; each of `MEASURED_METRICS` is in some of them.
         name: Of the workload.
         rollout_gpus: GPUs that generated.
         train_gpus: GPUs that trained, which may be the same ones.
         mini_batches: Optimizer updates of a step.
         max_response_tokens: At which responses were cut; None takes the longest one.
     """
-    middle = {name: median(step[name] for step in steps if name in step) for name in NEEDED}
+    middle = {name: median(step[name] for step in steps if name in step) for name in MEASURED_METRICS}
     groups = round(middle["rollout/num_groups"])
     responses = round(middle["rollout/num_trajectories"])
     tokens = responses * (middle["response_length/mean"] + middle["prompt_length/mean"])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rl_core.cluster.stacks import MAX_TEXT, NOT_ANSWERED, cut
+from rl_core.cluster.stacks import MAX_TEXT, NOT_ANSWERED, cut_middle
 
 POLL_S = 0.01
 SETTLED_S = 0.1
@@ -133,4 +133,4 @@ def _read_settled(file: int, start: int, ends_at: float) -> str:
         elif size > start and now - since >= SETTLED_S:
             break
         never.wait(POLL_S)
-    return cut(os.pread(file, max(size - start, 0), start).decode(errors="replace"), MAX_TEXT)
+    return cut_middle(os.pread(file, max(size - start, 0), start).decode(errors="replace"), MAX_TEXT)

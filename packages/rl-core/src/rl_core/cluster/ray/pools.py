@@ -17,7 +17,7 @@ from ray.util.placement_group import (
 
 from rl_core.cluster.options import ResourcePool
 from rl_core.cluster.processes.guard import MARK_VARIABLE
-from rl_core.cluster.shares import Shares, count_room, describe, empty_slot
+from rl_core.cluster.shares import Shares, count_room, describe_shares, empty_slot
 from rl_core.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ def check_room(pool: ResourcePool) -> None:
         return
     there = ", ".join(f"{node['NodeManagerAddress']}: {_describe(node['Resources'])}" for node in nodes)
     raise SettingsError(
-        f"pool {pool.name!r} asks for {pool.size} slots of {describe(pool.cpus, pool.gpus)} each ({pool.strategy}); "
-        f"the Ray cluster has {len(nodes)} nodes ({there}): room for {room}. Ask for less, or add nodes; cpus = 0 "
+        f"pool {pool.name!r} asks for {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each "
+        f"({pool.strategy}); the Ray cluster has {len(nodes)} nodes ({there}): room for {room}. Ask for less, or add nodes; cpus = 0 "
         "shares the CPUs."
     )
 
@@ -113,4 +113,4 @@ def _shares(resources: dict[str, float]) -> Shares:
 
 
 def _describe(resources: dict[str, Any]) -> str:
-    return describe(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+    return describe_shares(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
