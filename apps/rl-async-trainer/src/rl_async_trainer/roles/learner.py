@@ -14,7 +14,7 @@ from rl_core import Batch, TransferQueue
 from rl_core.cluster.role_report import Wait
 from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
-from rl_distill import learner_host
+from rl_distill.learner_host import LearnerHost as BaseLearnerHost
 from rl_distill.learner_host import LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
@@ -38,7 +38,7 @@ from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
 from rl_trainer_parts.run.checkpoints import read_run_state
 
 
-class LearnerHost(learner_host.LearnerHost):
+class LearnerHost(BaseLearnerHost):
     """Trains on the groups that it is told to; one for a run, whatever ranks it has."""
 
     def __init__(

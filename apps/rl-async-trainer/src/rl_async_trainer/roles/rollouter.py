@@ -20,7 +20,7 @@ from rl_metrics.reductions.rollouts import summarize_components, summarize_timin
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
-from rl_rollout.rollouter import rollouter
+from rl_rollout.rollouter.rollouter import Rollouter as BaseRollouter
 from rl_rollout.rollouter.group_events import Dispatch, Refusals
 from rl_rollout.rollouter.rollouter import Generate, RollouterOptions
 from rl_rollout.rollouter.window import RolloutWindow
@@ -37,7 +37,7 @@ FAILED_STEPS = 2
 """Steps' worth of groups that may fail in a row; on policy a whole step is among them, which ends a run as well."""
 
 
-class Rollouter(rollouter.Rollouter):
+class Rollouter(BaseRollouter):
     """The rollouter of the settings; one for a run."""
 
     def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, log_directory: Path | None = None) -> None:

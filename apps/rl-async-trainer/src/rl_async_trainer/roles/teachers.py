@@ -5,12 +5,12 @@ from typing import Any
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_distill.teacher import host
+from rl_distill.teacher.host import TeacherHost as BaseTeacherHost
 from rl_trainer_parts.learning.distillation import teacher_metrics
 from rl_trainer_parts.learning.teachers import make_teachers
 
 
-class TeacherHost(host.TeacherHost):
+class TeacherHost(BaseTeacherHost):
     """Holds the teachers of the settings; one for a run."""
 
     def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, folder: Path) -> None:

@@ -88,8 +88,8 @@ def check_room(pool: ResourcePool) -> None:
     there = ", ".join(f"{node['NodeManagerAddress']}: {_describe(node['Resources'])}" for node in nodes)
     raise SettingsError(
         f"pool {pool.name!r} asks for {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each "
-        f"({pool.strategy}); the Ray cluster has {len(nodes)} nodes ({there}): room for {room}. Ask for less, or add nodes; cpus = 0 "
-        "shares the CPUs."
+        f"({pool.strategy}); the Ray cluster has {len(nodes)} nodes ({there}): room for {room}. Ask for less, or "
+        "add nodes; cpus = 0 shares the CPUs."
     )
 
 
