@@ -19,14 +19,12 @@ from _digits import END_TOKEN, FIRST_DIGIT
 from rl_async_trainer.roles.learner import LearnerHost
 from rl_async_trainer.roles.rollouter import Rollouter
 from rl_core import Batch, Ragged
-from rl_core.data.records import NO_VERSION, IntArray
-from rl_core.weights.update import WeightReceipt, WeightUpdate
-from rl_distill.checkpoints.pending_save import PendingSave
+from rl_core.data import NO_VERSION, IntArray
+from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_distill.checkpoints import PendingSave
 from rl_distill.learner import Objective, StepResult
 from rl_distill.learners import Learners
-from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.engines.replicas.engine import ReplicatedEngine
-from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.engines import GenerateRequest, Generation, ReplicatedEngine, ScriptedEngine
 
 
 class SleepingEngine(ScriptedEngine):

@@ -14,13 +14,12 @@ from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.training_run import TrainingRun
-from rl_core.weights.transports import TensorTransport
-from rl_distill.checkpoints.store import CheckpointStore
+from rl_core.weights import TensorTransport
+from rl_distill.checkpoints import CheckpointStore
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.run_files.events import EventLog
-from rl_metrics.run_files.json_lines import read_json_lines
+from rl_metrics.run_files import EventLog, read_json_lines
 from rl_rollout.prompts import PromptSource
-from rl_rollout.simulation.workload import Workload
+from rl_rollout.simulation import Workload
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection

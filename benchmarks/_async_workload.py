@@ -10,9 +10,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from rl_rollout.simulation.lengths import GroupLengths
-from rl_rollout.simulation.reading import parse_workload
-from rl_rollout.simulation.workload import Workload
+from rl_rollout.simulation import GroupLengths, Workload, parse_workload
 
 SCRIPT = "script.json"
 QUICK: dict[str, dict[str, int]] = {

@@ -25,10 +25,9 @@ import rl_sync_trainer.evaluation as sync_evaluation
 import rl_sync_trainer.loop as sync_loop
 import rl_sync_trainer.stages as sync_stages
 import rl_trainer_parts.rollouts.setup as flow
-from rl_metrics.reductions.recorder import Recorder
-from rl_metrics.run_files.events import EventLog
-from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.reductions import Recorder
+from rl_metrics.run_files import EventLog
+from rl_metrics.trackers import BackgroundTracker, Fanout
 from rl_sync_trainer.main import main
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 

@@ -10,8 +10,7 @@ from _payload import COLUMNS, NUM_PRODUCERS, NUM_SAMPLES, Rows, look, make_rows,
 from _timing import LEAD_S, times_ms, wait_until
 
 from rl_core import Batch, Lease, Prompt, Ragged, RowKey, TaskSpec, TransferQueue
-from rl_core.data.columns import ColumnSpec, declare_column
-from rl_core.data.ragged import offsets_of
+from rl_core.data import ColumnSpec, declare_column, offsets_of
 
 CALL_TIMEOUT_S = 120.0
 GROUP_SIZE = 8

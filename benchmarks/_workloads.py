@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_rollout.prompts import PromptSource
 from rl_trainer_parts.rollouts.inputs import read_inputs
 from rl_trainer_parts.settings.schema import Settings

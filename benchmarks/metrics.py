@@ -24,7 +24,7 @@ from _quick_run import write_quick_run
 
 from rl_metrics import ValidationResponses, read_metrics, summarize_validation
 from rl_metrics.report import write_report
-from rl_metrics.run_files.run_record import open_run
+from rl_metrics.run_files import open_run
 
 sys.path.append(str(BENCHMARKS.parent / "tests" / "support"))
 from invented_runs import InventedRun

@@ -21,10 +21,13 @@ from _distillation_workload import PRESETS, Step, make_matrix, make_step
 from _protocol import private_stdout, write
 from torch import Tensor
 
-from rl_distill.objectives.chunked_head import chunked_head_divergence
-from rl_distill.objectives.divergences import DivergenceOptions
-from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives import (
+    DivergenceOptions,
+    LogitDivergence,
+    TeacherTokens,
+    VocabularyPart,
+    chunked_head_divergence,
+)
 
 
 def ours(step: Step, matrix: Tensor) -> Tensor:

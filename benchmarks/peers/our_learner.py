@@ -8,9 +8,7 @@ import torch
 from _learner_protocol import Outcome, serve
 from _learner_workload import OPTIMIZER, Preset, Rows
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
-from rl_core.data.row_keys import RowKey
+from rl_core.data import Batch, Ragged, RowKey
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.supervised import supervised_objective

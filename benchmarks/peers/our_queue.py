@@ -15,9 +15,8 @@ from _payload import NUM_PRODUCERS, payload_bytes
 from _protocol import serve
 
 from rl_core import InProcessQueue, TransferQueue
-from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
-from rl_core.queue.ray.queue import RayQueue
-from rl_core.queue.shared_memory.queue import SharedMemoryQueue
+from rl_core.cluster import RayOptions, start_ray, stop_ray
+from rl_core.queue import RayQueue, SharedMemoryQueue
 
 
 @contextmanager

@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from rl_core import Prompt
-from rl_core.weights.publish import ProofTolerances, publish_weights
-from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import Canary
+from rl_core.weights import Canary, ProofTolerances, TensorTransport, publish_weights
 from rl_rollout import RewardInput, RewardScorer, Rollout, SamplingParams, SingleTurnLoop, quick
-from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.protocol import RolloutEngine
+from rl_rollout.engines import RolloutEngine, VLLMOptions
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.engines.vllm import VLLMEngine
 

@@ -11,9 +11,9 @@ from _skip_samples import GROUP_SIZE, PROMPT_TOKENS, Rows, positions
 from numpy.typing import NDArray
 
 from rl_core import Prompt, Trajectory
-from rl_core.data.records import NO_VERSION
+from rl_core.data import NO_VERSION
+from rl_rollout import GroupResult
 from rl_rollout.loops import SessionResult
-from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey, EntryStore
 
 KEY = EntryKey(step=1)

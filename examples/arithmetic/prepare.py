@@ -196,7 +196,7 @@ def demonstrations(problems: list[task.Problem], answer: Any) -> "Batch":
 def draw(hasty: "Batch", scratchpad: "Batch", random: np.random.Generator) -> "Batch":
     """One step's demonstrations: different problems, each answered in one of the two ways."""
     from rl_core import Batch
-    from rl_distill.objectives.batch_columns import with_loss_weights
+    from rl_distill.objectives import with_loss_weights
 
     rows = random.choice(len(hasty), size=DEMONSTRATIONS_PER_STEP, replace=False)
     is_hasty = random.random(len(rows)) < HASTY_SHARE

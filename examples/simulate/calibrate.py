@@ -13,10 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_rollout.simulation.published import PublishedRow, published_rows, simulate_row
-from rl_rollout.simulation.reading import built_in_workload
-from rl_rollout.simulation.synchronous import simulate_sync
-from rl_rollout.simulation.workload import Workload
+from rl_rollout.simulation import PublishedRow, Workload, built_in_workload, published_rows, simulate_row, simulate_sync
 
 NAMES = ("sigma", "decode_s_at_1024", "update", "update_s", "logprobs", "logprobs_s", "scale_32", "scale_128")
 START = (1.0, 0.14, 6e-4, 4.0, 1.5e-4, 50.0, 2.0, 1.3)

@@ -8,9 +8,8 @@ from typing import Any
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import InProcessQueue, SharedMemoryQueue, TransferQueue
-from rl_core.cluster import Cluster, ClusterOptions, RestartPolicy, Role, RoleSpec, open_cluster
-from rl_core.cluster.ray.session import RayOptions, start_ray
-from rl_core.data.records import IntArray
+from rl_core.cluster import Cluster, ClusterOptions, RayOptions, RestartPolicy, Role, RoleSpec, open_cluster, start_ray
+from rl_core.data import IntArray
 from rl_core.queue import QueueOptions, RayQueue
 from rl_trainer_parts.learning.distillation import has_teachers
 from rl_trainer_parts.rollouts.setup import queue_tasks

@@ -20,7 +20,7 @@ from rl_trainer_parts.commands.command_line import (
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
-    from rl_metrics.trackers.console import ConsoleTracker
+    from rl_metrics.trackers import ConsoleTracker
     from rl_trainer_parts.rollouts.inputs import Inputs
     from rl_trainer_parts.run.folder import RunFolder
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_core import Prompt
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_trainer_parts.reporting.rollout_rows import RolloutDraft
 
 

@@ -11,21 +11,27 @@ from typing import Any, NoReturn
 import tomli_w
 
 from rl_core.errors import SettingsError
-from rl_rollout.simulation.asynchronous import Policy, simulate_async
-from rl_rollout.simulation.measured import MEASURED_METRICS, measure_workload
-from rl_rollout.simulation.outcome import Cluster, Outcome
-from rl_rollout.simulation.published import compare_published
-from rl_rollout.simulation.reading import built_in_workload, read_workload
-from rl_rollout.simulation.report import (
+from rl_rollout.simulation import (
+    MEASURED_METRICS,
+    Cluster,
+    Outcome,
+    Policy,
+    Workload,
+    advise,
+    best_split,
+    built_in_workload,
+    compare_published,
+    measure_workload,
+    middle_split,
     outcome_record,
     outcome_table,
     published_record,
     published_table,
+    read_workload,
+    simulate_async,
+    simulate_sync,
     sync_steps,
 )
-from rl_rollout.simulation.search import advise, best_split, middle_split
-from rl_rollout.simulation.synchronous import simulate_sync
-from rl_rollout.simulation.workload import Workload
 from rl_trainer_parts.commands.command_line import say
 
 DEFAULT_GPUS = "32,64,128"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_metrics.run_files.events import EventLog
+from rl_metrics.run_files import EventLog
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.run.folder import RunFolder
 

@@ -21,10 +21,9 @@ from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.errors import HangError
-from rl_metrics.hang.report import HANG_FILE, HangReport
-from rl_metrics.trackers.console import ConsoleTracker
-from rl_rollout.prompts import PromptSource
-from rl_rollout.prompts.supply import PromptSupply
+from rl_metrics.hang import HANG_FILE, HangReport
+from rl_metrics.trackers import ConsoleTracker
+from rl_rollout.prompts import PromptSource, PromptSupply
 from rl_trainer_parts.learning.parts import canary_sequences
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core import InProcessQueue, Prompt, TransferQueue
-from rl_core.weights.update import WeightTransport
-from rl_distill.teacher.service import TeacherService
-from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.reductions.memory import MemoryWatch
-from rl_metrics.run_files.generations import GenerationSample
-from rl_rollout.engines.protocol import RolloutEngine
+from rl_core.weights import WeightTransport
+from rl_distill.teacher import TeacherService
+from rl_metrics.reductions import Histogram, MemoryWatch
+from rl_metrics.run_files import GenerationSample
+from rl_rollout import Rollout
+from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
-from rl_rollout.rollout import Rollout
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.token_probes import TokenProbes

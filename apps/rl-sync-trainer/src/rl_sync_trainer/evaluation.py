@@ -3,9 +3,9 @@
 import time
 from dataclasses import replace
 
-from rl_metrics.validation.summary import headline
+from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
-from rl_rollout.rollouter.served_policy import policy_scores
+from rl_rollout.rollouter import policy_scores
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer_parts.rollouts.answers import answers_of

@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from rl_metrics.reductions.recorder import Recorder
+from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts

@@ -19,7 +19,7 @@ from rl_trainer_parts.commands.command_line import (
 )
 
 if TYPE_CHECKING:
-    from rl_metrics.trackers.console import ConsoleTracker
+    from rl_metrics.trackers import ConsoleTracker
     from rl_trainer_parts.rollouts.inputs import Inputs
     from rl_trainer_parts.run.folder import RunFolder
     from rl_trainer_parts.settings.schema import Settings

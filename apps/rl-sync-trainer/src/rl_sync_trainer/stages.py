@@ -8,20 +8,18 @@ from functools import partial
 
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError
-from rl_core.weights.publish import PublishReport, retry_proof
-from rl_metrics.reductions.distributions import timing_distributions
-from rl_metrics.reductions.memory import memory_metrics
-from rl_metrics.reductions.recorder import Recorder
-from rl_metrics.reductions.rollouts import (
+from rl_core.weights import PublishReport, retry_proof
+from rl_metrics.reductions import (
+    Recorder,
+    memory_metrics,
     summarize_components,
     summarize_timings,
+    timing_distributions,
 )
-from rl_rollout.engines.replicas.engine import publish_to
-from rl_rollout.filters import resolve_filter
+from rl_rollout import GroupResult, require_some_success, resolve_filter
+from rl_rollout.engines import publish_to
 from rl_rollout.refill import refill
-from rl_rollout.rollout import GroupResult, require_some_success
-from rl_rollout.rollouter.group_events import refusal
-from rl_rollout.rollouter.settling import settle
+from rl_rollout.rollouter import refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer_parts.learning.distillation import record_teachers

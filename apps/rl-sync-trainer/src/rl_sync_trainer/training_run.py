@@ -4,12 +4,12 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rl_distill.checkpoints.store import Saved
+from rl_distill.checkpoints import Saved
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
-from rl_distill.teacher.service import TeacherService
-from rl_metrics.trackers.console import ConsoleTracker
-from rl_rollout.engines.protocol import RolloutEngine
+from rl_distill.teacher import TeacherService
+from rl_metrics.trackers import ConsoleTracker
+from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train

@@ -4,6 +4,18 @@
 `rl_distill.torch_learner` the learners. This module loads neither them nor torch, so that settings nest options.
 """
 
+from rl_distill.flops import forward_flops
 from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.parallel_layout import check_layout, check_ranks
+from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 
-__all__ = ["LearnerOptions", "ParallelOptions"]
+__all__ = [
+    "LearnerOptions",
+    "ParallelOptions",
+    "PolicyConfig",
+    "check_layout",
+    "check_ranks",
+    "forward_flops",
+    "parse_policy_config",
+    "read_policy_config",
+]

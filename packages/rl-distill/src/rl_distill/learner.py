@@ -7,8 +7,7 @@ from typing import Protocol
 
 import torch
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
+from rl_core.data import Batch, Ragged
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.options import LearnerOptions
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core import Batch, Canary, Ragged, RowKey
-from rl_core.data.records import IntArray
+from rl_core.data import IntArray
 from rl_core.errors import SettingsError
 from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rl_core.data.batch import Batch
-from rl_core.data.columns import column_spec
-from rl_core.data.ragged import Ragged, offsets_of, token_positions
+from rl_core.data import Batch, Ragged, column_spec, offsets_of, token_positions
 from rl_core.errors import ShapeError
 from rl_distill.learner import MicroBatch
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
+from rl_core.data import Batch, Ragged
 from rl_core.errors import RLError
 from rl_distill.learner import StepResult
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_core.data.batch import Batch
+from rl_core.data import Batch
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.options import LearnerOptions

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
+from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,

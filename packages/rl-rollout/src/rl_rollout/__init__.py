@@ -9,6 +9,7 @@ from rl_rollout.engines.protocol import (
     SamplingParams,
     TokenScores,
 )
+from rl_rollout.filters import resolve_filter
 from rl_rollout.loops import (
     AgentLoop,
     LoopContext,
@@ -18,6 +19,7 @@ from rl_rollout.loops import (
     resolve_loop,
 )
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptSource, PromptTokenizer, load_prompts
+from rl_rollout.rescoring import can_score_again
 from rl_rollout.rewards import (
     MathVerify,
     RewardFunction,
@@ -30,8 +32,6 @@ from rl_rollout.rewards import (
 )
 from rl_rollout.rollout import GroupResult, Rollout, RolloutOptions, require_some_success
 from rl_rollout.tools import Tool, tool
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AgentLoop",
@@ -62,10 +62,14 @@ __all__ = [
     "TokenScores",
     "Tool",
     "audit_trajectory",
+    "can_score_again",
     "load_prompts",
     "quick",
     "require_some_success",
+    "resolve_filter",
     "resolve_loop",
     "resolve_reward",
     "tool",
 ]
+
+__version__ = "0.1.0"

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl_core.data.records import NO_VERSION, BoolArray, FloatArray, IntArray, Trajectory
+from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.filters import GroupFilter
 from rl_rollout.rollout import GroupResult

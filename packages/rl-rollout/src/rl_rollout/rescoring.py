@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.errors import SettingsError
 from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import AgentLoop, Judged, LoopContext, SessionResult, loop_name

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from rl_core.data.records import IntArray, Json, Prompt, Trajectory
+from rl_core.data import IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams

@@ -25,12 +25,12 @@ from rl_async_trainer.liveness.heartbeats import ask_roles
 from rl_async_trainer.liveness.live_answers import answer_request
 from rl_async_trainer.messages import StepOrder, TrainedStep
 from rl_async_trainer.schedule.run_state import AsyncState
-from rl_core.cluster.restarts import RoleRestartedError
-from rl_core.data.records import Json
+from rl_core.cluster import RoleRestartedError
+from rl_core.data import Json
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
-from rl_core.weights.publish import PublishReport
+from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
-from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.reductions import Histogram
 from rl_trainer_parts.reporting.step_metrics import has_distributions
 from rl_trainer_parts.run.checkpoints import read_run_state
 from rl_trainer_parts.run.stopping import StopRequestedError

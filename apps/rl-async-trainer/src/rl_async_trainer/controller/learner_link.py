@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
-from rl_core.cluster import Role
-from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
-from rl_core.data.records import IntArray, Json
+from rl_core.cluster import Role, RoleRestartedError, SupervisedRole
+from rl_core.data import IntArray, Json
 from rl_core.errors import RoleDiedError
-from rl_distill.checkpoints.store import Saved
+from rl_distill.checkpoints import Saved
 from rl_distill.learner_host import PackedWeights
-from rl_rollout.rollouter.served_policy import PolicyScores
+from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.rollouts.answers import Answer
 
 IsCurrent = Callable[[], bool]

@@ -9,8 +9,8 @@ from rl_async_trainer.liveness.hang_evidence import HangEvidence
 from rl_async_trainer.schedule.record import ScheduleRecord
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_metrics.reductions.memory import MemoryWatch
-from rl_rollout.prompts.supply import PromptSupply
+from rl_metrics.reductions import MemoryWatch
+from rl_rollout.prompts import PromptSupply
 from rl_rollout.schedule import Scheduler
 from rl_trainer_parts.reporting.rollout_rows import RolloutDraft
 from rl_trainer_parts.run.lifecycle import RunLifecycle

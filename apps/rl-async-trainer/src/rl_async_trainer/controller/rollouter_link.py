@@ -6,14 +6,12 @@ from typing import Any
 
 from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_core.cluster import Role
-from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
-from rl_core.data.records import IntArray
+from rl_core.cluster import Role, RoleRestartedError, SupervisedRole
+from rl_core.data import IntArray
 from rl_core.errors import RoleDiedError
-from rl_core.weights.publish import PublishReport
+from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
-from rl_rollout.rollouter.group_events import Dispatch, GroupEvent
-from rl_rollout.rollouter.served_policy import PolicyScores
+from rl_rollout.rollouter import Dispatch, GroupEvent, PolicyScores
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.rollouts.answers import Answer
 

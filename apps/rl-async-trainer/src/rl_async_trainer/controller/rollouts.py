@@ -9,7 +9,7 @@ from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.schedule.record import FILE
 from rl_async_trainer.schedule.replay import ReplayScheduler
 from rl_core.errors import RoleDiedError
-from rl_rollout.rollouter.group_events import Dispatch, GroupEvent, queued_event
+from rl_rollout.rollouter import Dispatch, GroupEvent, queued_event
 
 
 class Rollouts:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rl_async_trainer.messages import TrainedStep
-from rl_core.weights.publish import PublishReport
+from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
-from rl_metrics.reductions.memory import memory_metrics
+from rl_metrics.reductions import memory_metrics
 from rl_rollout.schedule import Scheduler
 
 BYTES_PER_GIB = 2**30

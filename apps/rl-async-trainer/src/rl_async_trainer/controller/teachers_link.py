@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from rl_core.cluster import Role
-from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
+from rl_core.cluster import Role, RoleRestartedError, SupervisedRole
 from rl_core.errors import NotReadyError, RoleDiedError
 
 

@@ -15,13 +15,12 @@ from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Prompt
-from rl_core.cluster.restarts import RoleRestartedError
-from rl_core.cluster.role_report import Wait
-from rl_core.data.records import NO_VERSION, IntArray
-from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.validation.summary import headline
+from rl_core.cluster import RoleRestartedError, Wait
+from rl_core.data import NO_VERSION, IntArray
+from rl_metrics.run_files import GenerationSample
+from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
-from rl_rollout.rollouter.served_policy import PolicyScores
+from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
 from rl_trainer_parts.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies

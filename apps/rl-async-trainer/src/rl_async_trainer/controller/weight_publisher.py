@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 from rl_async_trainer.controller.learner_link import IsCurrent, LearnerLink
 from rl_async_trainer.controller.rollouter_link import RollouterLink
-from rl_core.cluster.restarts import RoleRestartedError
+from rl_core.cluster import RoleRestartedError
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError
-from rl_core.weights.publish import PublishReport
+from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 
 OnServed = Callable[[PackedWeights, PublishReport], Awaitable[None]]

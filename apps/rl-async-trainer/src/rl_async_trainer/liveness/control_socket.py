@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DeadlineError, NotReadyError, RLError
-from rl_core.files.durable import write_durably
+from rl_core.files import write_durably
 
 FILE = "control.json"
 MAX_LINE_BYTES = 1 << 20

@@ -10,12 +10,10 @@ from rl_async_trainer.assemble import Roles
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_core import TransferQueue
-from rl_core.cluster import Role, process_stacks
-from rl_core.cluster.role_report import RoleReport, RoleView, Wait
+from rl_core.cluster import Role, RoleReport, RoleView, Wait, process_stacks
 from rl_core.errors import RLError
 from rl_core.queue import Unsettled
-from rl_metrics.hang.report import GroupRow, HangReport
-from rl_metrics.hang.verdict import judge_hang
+from rl_metrics.hang import GroupRow, HangReport, judge_hang
 from rl_rollout.schedule import Scheduler
 
 T = TypeVar("T")

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from rl_core.cluster import process_stacks
-from rl_core.cluster.role_report import RoleReport
-from rl_metrics.hang.report import HangReport, write_hang_report
+from rl_core.cluster import RoleReport, process_stacks
+from rl_metrics.hang import HangReport, write_hang_report
 
 Phase = Literal["armed", "collecting", "reported"]
 MAX_LOOK_S = 5.0

@@ -11,16 +11,15 @@ from rl_async_trainer.roles.learner_validation import LearnerValidation
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
-from rl_core.cluster.role_report import Wait
-from rl_core.data.records import NO_VERSION, IntArray
+from rl_core.cluster import Wait
+from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
 from rl_distill.learner_host import LearnerHost as BaseLearnerHost
 from rl_distill.learner_host import LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.reductions.async_training import summarize_staleness
-from rl_metrics.reductions.recorder import Recorder
-from rl_rollout.rollouter.served_policy import PolicyScores
+from rl_metrics.reductions import Recorder, summarize_staleness
+from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.start_learners import start_learners

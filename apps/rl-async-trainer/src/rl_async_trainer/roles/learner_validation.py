@@ -7,16 +7,13 @@ from typing import Any
 
 from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_core.cluster.role_report import Wait
-from rl_core.data.records import NO_VERSION, IntArray
+from rl_core.cluster import Wait
+from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
-from rl_core.weights.publish import check_receipt
-from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import WeightUpdate
-from rl_rollout.engines.protocol import RolloutEngine
-from rl_rollout.engines.registry import engine_class
-from rl_rollout.rollout import Rollout
-from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
+from rl_core.weights import TensorTransport, WeightUpdate, check_receipt
+from rl_rollout import Rollout
+from rl_rollout.engines import RolloutEngine, engine_class
+from rl_rollout.rollouter import PolicyScores, policy_scores
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import engine_options

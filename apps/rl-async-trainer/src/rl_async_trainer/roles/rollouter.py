@@ -11,19 +11,17 @@ from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Canary, TransferQueue
 from rl_core.errors import NotReadyError
-from rl_core.weights.publish import ProofTolerances, PublishReport
-from rl_core.weights.update import WeightUpdate
-from rl_metrics.reductions.async_training import summarize_processing_times
-from rl_metrics.reductions.distributions import timing_distributions
-from rl_metrics.reductions.recorder import Recorder
-from rl_metrics.reductions.rollouts import summarize_components, summarize_timings
-from rl_rollout.engines.engine_load import EngineLoad
-from rl_rollout.engines.protocol import RolloutEngine
-from rl_rollout.engines.replicas.engine import ReplicatedEngine
-from rl_rollout.rollouter.rollouter import Rollouter as BaseRollouter
-from rl_rollout.rollouter.group_events import Dispatch, Refusals
-from rl_rollout.rollouter.rollouter import Generate, RollouterOptions
-from rl_rollout.rollouter.window import RolloutWindow
+from rl_core.weights import ProofTolerances, PublishReport, WeightUpdate
+from rl_metrics.reductions import (
+    Recorder,
+    summarize_components,
+    summarize_processing_times,
+    summarize_timings,
+    timing_distributions,
+)
+from rl_rollout.engines import EngineLoad, ReplicatedEngine, RolloutEngine
+from rl_rollout.rollouter import Dispatch, Generate, Refusals, RollouterOptions, RolloutWindow
+from rl_rollout.rollouter import Rollouter as BaseRollouter
 from rl_rollout.skip import EntryKey, StepRollouts
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session
 from rl_trainer_parts.rollouts.answers import Answer, answers_of

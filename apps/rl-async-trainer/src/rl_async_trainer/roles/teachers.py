@@ -5,7 +5,7 @@ from typing import Any
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_distill.teacher.host import TeacherHost as BaseTeacherHost
+from rl_distill.teacher import TeacherHost as BaseTeacherHost
 from rl_trainer_parts.learning.distillation import teacher_metrics
 from rl_trainer_parts.learning.teachers import make_teachers
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
-from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
+from rl_metrics.run_files import JsonLinesWriter, read_json_lines
 
 FILE = "record.jsonl"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rl_async_trainer.schedule.record import FILE, read_history
 from rl_core import TransferQueue
 from rl_core.errors import RolloutError, SettingsError
-from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.prompts import PromptSupply
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 
 

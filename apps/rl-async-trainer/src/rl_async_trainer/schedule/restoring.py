@@ -8,8 +8,8 @@ from rl_async_trainer.schedule.run_state import AsyncState
 from rl_core import TransferQueue
 from rl_core.errors import CheckpointError
 from rl_core.queue import LedgerEntry
-from rl_rollout.prompts.supply import PromptSupply
-from rl_rollout.rollouter.group_events import is_refused
+from rl_rollout.prompts import PromptSupply
+from rl_rollout.rollouter import is_refused
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer_parts.rollouts.setup import TRAIN
 

@@ -4,12 +4,16 @@ from collections.abc import Iterable, Iterator
 
 from rl_core.errors import SettingsError
 from rl_core.registry import nearest_name
-from rl_distill.objectives.aggregation import AGGREGATIONS
-from rl_distill.objectives.kl import KL_ESTIMATORS
-from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES
-from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
-from rl_distill.objectives.sessions import SESSION_RULES
-from rl_distill.objectives.try_out import try_advantage
+from rl_distill.objectives import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    REJECTION_CRITERIA,
+    SESSION_RULES,
+    rejection_limits,
+    try_advantage,
+)
 from rl_trainer_parts.learning.distillation import learns_from_rewards
 from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
 from rl_trainer_parts.settings.schema import Settings

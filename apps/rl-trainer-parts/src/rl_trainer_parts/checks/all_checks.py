@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
-from rl_distill.parallel_layout import check_layout, check_ranks
-from rl_distill.policy_config import parse_policy_config, read_policy_config
+from rl_distill import check_layout, check_ranks, parse_policy_config, read_policy_config
 from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
-from rl_rollout.engines.model_folder import max_positions
-from rl_rollout.engines.registry import known_engines
-from rl_rollout.filters import resolve_filter
-from rl_rollout.loops.registry import LOOPS
-from rl_rollout.rescoring import can_score_again
-from rl_rollout.skip.entry_folder import open_folder
-from rl_rollout.skip.steps import StepSelection
+from rl_rollout import can_score_again, resolve_filter
+from rl_rollout.engines import known_engines, max_positions
+from rl_rollout.loops import LOOPS
+from rl_rollout.skip import StepSelection, open_folder
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder

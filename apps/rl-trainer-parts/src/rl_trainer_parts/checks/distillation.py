@@ -5,16 +5,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rl_core import Prompt
-from rl_core.cluster import ResourcePool
-from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares
+from rl_core.cluster import ResourcePool, Shares, count_room, describe_shares, machine_shares
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_distill.options import ParallelOptions
-from rl_distill.parallel_layout import check_layout
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
-from rl_distill.teacher.routing import TeacherRouter, route_problems
-from rl_distill.teacher.vocabulary import check_same_vocabulary
-from rl_rollout.engines.model_folder import max_positions
+from rl_distill import ParallelOptions, PolicyConfig, check_layout, parse_policy_config, read_policy_config
+from rl_distill.teacher import ESTIMATORS, TeacherOptions, TeacherRouter, check_same_vocabulary, route_problems
+from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards, objective_options

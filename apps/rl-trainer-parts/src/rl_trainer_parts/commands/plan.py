@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.cluster.shares import count_room, describe_shares, machine_shares
-from rl_distill.teacher.options import ESTIMATORS, DistillationOptions
+from rl_core.cluster import count_room, describe_shares, machine_shares
+from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from rl_metrics.trackers.console import ConsoleTracker
+from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.all_checks import check_settings, check_trainable
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.commands.command_line import say

@@ -1,8 +1,8 @@
 """What a run learns from, with teachers: the objective's options, and the metrics of what teachers did."""
 
-from rl_distill.objectives.distillation import DistillationObjectiveOptions
-from rl_distill.teacher.step_report import ServiceReport
-from rl_metrics.reductions.recorder import Recorder
+from rl_distill.objectives import DistillationObjectiveOptions
+from rl_distill.teacher import ServiceReport
+from rl_metrics.reductions import Recorder
 from rl_trainer_parts.settings.schema import Settings
 
 

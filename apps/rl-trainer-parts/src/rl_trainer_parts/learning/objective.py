@@ -1,15 +1,16 @@
 """Settings become what the learner minimises."""
 
-from rl_distill.objectives.batch_columns import SampledLogprobs
-from rl_distill.objectives.distillation import DistillationObjective, distillation_objective
-from rl_distill.objectives.kl_control import AdaptiveKL
-from rl_distill.objectives.policy_objective import (
+from rl_distill.objectives import (
+    AdaptiveKL,
+    DistillationObjective,
     PolicyObjective,
     PolicyObjectiveOptions,
+    SampledLogprobs,
+    TokenSelection,
     bound_policy_loss,
+    distillation_objective,
     policy_objective,
 )
-from rl_distill.objectives.selection import TokenSelection
 from rl_trainer_parts.learning.distillation import objective_options
 from rl_trainer_parts.settings.schema import Settings
 

@@ -6,10 +6,10 @@ from functools import partial
 
 from rl_core import Prompt
 from rl_core.errors import SettingsError
-from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
-from rl_rollout.loops.protocol import SessionResult
+from rl_distill.teacher import TextOptions, count_texts, trajectories_from_texts
+from rl_rollout import GroupResult
+from rl_rollout.loops import SessionResult
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollout import GroupResult
 from rl_trainer_parts.settings.schema import Settings
 
 

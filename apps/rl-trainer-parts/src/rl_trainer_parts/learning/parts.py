@@ -2,14 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from rl_core.data.records import IntArray
-from rl_core.weights.publish import BFLOAT16_TOLERANCES, ProofTolerances
+from rl_core.data import IntArray
+from rl_core.weights import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_distill.learners import Learners
-from rl_distill.objectives.batch_columns import SampledLogprobs
-from rl_distill.objectives.distillation import DistillationObjective
-from rl_distill.objectives.kl_control import AdaptiveKL
-from rl_distill.objectives.policy_objective import PolicyObjective
-from rl_distill.objectives.selection import TokenSelection
+from rl_distill.objectives import AdaptiveKL, DistillationObjective, PolicyObjective, SampledLogprobs, TokenSelection
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSet
 from rl_trainer_parts.learning.objective import sampled_logprobs

@@ -2,17 +2,17 @@
 
 from rl_core import Batch
 from rl_core.errors import DataError
-from rl_distill.objectives.batch_columns import (
+from rl_distill.objectives import (
     correction_weight_metrics,
     with_advantages,
     with_correction_weights,
+    with_distillation_advantages,
     with_kl_in_reward,
     with_rejection,
     with_token_selection,
 )
-from rl_distill.objectives.distillation import with_distillation_advantages
-from rl_distill.teacher.service import teacher_task
-from rl_metrics.reductions.recorder import Recorder
+from rl_distill.teacher import teacher_task
+from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.distillation import (
     has_policy_gradient,
     has_teachers,

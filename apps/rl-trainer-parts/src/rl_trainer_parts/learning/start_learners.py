@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_core.cluster import ClusterOptions, ResourcePool
-from rl_core.cluster.ray.session import RayOptions
-from rl_core.cluster.shares import visible_gpus
+from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
+from rl_distill import LearnerOptions
 from rl_distill.learner import Learner
 from rl_distill.learners import Learners
-from rl_distill.options import LearnerOptions
 from rl_trainer_parts.settings.schema import Settings
 
 

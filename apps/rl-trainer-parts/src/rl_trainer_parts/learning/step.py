@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 
 from rl_core import Batch
-from rl_distill.objectives.batch_columns import mean_reference_kl
-from rl_distill.objectives.kl_control import AdaptiveKL
-from rl_metrics.reductions.recorder import Recorder
+from rl_distill.objectives import AdaptiveKL, mean_reference_kl
+from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.preparation import prepare_batch
 from rl_trainer_parts.learning.updates import update, with_update

@@ -4,22 +4,29 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from rl_core.cluster import ClusterOptions, ResourcePool
-from rl_core.cluster.ray.session import RayOptions
-from rl_core.cluster.shares import visible_gpus
+from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import SettingsError
-from rl_distill.policy_config import parse_policy_config, read_policy_config
-from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces
-from rl_distill.teacher.model_fingerprint import model_fingerprint, model_traits
-from rl_distill.teacher.options import ESTIMATORS, TeacherOptions
-from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica
-from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
-from rl_distill.teacher.routing import TeacherRouter
-from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
-from rl_distill.teacher.service import ServiceOptions, TeacherService
-from rl_distill.teacher.vocabulary import compare_vocabularies
-from rl_rollout.engines.model_folder import end_token_ids, max_positions
-from rl_rollout.engines.options import VLLMOptions
+from rl_distill import parse_policy_config, read_policy_config
+from rl_distill.teacher import (
+    ESTIMATORS,
+    MakeReplica,
+    ReplicatedTeacher,
+    ScoreCache,
+    ScoreKind,
+    ServiceOptions,
+    SpanMode,
+    TeacherAligner,
+    TeacherOptions,
+    TeacherPlan,
+    TeacherReplica,
+    TeacherRouter,
+    TeacherService,
+    compare_vocabularies,
+    model_fingerprint,
+    model_traits,
+    read_pieces,
+)
+from rl_rollout.engines import VLLMOptions, end_token_ids, max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.settings.schema import Settings
 
@@ -111,8 +118,8 @@ def replica_maker(settings: Settings, name: str, *, log_directory: Path | None) 
 
 
 def _engine_replica(settings: Settings, name: str, cluster: ClusterOptions, index: int) -> TeacherReplica:
-    from rl_distill.teacher.engine_teacher import EngineReplica
-    from rl_rollout.engines.process import EnginePlacement, ProcessEngine
+    from rl_distill.teacher import EngineReplica
+    from rl_rollout.engines import EnginePlacement, ProcessEngine
 
     chosen, teacher = settings.distillation, settings.distillation.teachers[name]
     options = VLLMOptions(

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rl_core import Batch, Ragged
-from rl_core.data.ragged import token_positions
+from rl_core.data import token_positions
 from rl_distill.learner import StepResult
-from rl_distill.objectives.batch_columns import with_loss_weights
-from rl_distill.objectives.value_objective import value_objective
-from rl_metrics.reductions.recorder import Recorder
+from rl_distill.objectives import value_objective, with_loss_weights
+from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 
 

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import structlog
 
-from rl_metrics.health import GUIDE, Finding, GrowingHistory, Verdict, judge, reads, with_thresholds, without
-from rl_metrics.health.finding import SEVERITY_RANKS
-from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.run_files.events import EventLog, read_events
-from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.run_files.history import read_history
-from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.health import (
+    GUIDE,
+    SEVERITY_RANKS,
+    Finding,
+    GrowingHistory,
+    Verdict,
+    judge,
+    reads,
+    with_thresholds,
+    without,
+)
+from rl_metrics.reductions import Histogram
+from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
+from rl_metrics.trackers import ConsoleTracker, Fanout
 from rl_trainer_parts.run.folder import RunFolder
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.metrics import LEVELS, HealthSettings

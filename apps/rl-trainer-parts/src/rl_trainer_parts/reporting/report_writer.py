@@ -8,8 +8,8 @@ from pathlib import Path
 
 import structlog
 
-from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.reductions import Histogram
+from rl_metrics.run_files import GenerationSample
 
 log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ import numpy as np
 import structlog
 
 from rl_core import Batch, Prompt, Trajectory
-from rl_core.data.records import IntArray, Json
-from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutLog, RolloutRow
+from rl_core.data import IntArray, Json
+from rl_metrics.run_files import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.settings.schema import Settings
 

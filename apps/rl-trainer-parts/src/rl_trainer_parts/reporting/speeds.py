@@ -5,9 +5,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from rl_core import Batch
-from rl_distill.flops import forward_flops
-from rl_distill.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
+from rl_distill import PolicyConfig, forward_flops, parse_policy_config, read_policy_config
+from rl_metrics.reductions import model_flops_utilization, per_token_times
 from rl_trainer_parts.settings.schema import Settings
 
 TRAINING_PASSES = 3

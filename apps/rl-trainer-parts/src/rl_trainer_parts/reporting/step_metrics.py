@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 
 from rl_core import Batch
-from rl_core.data.records import Trajectory
-from rl_metrics.reductions.distributions import batch_distributions
-from rl_metrics.reductions.memory import MemoryWatch
-from rl_metrics.reductions.mismatch import summarize_mismatch
-from rl_metrics.reductions.recorder import Recorder
-from rl_metrics.reductions.rollouts import slowest_trajectory, spread, summarize_batch, summarize_speed
+from rl_core.data import Trajectory
+from rl_metrics.reductions import (
+    MemoryWatch,
+    Recorder,
+    batch_distributions,
+    slowest_trajectory,
+    spread,
+    summarize_batch,
+    summarize_mismatch,
+    summarize_speed,
+)
 from rl_trainer_parts.settings.schema import Settings
 
 

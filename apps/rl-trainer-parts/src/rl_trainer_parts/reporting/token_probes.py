@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from rl_core.data.records import IntArray
-from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
+from rl_core.data import IntArray
+from rl_metrics.run_files import JsonLinesWriter, read_json_lines
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollouter.served_policy import PolicyScores
+from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.rollouts.answers import Answer, first_answers
 
 CANDIDATES = 5

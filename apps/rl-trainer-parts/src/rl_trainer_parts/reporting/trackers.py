@@ -6,11 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.console import ConsoleTracker, run_console
-from rl_metrics.trackers.fanout import Fanout
-from rl_metrics.trackers.jsonl import JsonlTracker
-from rl_metrics.trackers.protocol import Ending, Tracker
+from rl_metrics.trackers import BackgroundTracker, ConsoleTracker, Ending, Fanout, JsonlTracker, Tracker, run_console
 from rl_trainer_parts.reporting.report_writer import ReportWriter
 from rl_trainer_parts.run.folder import plain_settings
 from rl_trainer_parts.settings.schema import Settings
@@ -58,13 +54,13 @@ def make_trackers(
 
 
 def _tensorboard(folder: Path) -> Tracker:
-    from rl_metrics.trackers.tensorboard import TensorBoardTracker
+    from rl_metrics.trackers import TensorBoardTracker
 
     return TensorBoardTracker(folder / "tensorboard")
 
 
 def _wandb(settings: Settings, folder: Path) -> Tracker:
-    from rl_metrics.trackers.wandb import WandbTracker
+    from rl_metrics.trackers import WandbTracker
 
     return WandbTracker(
         folder, project=settings.metrics.wandb_project, name=settings.run.name, config=plain_settings(settings)
@@ -72,7 +68,7 @@ def _wandb(settings: Settings, folder: Path) -> Tracker:
 
 
 def _mlflow(settings: Settings, folder: Path, ending: Callable[[], Ending]) -> Tracker:
-    from rl_metrics.trackers.mlflow import MlflowTracker
+    from rl_metrics.trackers import MlflowTracker
 
     return MlflowTracker(
         folder,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from rl_core import Prompt, Trajectory
-from rl_core.data.records import NO_VERSION
-from rl_metrics.run_files.generations import GenerationSample
+from rl_core.data import NO_VERSION
+from rl_metrics.run_files import GenerationSample
+from rl_rollout import GroupResult
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollout import GroupResult
 
 PREDICTION = "pred"
 """Extra of a reward that says what the response answers; verl's name."""

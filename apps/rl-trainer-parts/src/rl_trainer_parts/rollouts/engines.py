@@ -5,13 +5,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster import ClusterOptions, ResourcePool
-from rl_core.cluster.ray.session import RayOptions
-from rl_core.cluster.shares import visible_gpus
+from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import DeadlineError, SettingsError
-from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.protocol import RolloutEngine
-from rl_rollout.engines.registry import engine_class
+from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -26,7 +22,7 @@ def make_engine(settings: Settings, policy: Path, *, log_directory: Path | None 
     if settings.rollout.placement == "inline":
         engine: RolloutEngine = engine_class(settings.rollout.engine)(policy, engine_options(settings))
         return engine
-    from rl_rollout.engines.replicas.engine import ReplicatedEngine
+    from rl_rollout.engines import ReplicatedEngine
 
     pool = replica_pool(settings)
     return ReplicatedEngine(
@@ -69,7 +65,7 @@ def make_replica(
         pool: What it may use.
         log_directory: Where it writes what it prints.
     """
-    from rl_rollout.engines.process import EnginePlacement, ProcessEngine
+    from rl_rollout.engines import EnginePlacement, ProcessEngine
 
     if settings.rollout.placement == "inline":
         raise SettingsError('an engine of its own process needs rollout.placement = "process" or "ray".')

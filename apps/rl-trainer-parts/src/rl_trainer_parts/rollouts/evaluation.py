@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from rl_core import Prompt
-from rl_metrics.run_files.generations import GenerationSample, draw_places
-from rl_metrics.validation.summary import ValidationResponses, headline, summarize_validation
-from rl_rollout.engines.protocol import SamplingParams
+from rl_metrics.run_files import GenerationSample, draw_places
+from rl_metrics.validation import ValidationResponses, headline, summarize_validation
+from rl_rollout import GroupResult, Rollout
+from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptSet, PromptTokenizer
-from rl_rollout.rollout import GroupResult, Rollout
 from rl_trainer_parts.rollouts.answers import Answer, answers_of, first_answers, generation_samples
 from rl_trainer_parts.rollouts.engines import make_engine, start_within
 from rl_trainer_parts.rollouts.inputs import Inputs

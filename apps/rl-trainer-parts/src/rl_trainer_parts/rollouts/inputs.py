@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_rollout.engines.protocol import RolloutEngine
-from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.engines import RolloutEngine, ScriptedEngine
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts

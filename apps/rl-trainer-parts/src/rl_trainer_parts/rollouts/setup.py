@@ -6,16 +6,14 @@ from typing import Literal
 
 from rl_core import Batch, Prompt, TaskSpec, Trajectory, TransferQueue
 from rl_core.errors import DataError
+from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
 from rl_core.weights.broadcast import BroadcastTransport
-from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import WeightTransport
-from rl_distill.objectives.batch_columns import component_columns, with_reward_components
-from rl_distill.teacher.service import teacher_task
-from rl_rollout.audit import AuditOptions
-from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_distill.objectives import component_columns, with_reward_components
+from rl_distill.teacher import teacher_task
+from rl_rollout import AuditOptions, Rollout, RolloutOptions
+from rl_rollout.engines import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollout import Rollout, RolloutOptions
 from rl_trainer_parts.learning.distillation import has_teachers
 from rl_trainer_parts.learning.objective import gdpo_components
 from rl_trainer_parts.reporting.rollout_rows import rollout_extras

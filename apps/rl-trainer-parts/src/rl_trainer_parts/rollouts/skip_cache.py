@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 
 from rl_core import Prompt
 from rl_core.errors import NotReadyError
-from rl_core.weights.publish import PublishReport
-from rl_metrics.reductions.recorder import Recorder
-from rl_rollout.engines.protocol import SamplingParams
+from rl_core.weights import PublishReport
+from rl_metrics.reductions import Recorder
+from rl_rollout import GroupResult, Rollout
+from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.rollout import GroupResult, Rollout
 from rl_rollout.skip import Circumstances, EntryKey, SkipCache, StepRollouts, package_versions, with_file_contents
 from rl_trainer_parts.settings.schema import Settings
 

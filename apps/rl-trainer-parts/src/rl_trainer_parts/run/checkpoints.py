@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoints.store import STATE_FILE, read_state
+from rl_distill.checkpoints import STATE_FILE, read_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

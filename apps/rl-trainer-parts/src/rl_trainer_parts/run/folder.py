@@ -13,8 +13,8 @@ from typing import Any
 import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files.durable import write_durably
-from rl_distill.checkpoints.store import CheckpointStore
+from rl_core.files import write_durably
+from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import Settings
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoints.store import CheckpointStore, Saved
-from rl_metrics.run_files.events import EventLog
-from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.protocol import Ending
+from rl_distill.checkpoints import CheckpointStore, Saved
+from rl_metrics.run_files import EventLog
+from rl_metrics.trackers import ConsoleTracker, Ending
 from rl_trainer_parts.learning.distillation import learns_from_rewards
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_distill.checkpoints.store import CheckpointStore, verify_checkpoint
+from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 
 
 def find_policy(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rl_metrics.health.finding import Severity
+from rl_metrics.health import Severity
 
 LEVELS: tuple[Severity, ...] = ("critical", "warning")
 """Words that `health.pause_on` takes beside names of rules."""

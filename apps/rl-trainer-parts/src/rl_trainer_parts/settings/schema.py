@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from rl_core.data.records import Json
-from rl_distill.options import LearnerOptions, ParallelOptions
-from rl_distill.teacher.options import DistillationOptions
-from rl_rollout.engines.options import VLLMOptions
+from rl_core.data import Json
+from rl_distill import LearnerOptions, ParallelOptions
+from rl_distill.teacher import DistillationOptions
+from rl_rollout.engines import VLLMOptions
 from rl_rollout.refill import RefillOptions
-from rl_rollout.rewards.options import RewardOptions
-from rl_rollout.skip.options import SkipOptions
+from rl_rollout.rewards import RewardOptions
+from rl_rollout.skip import SkipOptions
 from rl_trainer_parts.settings.metrics import HealthSettings, MetricSettings
 
 

@@ -12,21 +12,41 @@ from rl_core.cluster.blocking import BlockingGroup
 from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
+from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
+from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole, next_incarnation
+from rl_core.cluster.role_report import RoleReport, RoleView, Wait, process_report
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.cluster.running_role import RestartedRole, Role
-from rl_core.cluster.stacks import process_stacks
+from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares, visible_gpus
+from rl_core.cluster.stacks import cut_middle, process_stacks
 
 __all__ = [
     "BlockingGroup",
     "Cluster",
     "ClusterOptions",
+    "RayOptions",
     "ResourcePool",
     "RestartPolicy",
     "RestartedRole",
     "Role",
     "RoleContext",
     "RoleGroup",
+    "RoleReport",
+    "RoleRestartedError",
     "RoleSpec",
+    "RoleView",
+    "Shares",
+    "SupervisedRole",
+    "Wait",
+    "count_room",
+    "cut_middle",
+    "describe_shares",
+    "machine_shares",
+    "next_incarnation",
     "open_cluster",
+    "process_report",
     "process_stacks",
+    "start_ray",
+    "stop_ray",
+    "visible_gpus",
 ]

@@ -247,8 +247,8 @@ def _say_taken(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], dea
     cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
     return (
         f"{wanted}{describe_shares(*_part(pool, specs[0]))} each of pool {pool.name!r}, which has {pool.size} slots of "
-        f"{describe_shares(pool.cpus, pool.gpus)}, of which {describe_shares(cpus, gpus)} are free in all. Close a role "
-        "that uses the pool, or let the roles ask for a part of a slot."
+        f"{describe_shares(pool.cpus, pool.gpus)}, of which {describe_shares(cpus, gpus)} are free in all. Close a "
+        "role that uses the pool, or let the roles ask for a part of a slot."
     )
 
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rl_core.cluster import Role
 from rl_core.cluster.messages import named
+from rl_core.cluster.running_role import Role
 from rl_core.errors import DeadlineError, RoleDiedError
 
 NEWS_DEADLINE_S = 60.0

@@ -1,1 +1,39 @@
 """Rows and their columns: records, batches, ragged columns, identities, the wire format."""
+
+from rl_core.data.batch import Batch, Column
+from rl_core.data.columns import ColumnSpec, column_spec, declare_column
+from rl_core.data.ragged import Index, Ragged, offsets_of, token_positions
+from rl_core.data.records import (
+    NO_VERSION,
+    BoolArray,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Json,
+    Prompt,
+    Timings,
+    Trajectory,
+)
+from rl_core.data.row_keys import RowKey
+
+__all__ = [
+    "NO_VERSION",
+    "Batch",
+    "BoolArray",
+    "Column",
+    "ColumnSpec",
+    "FinishReason",
+    "FloatArray",
+    "Index",
+    "IntArray",
+    "Json",
+    "Prompt",
+    "Ragged",
+    "RowKey",
+    "Timings",
+    "Trajectory",
+    "column_spec",
+    "declare_column",
+    "offsets_of",
+    "token_positions",
+]

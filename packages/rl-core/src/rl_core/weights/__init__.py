@@ -1,1 +1,44 @@
 """Weights from a learner to engines, with proof that they arrived."""
+
+from rl_core.weights.publish import (
+    BFLOAT16_TOLERANCES,
+    ProofTolerances,
+    PublishReport,
+    check_receipt,
+    publish_weights,
+    retry_proof,
+)
+from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileTransport, TensorTransport
+from rl_core.weights.update import (
+    Broadcast,
+    Canary,
+    WeightReceipt,
+    WeightReceiver,
+    WeightTransport,
+    WeightUpdate,
+    probe_tensor,
+    probe_vector,
+    tensor_crc32c,
+)
+
+__all__ = [
+    "BFLOAT16_TOLERANCES",
+    "FOLDER_PREFIX",
+    "SHARED_MEMORY",
+    "Broadcast",
+    "Canary",
+    "ProofTolerances",
+    "PublishReport",
+    "SharedFileTransport",
+    "TensorTransport",
+    "WeightReceipt",
+    "WeightReceiver",
+    "WeightTransport",
+    "WeightUpdate",
+    "check_receipt",
+    "probe_tensor",
+    "probe_vector",
+    "publish_weights",
+    "retry_proof",
+    "tensor_crc32c",
+]

@@ -20,8 +20,15 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rl_core.errors import DeadlineError, NotReadyError, RLError, TransferError
-from rl_core.weights.broadcast_group import SENDER, BroadcastGroup, open_store
+from rl_core.weights.broadcast_group import SENDER, BroadcastGroup, TensorSpec, open_store
 from rl_core.weights.update import Broadcast, WeightUpdate, digest_tensors
+
+__all__ = [
+    "BroadcastGroup",
+    "BroadcastReceiver",
+    "BroadcastTransport",
+    "TensorSpec",
+]
 
 log = logging.getLogger(__name__)
 

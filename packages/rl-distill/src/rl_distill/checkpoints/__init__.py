@@ -1,1 +1,13 @@
 """Checkpoints: what they hold, how they are written whole and read without running code."""
+
+from rl_distill.checkpoints.pending_save import PendingSave
+from rl_distill.checkpoints.store import STATE_FILE, CheckpointStore, Saved, read_state, verify_checkpoint
+
+__all__ = [
+    "STATE_FILE",
+    "CheckpointStore",
+    "PendingSave",
+    "Saved",
+    "read_state",
+    "verify_checkpoint",
+]

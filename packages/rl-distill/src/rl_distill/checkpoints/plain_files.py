@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_core.errors import CheckpointError
-from rl_core.files.checksums import checksum
+from rl_core.files import checksum
 
 CHUNK_BYTES = 1 << 24
 MAX_JSON_BYTES = 1 << 26

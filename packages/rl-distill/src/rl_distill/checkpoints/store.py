@@ -12,9 +12,9 @@ from typing import Any
 
 import structlog
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
-from rl_core.files.durable import sync_file, sync_folder, write_durably
+from rl_core.files import sync_file, sync_folder, write_durably
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
 from rl_distill.daemon_thread import in_daemon_thread

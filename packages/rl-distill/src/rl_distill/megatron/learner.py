@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged, token_positions
+from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import CheckpointError
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,

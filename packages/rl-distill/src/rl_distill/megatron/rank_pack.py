@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from rl_core.data.ragged import offsets_of
+from rl_core.data import offsets_of
 from rl_distill.megatron.attention_buckets import PackedLayout, packed_layout
 from rl_distill.objectives.logit_divergence import TeacherTokens, teacher_tokens
 from rl_distill.objectives.micro_columns import needed_column

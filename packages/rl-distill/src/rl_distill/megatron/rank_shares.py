@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.data.batch import Batch
+from rl_core.data import Batch
 from rl_distill.learner import MetricSums
 from rl_distill.packing import Pack, pack_rows, unpack_trained
 

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged, token_positions
+from rl_core.data import Batch, Ragged, token_positions
 from rl_core.errors import SettingsError
 from rl_distill.megatron.learner import RankedModel
 from rl_distill.policy_config import PolicyConfig

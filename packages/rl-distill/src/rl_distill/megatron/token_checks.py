@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
+from rl_core.data import Batch, Ragged
 from rl_core.errors import ShapeError
 from rl_distill.packing import ROUTED_EXPERTS
 from rl_distill.policy_config import PolicyConfig

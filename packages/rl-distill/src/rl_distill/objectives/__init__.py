@@ -7,6 +7,10 @@ names are in one file a family.
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
 from rl_distill.objectives.aggregation import AGGREGATIONS
 from rl_distill.objectives.batch_columns import (
+    SampledLogprobs,
+    component_columns,
+    correction_weight_metrics,
+    mean_reference_kl,
     with_advantages,
     with_correction_weights,
     with_kl_in_reward,
@@ -16,18 +20,29 @@ from rl_distill.objectives.batch_columns import (
     with_token_selection,
 )
 from rl_distill.objectives.chunked_head import chunked_head_divergence
-from rl_distill.objectives.distillation import DistillationObjectiveOptions, distillation_objective
+from rl_distill.objectives.distillation import (
+    DistillationObjective,
+    DistillationObjectiveOptions,
+    distillation_objective,
+    with_distillation_advantages,
+)
 from rl_distill.objectives.divergences import DivergenceOptions
 from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.kl_control import AdaptiveKL
 from rl_distill.objectives.logit_divergence import LogitDivergence, TeacherTokens
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
-from rl_distill.objectives.policy_objective import PolicyObjectiveOptions, policy_objective
+from rl_distill.objectives.policy_objective import (
+    PolicyObjective,
+    PolicyObjectiveOptions,
+    bound_policy_loss,
+    policy_objective,
+)
 from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options
-from rl_distill.objectives.rejection import REJECTION_CRITERIA
+from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.rewarded_rows import RewardedRows
-from rl_distill.objectives.selection import selects_with
+from rl_distill.objectives.selection import TokenSelection, selects_with
 from rl_distill.objectives.sessions import SESSION_RULES, SessionCredit, SessionRows
+from rl_distill.objectives.try_out import try_advantage
 from rl_distill.objectives.value_objective import value_objective
 from rl_distill.objectives.vocabulary_parts import VocabularyPart
 
@@ -39,27 +54,38 @@ __all__ = [
     "REJECTION_CRITERIA",
     "SESSION_RULES",
     "AdaptiveKL",
+    "DistillationObjective",
     "DistillationObjectiveOptions",
     "DivergenceOptions",
     "LogitDivergence",
+    "PolicyObjective",
     "PolicyObjectiveOptions",
     "PolicyTokens",
     "RewardedRows",
+    "SampledLogprobs",
     "SessionCredit",
     "SessionRows",
     "TeacherTokens",
     "TokenLosses",
+    "TokenSelection",
     "VocabularyPart",
+    "bound_policy_loss",
     "chunked_head_divergence",
+    "component_columns",
+    "correction_weight_metrics",
     "distillation_objective",
     "dr_grpo_advantages",
     "grpo_advantages",
+    "mean_reference_kl",
     "policy_loss_with_options",
     "policy_objective",
+    "rejection_limits",
     "selects_with",
+    "try_advantage",
     "value_objective",
     "with_advantages",
     "with_correction_weights",
+    "with_distillation_advantages",
     "with_kl_in_reward",
     "with_loss_weights",
     "with_rejection",

@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from rl_core.data.batch import Batch, Column
-from rl_core.data.columns import ColumnSpec, column_spec, declare_column
-from rl_core.data.ragged import Ragged
+from rl_core.data import Batch, Column, ColumnSpec, Ragged, column_spec, declare_column
 from rl_core.errors import DataError
 from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
 from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights

@@ -13,8 +13,7 @@ from typing import Annotated, Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
+from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.metric_sums import metric_totals, metric_values

@@ -2,3 +2,47 @@
 
 `options` imports without torch, and so do `routing`, `scores`, `protocol` and `service`; `megatron_teacher` loads it.
 """
+
+from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces
+from rl_distill.teacher.engine_teacher import EngineReplica
+from rl_distill.teacher.host import TeacherHost
+from rl_distill.teacher.model_fingerprint import model_fingerprint, model_traits
+from rl_distill.teacher.options import ESTIMATORS, DistillationOptions, TeacherOptions
+from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica
+from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
+from rl_distill.teacher.routing import TeacherRouter, route_problems
+from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
+from rl_distill.teacher.service import ServiceOptions, TeacherService, teacher_task
+from rl_distill.teacher.step_report import ServiceReport
+from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
+from rl_distill.teacher.vocabulary import check_same_vocabulary, compare_vocabularies
+
+__all__ = [
+    "ESTIMATORS",
+    "DistillationOptions",
+    "EngineReplica",
+    "MakeReplica",
+    "ReplicatedTeacher",
+    "ScoreCache",
+    "ScoreKind",
+    "ServiceOptions",
+    "ServiceReport",
+    "SpanMode",
+    "TeacherAligner",
+    "TeacherHost",
+    "TeacherOptions",
+    "TeacherPlan",
+    "TeacherReplica",
+    "TeacherRouter",
+    "TeacherService",
+    "TextOptions",
+    "check_same_vocabulary",
+    "compare_vocabularies",
+    "count_texts",
+    "model_fingerprint",
+    "model_traits",
+    "read_pieces",
+    "route_problems",
+    "teacher_task",
+    "trajectories_from_texts",
+]

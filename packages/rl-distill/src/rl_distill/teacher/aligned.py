@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.records import BoolArray, FloatArray, IntArray
+from rl_core.data import BoolArray, FloatArray, IntArray
 from rl_core.errors import DataError, ShapeError
 from rl_distill.teacher.alignment import Piece, Span, align_spans
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError
-from rl_core.files.bounded_json import shown
+from rl_core.files import shown
 
 Piece: TypeAlias = bytes | str
 """What a token stands for: bytes of the text, or, of a special token, the name of its role, such as "end"."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rl_core.data.records import IntArray
+from rl_core.data import IntArray
 from rl_core.errors import TeacherError
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from rl_core import TransferQueue
-from rl_core.cluster.role_report import RoleView, Wait
+from rl_core.cluster import RoleView, Wait
 from rl_core.errors import NotReadyError
 from rl_distill.teacher.service import TeacherService
 from rl_distill.teacher.step_report import ServiceReport

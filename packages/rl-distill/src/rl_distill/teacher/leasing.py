@@ -7,7 +7,7 @@ from functools import partial
 
 from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
-from rl_core.queue.interface import Lease
+from rl_core.queue import Lease
 from rl_distill.daemon_thread import in_daemon_thread
 
 

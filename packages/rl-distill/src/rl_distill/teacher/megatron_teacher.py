@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.cluster import ClusterOptions, ResourcePool
-from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
-from rl_core.data.row_keys import RowKey
+from rl_core.data import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, RLError
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.teacher import MegatronTeacherModel

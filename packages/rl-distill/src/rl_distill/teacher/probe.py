@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.row_keys import RowKey
+from rl_core.data import RowKey
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 PROBE_TOKENS = 4

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_core.registry import nearest_name
 from rl_distill.teacher.options import DistillationOptions

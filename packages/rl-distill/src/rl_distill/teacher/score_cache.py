@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files.locked_folders import remove_unlocked_folders
+from rl_core.files import remove_unlocked_folders
 from rl_distill.teacher.score_entries import (
     WRITING,
     ScoreEntry,

@@ -20,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import BrokenEntryError, CacheError, CheckpointError, MissingExtraError
-from rl_core.files.bounded_json import load_json
-from rl_core.files.durable import sync_folder
-from rl_core.files.locked_folders import locked_folder
+from rl_core.files import load_json, locked_folder, sync_folder
 from rl_core.files.zarr_arrays import (
     METADATA,
     ArraySpec,

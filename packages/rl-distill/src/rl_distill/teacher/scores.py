@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.batch import Column
-from rl_core.data.ragged import Index, Ragged
-from rl_core.data.records import BoolArray, FloatArray, IntArray
-from rl_core.data.row_keys import RowKey
+from rl_core.data import BoolArray, Column, FloatArray, Index, IntArray, Ragged, RowKey
 from rl_core.errors import TeacherError
 
 NO_TOKEN = -1

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_core.data.records import FloatArray
+from rl_core.data import FloatArray
 from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.score_cache import ScoreCache

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rl_core import TransferQueue
-from rl_core.data.batch import Batch, Column
-from rl_core.data.records import FloatArray
+from rl_core.data import Batch, Column, FloatArray
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
@@ -20,7 +19,7 @@ from rl_core.errors import (
     RLError,
     TeacherError,
 )
-from rl_core.queue.interface import Lease, TaskSpec
+from rl_core.queue import Lease, TaskSpec
 from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.replicas import ReplicatedTeacher

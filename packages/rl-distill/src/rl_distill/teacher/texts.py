@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from rl_core.data.records import NO_VERSION, Prompt, Trajectory
+from rl_core.data import NO_VERSION, Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_core.files.bounded_json import shown
+from rl_core.files import shown
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text; nothing is put around them."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import SettingsError
-from rl_core.files.bounded_json import count_values, shown
+from rl_core.files import count_values, shown
 from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"

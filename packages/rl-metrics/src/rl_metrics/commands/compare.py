@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_metrics.commands.parts import Verbs, refuse, say, say_json, table_console
 from rl_metrics.comparison.compare import Comparison, Difference, compare
 from rl_metrics.report.page import run_names

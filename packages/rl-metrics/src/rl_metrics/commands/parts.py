@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.text import Text
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_metrics.commands.parts import Verbs, say_json
 from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE

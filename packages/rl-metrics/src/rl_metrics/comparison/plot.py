@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import structlog
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files.durable import write_durably
+from rl_core.files import write_durably
 from rl_metrics.comparison.compare import ENDS
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.output_file import check_output

@@ -2,7 +2,12 @@
 
 from rl_metrics.definitions.definition import Band
 from rl_metrics.definitions.entries import THUMB, mean, one, seconds
-from rl_metrics.reductions.speed import ROLES, TOKEN_PHASES
+
+TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases that go over all tokens of the batch; "gen" goes over those of the responses."""
+
+ROLES = {"actor": "update_actor", "critic": "update_critic", "actor_infer": "old_log_prob", "ref": "ref"}
+"""Phase in which each role computes."""
 
 TIMING = (
     seconds("step", "One whole step"),

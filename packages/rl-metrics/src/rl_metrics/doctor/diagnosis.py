@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.json_lines import as_plain
 

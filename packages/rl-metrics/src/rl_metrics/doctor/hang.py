@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster.role_report import RoleReport
+from rl_core.cluster import RoleReport
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.hang.report import HANG_FILE, HangReport
 from rl_metrics.hang.stack_places import innermost_frames

@@ -1,1 +1,12 @@
 """Runs that hang: what every role did, who waited for whom, and why nothing happens."""
+
+from rl_metrics.hang.report import HANG_FILE, GroupRow, HangReport, write_hang_report
+from rl_metrics.hang.verdict import judge_hang
+
+__all__ = [
+    "HANG_FILE",
+    "GroupRow",
+    "HangReport",
+    "judge_hang",
+    "write_hang_report",
+]

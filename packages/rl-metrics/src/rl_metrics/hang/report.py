@@ -11,10 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from rl_core.cluster.role_report import RoleReport, Wait
-from rl_core.cluster.stacks import cut_middle
+from rl_core.cluster import RoleReport, Wait, cut_middle
 from rl_core.errors import DataError
-from rl_core.files.durable import write_durably
+from rl_core.files import write_durably
 
 HANG_FILE = "hang.json"
 MAX_GROUPS = 50

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rl_core.cluster.role_report import RoleReport, Wait
+from rl_core.cluster import RoleReport, Wait
 from rl_metrics.hang.report import GroupRow
 from rl_metrics.hang.stack_places import is_in_collective, place_of
 

@@ -1,6 +1,6 @@
 """Whether a training is healthy, and why not."""
 
-from rl_metrics.health.finding import Check, Evidence, Finding, Side, Status, Verdict
+from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Severity, Side, Status, Verdict
 from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
@@ -8,6 +8,7 @@ from rl_metrics.health.rules import Cause, Condition, Rule, Threshold, reads, re
 
 __all__ = [
     "GUIDE",
+    "SEVERITY_RANKS",
     "Cause",
     "Check",
     "Condition",
@@ -15,6 +16,7 @@ __all__ = [
     "Finding",
     "GrowingHistory",
     "Rule",
+    "Severity",
     "Side",
     "Status",
     "Threshold",

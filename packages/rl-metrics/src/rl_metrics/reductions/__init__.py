@@ -1,1 +1,37 @@
 """From a step's batch, micro-batches and ranks to metrics."""
+
+from rl_metrics.reductions.async_training import summarize_processing_times, summarize_staleness
+from rl_metrics.reductions.distributions import batch_distributions, timing_distributions
+from rl_metrics.reductions.histogram import Histogram
+from rl_metrics.reductions.memory import MemoryWatch, memory_metrics
+from rl_metrics.reductions.mismatch import summarize_mismatch
+from rl_metrics.reductions.recorder import Recorder
+from rl_metrics.reductions.rollouts import (
+    slowest_trajectory,
+    spread,
+    summarize_batch,
+    summarize_components,
+    summarize_speed,
+    summarize_timings,
+)
+from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
+
+__all__ = [
+    "Histogram",
+    "MemoryWatch",
+    "Recorder",
+    "batch_distributions",
+    "memory_metrics",
+    "model_flops_utilization",
+    "per_token_times",
+    "slowest_trajectory",
+    "spread",
+    "summarize_batch",
+    "summarize_components",
+    "summarize_mismatch",
+    "summarize_processing_times",
+    "summarize_speed",
+    "summarize_staleness",
+    "summarize_timings",
+    "timing_distributions",
+]

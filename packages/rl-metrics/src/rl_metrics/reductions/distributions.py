@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.batch import Batch
-from rl_core.data.records import Timings
+from rl_core.data import Batch, Timings
 
 Array = NDArray[Any]
 

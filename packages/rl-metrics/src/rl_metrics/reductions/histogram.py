@@ -18,7 +18,7 @@ import numpy as np
 from ddsketch import CollapsingLowestDenseStore, CubicallyInterpolatedMapping
 from numpy.typing import ArrayLike, NDArray
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 
 ACCURACY = 0.02

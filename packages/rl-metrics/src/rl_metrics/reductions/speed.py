@@ -3,12 +3,7 @@
 from collections.abc import Mapping
 
 from rl_core.errors import SettingsError
-
-TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Phases that go over all tokens of the batch; "gen" goes over those of the responses."""
-
-ROLES = {"actor": "update_actor", "critic": "update_critic", "actor_infer": "old_log_prob", "ref": "ref"}
-"""Phase in which each role computes."""
+from rl_metrics.definitions.timing import ROLES, TOKEN_PHASES
 
 
 def per_token_times(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
-from rl_core.files.durable import sync_file, sync_folder
+from rl_core.files import sync_file, sync_folder
 from rl_metrics.output_file import check_output
 from rl_metrics.report.blobs import BlobSink, page_blobs
 from rl_metrics.report.curves import never_finite, pack_curves

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_metrics.run_files.json_lines import JsonLinesWriter, read_json_lines
 

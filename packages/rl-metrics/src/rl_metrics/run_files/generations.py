@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError, SettingsError
 from rl_metrics.run_files.json_lines import number_or_none
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import NotReadyError
 
 log = structlog.get_logger(__name__)

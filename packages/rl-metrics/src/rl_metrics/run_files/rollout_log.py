@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import structlog
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_metrics.run_files.json_lines import MAX_LINE_BYTES, JsonLinesWriter
 

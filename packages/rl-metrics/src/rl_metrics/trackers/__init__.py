@@ -1,1 +1,23 @@
 """Where metrics go: one module for each tracker."""
+
+from rl_metrics.trackers.background import BackgroundTracker
+from rl_metrics.trackers.console import ConsoleTracker, run_console
+from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.jsonl import JsonlTracker
+from rl_metrics.trackers.mlflow import MlflowTracker
+from rl_metrics.trackers.protocol import Ending, Tracker
+from rl_metrics.trackers.tensorboard import TensorBoardTracker
+from rl_metrics.trackers.wandb import WandbTracker
+
+__all__ = [
+    "BackgroundTracker",
+    "ConsoleTracker",
+    "Ending",
+    "Fanout",
+    "JsonlTracker",
+    "MlflowTracker",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+    "run_console",
+]

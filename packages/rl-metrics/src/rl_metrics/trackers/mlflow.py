@@ -13,9 +13,9 @@ from urllib.parse import unquote
 
 import structlog
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_core.files.durable import write_durably
+from rl_core.files import write_durably
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.protocol import Ending

@@ -2,7 +2,7 @@
 
 import json
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_metrics.run_files.generations import GenerationSample
 
 COLUMNS = (

@@ -1,1 +1,9 @@
 """Validation: estimates with confidence intervals from the responses to each prompt."""
+
+from rl_metrics.validation.summary import ValidationResponses, headline, summarize_validation
+
+__all__ = [
+    "ValidationResponses",
+    "headline",
+    "summarize_validation",
+]

@@ -1,5 +1,30 @@
 """Engines: what generates. Importing this loads no engine; take each from its own module."""
 
+from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.model_folder import end_token_ids, max_positions
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.engines.registry import engine_class, known_engines
+from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
+from rl_rollout.engines.scripted import ScriptedEngine
 
-__all__ = ["EngineTraits", "GenerateRequest", "Generation", "RolloutEngine", "SamplingParams"]
+__all__ = [
+    "EngineLoad",
+    "EnginePlacement",
+    "EngineTraits",
+    "GenerateRequest",
+    "Generation",
+    "ProcessEngine",
+    "ReplicatedEngine",
+    "RolloutEngine",
+    "SamplingParams",
+    "ScriptedEngine",
+    "TransformersOptions",
+    "VLLMOptions",
+    "end_token_ids",
+    "engine_class",
+    "known_engines",
+    "max_positions",
+    "publish_to",
+]

@@ -9,9 +9,17 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.cluster import ClusterOptions, ResourcePool, RestartedRole, RestartPolicy, Role, RoleSpec, open_cluster
-from rl_core.cluster.restarts import next_incarnation
-from rl_core.data.records import FloatArray, IntArray
+from rl_core.cluster import (
+    ClusterOptions,
+    ResourcePool,
+    RestartedRole,
+    RestartPolicy,
+    Role,
+    RoleSpec,
+    next_incarnation,
+    open_cluster,
+)
+from rl_core.data import FloatArray, IntArray
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
@@ -22,7 +30,7 @@ from rl_core.errors import (
     RoleError,
     WeightsGoneError,
 )
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
 from rl_rollout.engines.registry import engine_class

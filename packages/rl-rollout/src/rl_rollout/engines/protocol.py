@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_core.data.records import FinishReason, FloatArray, IntArray
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.data import FinishReason, FloatArray, IntArray
+from rl_core.weights import WeightReceipt, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

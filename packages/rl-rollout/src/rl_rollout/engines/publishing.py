@@ -4,8 +4,7 @@ import time
 from dataclasses import replace
 
 from rl_core.errors import EngineError
-from rl_core.weights.publish import ProofTolerances, PublishReport, publish_weights
-from rl_core.weights.update import Canary, WeightUpdate
+from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, publish_weights
 from rl_rollout.engines.gate import DRAIN_DEADLINE_S, Gate
 from rl_rollout.engines.protocol import RolloutEngine
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl_core.data.records import IntArray
+from rl_core.data import IntArray
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
 

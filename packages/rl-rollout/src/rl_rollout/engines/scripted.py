@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from rl_core.data.records import FinishReason, FloatArray, IntArray
+from rl_core.data import FinishReason, FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights.update import WeightReceipt, WeightUpdate, tensor_crc32c
+from rl_core.weights import WeightReceipt, WeightUpdate, tensor_crc32c
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k

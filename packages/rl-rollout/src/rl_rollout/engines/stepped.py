@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import structlog
 
-from rl_core.data.records import FinishReason, FloatArray, IntArray
+from rl_core.data import FinishReason, FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from rl_core.weights.update import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
+from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, TokenScores

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
-from rl_core.weights.update import WeightUpdate
+from rl_core.weights import WeightUpdate
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor by Hugging Face name."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rl_core.data.records import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timings, Trajectory
+from rl_core.data import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.loops.protocol import LoopContext, SessionResult

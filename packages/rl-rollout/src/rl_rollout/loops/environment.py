@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.loops.conversation import Conversation, TurnLimits

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.errors import DataError, RolloutError
 from rl_rollout.rewards.outputs import printable, read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult

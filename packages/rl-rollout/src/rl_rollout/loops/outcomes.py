@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any, get_args
 
-from rl_core.data.records import FinishReason, Prompt, Timings, Trajectory
+from rl_core.data import FinishReason, Prompt, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import check_dtypes
 from rl_rollout.loops.protocol import SessionResult, loop_name

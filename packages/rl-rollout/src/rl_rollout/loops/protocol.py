@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from rl_core.data.records import FinishReason, IntArray, Prompt, Trajectory
+from rl_core.data import FinishReason, IntArray, Prompt, Trajectory
 from rl_core.errors import RLError, RolloutError
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer

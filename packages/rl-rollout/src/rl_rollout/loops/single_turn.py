@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import NO_VERSION, Prompt, Timings, Trajectory
+from rl_core.data import NO_VERSION, Prompt, Timings, Trajectory
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionResult

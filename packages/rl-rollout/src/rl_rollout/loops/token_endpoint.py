@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import EngineError, MissingExtraError
 from rl_rollout.audit import SampledSpan
 from rl_rollout.engines.protocol import GenerateRequest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_core.data.records import IntArray, Json, Prompt
+from rl_core.data import IntArray, Json, Prompt
 from rl_core.errors import SettingsError
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure

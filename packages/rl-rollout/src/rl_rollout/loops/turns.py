@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_core.data.records import IntArray, Json, Prompt
+from rl_core.data import IntArray, Json, Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
+from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.audit import SampledSpan
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult

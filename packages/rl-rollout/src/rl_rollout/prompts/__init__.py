@@ -4,6 +4,7 @@ from rl_rollout.prompts.prompt_set import PromptOptions, PromptSet, load_prompts
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.source import PromptSource
+from rl_rollout.prompts.supply import PromptSupply
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "PromptOptions",
     "PromptSet",
     "PromptSource",
+    "PromptSupply",
     "PromptTokenizer",
     "Rows",
     "load_prompts",

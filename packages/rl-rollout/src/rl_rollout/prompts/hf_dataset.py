@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from rl_core.data.ragged import Ragged
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt, Ragged
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_rollout.prompts.hf_dataset import is_hf_dataset, read_hf_dataset
 from rl_rollout.prompts.parquet import ParquetTable

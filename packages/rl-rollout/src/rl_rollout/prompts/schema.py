@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import CheckpointError, SettingsError
 from rl_rollout.prompts.prompt_set import PromptSet
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.errors import DataError
 from rl_core.queue import LedgerEntry
-from rl_rollout.prompts import PromptSource
+from rl_rollout.prompts.source import PromptSource
 
 
 class PromptSupply:

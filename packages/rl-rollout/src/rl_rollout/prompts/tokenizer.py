@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import IntArray, Json
+from rl_core.data import IntArray, Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

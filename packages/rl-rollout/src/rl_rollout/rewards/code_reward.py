@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Literal
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import SettingsError
 from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output, same_value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_rollout.rewards.outputs import shown
 

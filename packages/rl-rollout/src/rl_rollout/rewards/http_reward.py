@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError, SettingsError
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.rewards.protocol import RewardInput, RewardResult

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.outputs import cut, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult

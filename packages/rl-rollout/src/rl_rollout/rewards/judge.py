@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_core.data.records import IntArray, Prompt
+from rl_core.data import IntArray, Prompt
 from rl_core.errors import RolloutError, SettingsError
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import SettingsError
 
 ON_FAILURE = ("drop", "retry", "zero")

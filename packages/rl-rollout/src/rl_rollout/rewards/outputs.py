@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_rollout.rewards.protocol import RewardResult
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.data.records import FinishReason, IntArray, Json
+from rl_core.data import FinishReason, IntArray, Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry, nearest_name
 from rl_rollout.rewards.protocol import RewardFunction

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import read_output, shown_error

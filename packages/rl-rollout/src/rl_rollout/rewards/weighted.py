@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import RolloutError, SettingsError
 from rl_rollout.rewards.options import RewardPart
 from rl_rollout.rewards.protocol import RewardInput, RewardResult

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl_core.data.records import Prompt
+from rl_core.data import Prompt
 from rl_core.queue import LedgerEntry
 from rl_rollout.filters import resolve_filter
 from rl_rollout.rollout import GroupResult

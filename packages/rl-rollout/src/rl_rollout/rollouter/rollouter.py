@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from rl_core import TransferQueue
-from rl_core.cluster.role_report import RoleReport, RoleView, Wait, process_report
-from rl_core.data.records import IntArray
+from rl_core.cluster import RoleReport, RoleView, Wait, process_report
+from rl_core.data import IntArray
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
-from rl_core.weights.publish import ProofTolerances, PublishReport, retry_proof
-from rl_core.weights.update import Canary, WeightUpdate
+from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.engines.publishing import publish_to

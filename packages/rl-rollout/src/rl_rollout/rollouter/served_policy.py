@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rl_core.data.records import NO_VERSION, IntArray
+from rl_core.data import NO_VERSION, IntArray
 from rl_rollout.engines.protocol import RolloutEngine, TokenScores
 
 TRIES = 3

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 
 from rl_core import Batch, TransferQueue
-from rl_core.data.records import Prompt, Trajectory
+from rl_core.data import Prompt, Trajectory
 from rl_rollout.rollout import GroupResult
 
 Put = Callable[[Sequence[tuple[Prompt, Trajectory]]], None]

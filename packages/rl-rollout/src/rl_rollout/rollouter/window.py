@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.data.records import Trajectory
+from rl_core.data import Trajectory
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.rollout import GroupResult
 

@@ -1,9 +1,11 @@
 """Skip caches: rollouts are stored as they are made, and given back in place of new ones. Loads no zarr."""
 
 from rl_rollout.skip.cache import SkipCache, StepRollouts
+from rl_rollout.skip.entry_folder import open_folder
 from rl_rollout.skip.fingerprint import Circumstances, Difference, package_versions, with_file_contents
 from rl_rollout.skip.manifest import EntryKey, Manifest
 from rl_rollout.skip.options import SkipOptions
+from rl_rollout.skip.steps import StepSelection
 from rl_rollout.skip.store import EntryStore, StoredEntry
 
 __all__ = [
@@ -15,7 +17,9 @@ __all__ = [
     "SkipCache",
     "SkipOptions",
     "StepRollouts",
+    "StepSelection",
     "StoredEntry",
+    "open_folder",
     "package_versions",
     "with_file_contents",
 ]

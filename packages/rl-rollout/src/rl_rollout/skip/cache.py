@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from rl_core.data.records import Json, Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.fingerprint import ESSENTIAL, Circumstances, Difference, compare, make_fingerprint

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_rollout.skip.manifest import Counts, EntryKey, Manifest
 from rl_rollout.skip.store import EntryStore

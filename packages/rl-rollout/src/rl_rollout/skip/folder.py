@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files.bounded_json import shown_path
-from rl_core.files.durable import sync_folder
+from rl_core.files import shown_path, sync_folder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
 MAX_DEPTH = 4

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError, DataError
-from rl_core.files.bounded_json import count_values, load_json, shown
+from rl_core.files import count_values, load_json, shown
 from rl_core.files.zarr_arrays import ArraySpec, FileSpec
 
 FORMAT = "rl-rollout skip cache entry"

@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.ragged import offsets_of
-from rl_core.data.records import NO_VERSION, FinishReason, Json, Prompt, Timings, Trajectory
+from rl_core.data import NO_VERSION, FinishReason, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files.bounded_json import count_values, load_json_as, shown
+from rl_core.files import count_values, load_json_as, shown
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.manifest import Counts

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.records import IntArray, Trajectory
+from rl_core.data import IntArray, Trajectory
 from rl_core.errors import MissingExtraError, RLError
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rollout import GroupResult

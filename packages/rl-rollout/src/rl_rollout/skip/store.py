@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
-from rl_core.files.bounded_json import shown, shown_path
+from rl_core.files import shown, shown_path
 from rl_core.files.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter, open_folder

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.terminal_text import bytes_text, printable, table_lines
 from rl_rollout.skip.commands import EntryReport, Fault, Listing, Removal, entries_hint
 from rl_rollout.skip.manifest import Counts

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.records import IntArray
+from rl_core.data import IntArray
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.data.records import FloatArray, IntArray
-from rl_core.weights.update import Canary
+from rl_core.data import FloatArray, IntArray
+from rl_core.weights import Canary
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_core.data.records import FloatArray, IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_rollout.engines.protocol import EngineTraits, Generation, RolloutEngine, TokenScores
 from rl_rollout.testing.engine_calls import begin, long_request, refuses, short_request
 from rl_rollout.testing.reference_model import reference_logprobs

@@ -10,9 +10,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from rl_core.weights.publish import ProofTolerances, PublishReport, check_receipt
-from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import WeightReceipt, WeightTransport, WeightUpdate
+from rl_core.weights import (
+    ProofTolerances,
+    PublishReport,
+    TensorTransport,
+    WeightReceipt,
+    WeightTransport,
+    WeightUpdate,
+    check_receipt,
+)
 from rl_rollout.engines.protocol import Generation, RolloutEngine
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, long_request, refuses, short_request

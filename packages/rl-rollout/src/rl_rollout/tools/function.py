@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import SettingsError
 from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.results import result_text

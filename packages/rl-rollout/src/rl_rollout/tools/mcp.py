@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import structlog
 
 from rl_core.cluster.processes import guard
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError, ToolError
 from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import printable, shown_error

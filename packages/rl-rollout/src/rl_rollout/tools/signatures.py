@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 
 MAX_SHOWN_FAULTS = 5

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.tools.function import FunctionTool

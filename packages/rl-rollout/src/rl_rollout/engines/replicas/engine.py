@@ -8,10 +8,17 @@ from dataclasses import replace
 import numpy as np
 import structlog
 
-from rl_core.data.records import FloatArray, IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
-from rl_core.weights.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport, check_receipt
-from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    Canary,
+    ProofTolerances,
+    PublishReport,
+    WeightReceipt,
+    WeightUpdate,
+    check_receipt,
+)
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.gate import DRAIN_DEADLINE_S
 from rl_rollout.engines.process import EngineCalls, ProcessEngine

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rl_core.errors import EngineDiedError
-from rl_core.weights.publish import BFLOAT16_TOLERANCES, ProofTolerances, PublishReport
-from rl_core.weights.update import Canary, WeightUpdate
+from rl_core.weights import BFLOAT16_TOLERANCES, Canary, ProofTolerances, PublishReport, WeightUpdate
 from rl_rollout.engines.engine_load import EngineLoad, EngineState, LoadMeter
 from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine

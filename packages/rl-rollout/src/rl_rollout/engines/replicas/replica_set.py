@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from rl_core.data.records import IntArray
+from rl_core.data import IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError
 from rl_rollout.engines.engine_load import LoadMeter
 from rl_rollout.engines.process import ProcessEngine

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rl_core.data.records import IntArray
+from rl_core.data import IntArray
 
 BLOCK_TOKENS = 16
 """Prefixes are compared in blocks of this many tokens, as engines cache them."""

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import structlog
 
-from rl_core.data.records import FloatArray, IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
-from rl_core.weights.publish import PublishReport, check_receipt, publish_weights
-from rl_core.weights.update import WeightReceipt, WeightReceiver, WeightUpdate
+from rl_core.weights import PublishReport, WeightReceipt, WeightReceiver, WeightUpdate, check_receipt, publish_weights
 from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
 from rl_rollout.engines.waiting import Changes
 

@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights.update import Broadcast, tensor_crc32c
+from rl_core.weights import Broadcast, tensor_crc32c
+from rl_core.weights.broadcast import BroadcastGroup, TensorSpec
 
 BACKEND = "rl-buckets"
 

@@ -16,8 +16,8 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rl_core.data.records import FloatArray
-from rl_core.weights.update import probe_tensor, probe_vector
+from rl_core.data import FloatArray
+from rl_core.weights import probe_tensor, probe_vector
 
 LiveParts = dict[str, "list[LivePart]"]
 """What one rank serves of each tensor, by name."""

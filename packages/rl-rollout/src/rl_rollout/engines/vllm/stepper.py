@@ -20,10 +20,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import LogprobsTensors
 
-from rl_core.data.records import FinishReason as OurFinishReason
+from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
+from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import BroadcastReceiver
-from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, TokenScores

@@ -8,12 +8,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rl_core.data.records import FloatArray
+from rl_core.data import FloatArray
 from rl_core.errors import EngineError
-from rl_core.files.locked_folders import locked_folder
-from rl_core.weights.broadcast_group import TensorSpec
-from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
-from rl_core.weights.update import WeightUpdate
+from rl_core.files import locked_folder
+from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate
+from rl_core.weights.broadcast import TensorSpec
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest
 from rl_rollout.engines.weight_checks import update_file
 

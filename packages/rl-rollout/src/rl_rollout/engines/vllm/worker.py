@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from rl_core.weights.update import Broadcast, tensor_crc32c
+from rl_core.weights import Broadcast, tensor_crc32c
 from rl_rollout.engines.vllm.broadcast import ReceiveRequest, receive_all
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces

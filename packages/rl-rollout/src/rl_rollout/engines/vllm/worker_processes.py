@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from rl_core.weights.transports import SHARED_MEMORY
+from rl_core.weights import SHARED_MEMORY
 from rl_rollout.engines.vllm.environment import unchanged_variables
 
 CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"

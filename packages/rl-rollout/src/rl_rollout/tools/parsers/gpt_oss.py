@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_rollout.tools.parsers.protocol import ParsedTurn, read_arguments
 from rl_rollout.tools.protocol import ToolCall
 

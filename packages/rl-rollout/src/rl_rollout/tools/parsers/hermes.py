@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_rollout.rewards.outputs import printable
 from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end
 from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_rollout.rewards.outputs import cut
 from rl_rollout.rewards.outputs import shown as shown_value
 from rl_rollout.tools.protocol import ToolCall

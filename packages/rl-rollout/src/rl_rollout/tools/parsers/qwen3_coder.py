@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from rl_core.data.records import Json
+from rl_core.data import Json
 from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end, unclosed
 from rl_rollout.tools.parsers.protocol import ParsedTurn
 from rl_rollout.tools.parsers.schema_types import allowed_types
