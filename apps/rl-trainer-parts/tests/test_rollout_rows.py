@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from rl_core import Batch, Prompt, Timings, Trajectory
+from rl_core import Batch, Prompt, Trajectory
+from rl_core.data.records import Timings
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_trainer_parts.reporting.rollout_rows import (
     RolloutWriter,

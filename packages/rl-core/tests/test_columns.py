@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rl_core import COLUMNS, Batch, ColumnSpec, Ragged, RLError, RowKey
-from rl_core.data.columns import column_dtype, column_spec, declare_column
+from rl_core import Batch, Ragged, RLError, RowKey
+from rl_core.data.columns import COLUMNS, ColumnSpec, column_dtype, column_spec, declare_column
 from rl_core.errors import DataError, ShapeError
 
 

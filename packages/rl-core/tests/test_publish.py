@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core import Canary, WeightReceipt, WeightUpdate
 from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
@@ -19,7 +18,7 @@ from rl_core.weights.publish import (
     retry_proof,
 )
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import probe_tensor, tensor_crc32c
+from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
 
 EXACT = ProofTolerances()
 TIED = {"lm_head.weight": "embed.weight"}

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core import COLUMNS, Batch, ColumnSpec, Ragged, RowKey
-from rl_core.data.columns import declare_column
+from rl_core import Batch, Ragged, RowKey
+from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.data.ragged import offsets_of
 from rl_core.data.segment import HEADER, Schema, decode_segment, plan_segment, segment_size
 from rl_core.errors import DataError, SegmentError

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core import Canary
 from rl_core.errors import ShapeError
-from rl_core.weights.update import digest_tensor, digest_tensors, probe_tensor, probe_vector, tensor_crc32c
+from rl_core.weights.update import Canary, digest_tensor, digest_tensors, probe_tensor, probe_vector, tensor_crc32c
 
 
 def test_the_probe_vector_is_fixed():

@@ -14,14 +14,12 @@ from rl_rollout import (
     RewardScorer,
     Rollout,
     RolloutOptions,
-    SampledSpan,
     SamplingParams,
     SessionResult,
     SingleTurnLoop,
-    audit_trajectory,
     quick,
 )
-from rl_rollout.audit import RecordingEngine, audit_session
+from rl_rollout.audit import RecordingEngine, SampledSpan, audit_session, audit_trajectory
 from rl_rollout.engines.scripted import ScriptedEngine
 
 

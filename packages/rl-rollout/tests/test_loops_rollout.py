@@ -11,13 +11,12 @@ from rl_rollout import (
     RewardScorer,
     Rollout,
     RolloutOptions,
-    SampledSpan,
     SamplingParams,
     SingleTurnLoop,
-    audit_trajectory,
     quick,
     require_some_success,
 )
+from rl_rollout.audit import SampledSpan, audit_trajectory
 from rl_rollout.loops import stable_seed
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)

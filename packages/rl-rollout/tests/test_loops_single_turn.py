@@ -13,7 +13,6 @@ from rl_rollout import (
     RewardResult,
     RewardScorer,
     SamplingParams,
-    Scored,
     SessionLoop,
     SessionResult,
     SingleTurnLoop,
@@ -21,6 +20,7 @@ from rl_rollout import (
     resolve_loop,
 )
 from rl_rollout.loops import stable_seed, trajectory_of, with_reward
+from rl_rollout.rewards import Scored
 
 PROMPT = Prompt(
     uid="p-e0", input_ids=np.array([7, 8], dtype=np.int32), ground_truth="a", columns={"level": 3}, data_source="sums"

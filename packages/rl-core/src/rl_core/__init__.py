@@ -2,31 +2,16 @@
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec, open_cluster
 from rl_core.data.batch import Batch
-from rl_core.data.columns import COLUMNS, ColumnSpec
 from rl_core.data.ragged import Ragged
-from rl_core.data.records import Prompt, Timings, Trajectory
+from rl_core.data.records import Prompt, Trajectory
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import RLError
-from rl_core.queue import (
-    Claim,
-    InProcessQueue,
-    Lease,
-    QueueOptions,
-    RayQueue,
-    SharedMemoryQueue,
-    TaskSpec,
-    TransferQueue,
-)
-from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
+from rl_core.queue import InProcessQueue, Lease, QueueOptions, RayQueue, SharedMemoryQueue, TaskSpec, TransferQueue
 
 __all__ = [
-    "COLUMNS",
     "Batch",
     "BlockingGroup",
-    "Canary",
-    "Claim",
     "ClusterOptions",
-    "ColumnSpec",
     "InProcessQueue",
     "Lease",
     "Prompt",
@@ -39,10 +24,7 @@ __all__ = [
     "RowKey",
     "SharedMemoryQueue",
     "TaskSpec",
-    "Timings",
     "Trajectory",
     "TransferQueue",
-    "WeightReceipt",
-    "WeightUpdate",
     "open_cluster",
 ]

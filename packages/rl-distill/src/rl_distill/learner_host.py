@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_core import Batch, Canary, TransferQueue
+from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleReport, RoleView, Wait, process_report
 from rl_core.data import IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
-from rl_core.weights import TensorTransport, WeightTransport, WeightUpdate
+from rl_core.weights import Canary, TensorTransport, WeightTransport, WeightUpdate
 from rl_distill.checkpoints.store import CheckpointStore, Saved
 from rl_distill.learners import Learners
 

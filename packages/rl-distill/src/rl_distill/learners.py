@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core import Batch, Canary, Ragged, RowKey
+from rl_core import Batch, Ragged, RowKey
 from rl_core.data import IntArray
 from rl_core.errors import SettingsError
+from rl_core.weights import Canary
 from rl_distill.checkpoints.pending_save import saved_together
 from rl_distill.learner import Critic, Learner, PendingSave, Scorer
 

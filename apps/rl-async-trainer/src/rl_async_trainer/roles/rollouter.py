@@ -9,9 +9,9 @@ from typing import Any
 
 from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_core import Canary, TransferQueue
+from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
-from rl_core.weights import ProofTolerances, PublishReport, WeightUpdate
+from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate
 from rl_metrics.reductions import (
     Recorder,
     summarize_components,

@@ -1,7 +1,7 @@
 """Rows and their columns: records, batches, ragged columns, identities, the wire format."""
 
 from rl_core.data.batch import Batch, Column
-from rl_core.data.columns import ColumnSpec, column_spec, declare_column
+from rl_core.data.columns import COLUMNS, ColumnSpec, column_spec, declare_column
 from rl_core.data.ragged import Index, Ragged, offsets_of, token_positions
 from rl_core.data.records import (
     NO_VERSION,
@@ -17,6 +17,7 @@ from rl_core.data.records import (
 from rl_core.data.row_keys import RowKey
 
 __all__ = [
+    "COLUMNS",
     "NO_VERSION",
     "Batch",
     "BoolArray",

@@ -11,6 +11,7 @@ from rl_metrics.reductions.rollouts import (
     spread,
     summarize_batch,
     summarize_components,
+    summarize_rewards,
     summarize_speed,
     summarize_timings,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "summarize_components",
     "summarize_mismatch",
     "summarize_processing_times",
+    "summarize_rewards",
     "summarize_speed",
     "summarize_staleness",
     "summarize_timings",

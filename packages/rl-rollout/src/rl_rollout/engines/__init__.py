@@ -4,7 +4,14 @@ from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
+from rl_rollout.engines.protocol import (
+    EngineTraits,
+    GenerateRequest,
+    Generation,
+    RolloutEngine,
+    SamplingParams,
+    TokenScores,
+)
 from rl_rollout.engines.registry import engine_class, known_engines
 from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
 from rl_rollout.engines.scripted import ScriptedEngine
@@ -20,6 +27,7 @@ __all__ = [
     "RolloutEngine",
     "SamplingParams",
     "ScriptedEngine",
+    "TokenScores",
     "TransformersOptions",
     "VLLMOptions",
     "end_token_ids",
