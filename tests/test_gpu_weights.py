@@ -10,7 +10,8 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
-from rl_rollout.testing import TIED_HEAD, generate, make_tiny_model, perturbed
+from rl_rollout.testing import generate, make_tiny_model
+from rl_rollout.testing.reference_model import TIED_HEAD, perturbed
 
 pytestmark = [
     pytest.mark.gpu,

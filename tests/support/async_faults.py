@@ -25,7 +25,7 @@ from rl_core.data.records import Prompt
 from rl_core.queue.journal.inspection import inspect_journal, server_pid
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
-from rl_rollout.loops import stable_seed
+from rl_rollout.loops.protocol import stable_seed
 from rl_rollout.prompts import PromptOptions, PromptSource, PromptTokenizer, load_prompts
 
 SUPPORT = Path(__file__).parent

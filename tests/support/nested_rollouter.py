@@ -7,7 +7,7 @@ from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
-from rl_rollout.testing import short_request
+from rl_rollout.testing.engine_calls import short_request
 
 
 class Rollouter:

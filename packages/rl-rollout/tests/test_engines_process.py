@@ -16,7 +16,8 @@ from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine
-from rl_rollout.testing import PROMPT, EngineConformance, generate, refuses
+from rl_rollout.testing import EngineConformance, generate, refuses
+from rl_rollout.testing.engine_calls import PROMPT
 from rl_rollout.testing.reference_model import TIED_HEAD
 
 

@@ -25,7 +25,8 @@ from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
 from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
-from rl_rollout.testing import PROMPT, EngineConformance, generate
+from rl_rollout.testing import EngineConformance, generate
+from rl_rollout.testing.engine_calls import PROMPT
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed
 
 SEQUENCE = np.arange(2, 12, dtype=np.int32)

@@ -11,7 +11,8 @@ from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
-from rl_rollout.testing import PROMPT, EngineConformance, begin, generate, long_request
+from rl_rollout.testing import EngineConformance, begin, generate
+from rl_rollout.testing.engine_calls import PROMPT, long_request
 
 OPTIONS = TransformersOptions(max_model_len=128)
 

@@ -18,18 +18,10 @@ from rl_core.weights.transports import SharedFileTransport, TensorTransport
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing import (
-    PROMPT,
-    TIED_HEAD,
-    EngineConformance,
-    UpdateChecks,
-    generate,
-    joined,
-    perturbed,
-    reference_logprobs,
-    refuses,
-    token_logprobs,
-)
+from rl_rollout.testing import EngineConformance, generate, joined, reference_logprobs, refuses
+from rl_rollout.testing.engine_calls import PROMPT
+from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, token_logprobs
+from rl_rollout.testing.update_checks import UpdateChecks
 
 
 class TestVLLMEngine(EngineConformance):

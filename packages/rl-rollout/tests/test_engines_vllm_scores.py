@@ -10,7 +10,9 @@ import pytest
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing import PROMPT, check_token_scores, generate, make_tiny_model, reference_logprobs, refuses
+from rl_rollout.testing import generate, make_tiny_model, reference_logprobs, refuses
+from rl_rollout.testing.engine_calls import PROMPT
+from rl_rollout.testing.scoring_checks import check_token_scores
 
 VOCAB_SIZE = 1100
 

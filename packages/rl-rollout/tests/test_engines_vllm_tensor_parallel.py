@@ -21,16 +21,10 @@ from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing import (
-    PROMPT,
-    TIED_HEAD,
-    EngineConformance,
-    UpdateChecks,
-    generate,
-    make_tiny_model,
-    perturbed,
-    refuses,
-)
+from rl_rollout.testing import EngineConformance, generate, make_tiny_model, refuses
+from rl_rollout.testing.engine_calls import PROMPT
+from rl_rollout.testing.reference_model import TIED_HEAD, perturbed
+from rl_rollout.testing.update_checks import UpdateChecks
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 192, "kv_cache_gib": 0.002}
 GONE_WITHIN_S = 60.0

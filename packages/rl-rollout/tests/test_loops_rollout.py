@@ -17,7 +17,7 @@ from rl_rollout import (
     require_some_success,
 )
 from rl_rollout.audit import SampledSpan, audit_trajectory
-from rl_rollout.loops import stable_seed
+from rl_rollout.loops.protocol import stable_seed
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 

@@ -19,7 +19,8 @@ from rl_rollout import (
     quick,
     resolve_loop,
 )
-from rl_rollout.loops import stable_seed, trajectory_of, with_reward
+from rl_rollout.loops import trajectory_of, with_reward
+from rl_rollout.loops.protocol import stable_seed
 from rl_rollout.rewards import Scored
 
 PROMPT = Prompt(

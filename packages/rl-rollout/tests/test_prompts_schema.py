@@ -1,7 +1,7 @@
 import pytest
 
 from rl_core.errors import DataError
-from rl_rollout.prompts import read_problem
+from rl_rollout.prompts.schema import read_problem
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?", "name": None}]
 

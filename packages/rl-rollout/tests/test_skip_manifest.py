@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rl_core.errors import BrokenEntryError
 from rl_core.files.bounded_json import count_values, load_json, shown, shown_path
-from rl_rollout.skip import EntryKey, Manifest
-from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, decode_manifest, encode_manifest
+from rl_rollout.skip import EntryKey
+from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, Manifest, decode_manifest, encode_manifest
 
 MANIFEST = Manifest(
     format="rl-rollout skip cache entry",

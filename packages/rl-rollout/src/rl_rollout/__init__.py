@@ -10,8 +10,6 @@ from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, quick, r
 from rl_rollout.rollout import GroupResult, Rollout, RolloutOptions, require_some_success
 from rl_rollout.tools import tool
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AuditOptions",
     "GenerateRequest",

@@ -3,14 +3,7 @@
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleTracker, run_console
 from rl_metrics.trackers.fanout import Fanout
-from rl_metrics.trackers.jsonl import (
-    GenerationTable,
-    JsonlTracker,
-    MetricRow,
-    StepHistograms,
-    read_generations,
-    read_histograms,
-)
+from rl_metrics.trackers.jsonl import JsonlTracker, read_generations, read_histograms
 from rl_metrics.trackers.mlflow import MlflowTracker
 from rl_metrics.trackers.protocol import Ending, Tracker
 from rl_metrics.trackers.tensorboard import TensorBoardTracker
@@ -21,11 +14,8 @@ __all__ = [
     "ConsoleTracker",
     "Ending",
     "Fanout",
-    "GenerationTable",
     "JsonlTracker",
-    "MetricRow",
     "MlflowTracker",
-    "StepHistograms",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

@@ -3,7 +3,7 @@
 from rl_rollout.loops.conversation import TurnLimits
 from rl_rollout.loops.environment import EnvironmentLoop, EnvironmentOptions
 from rl_rollout.loops.episode import Environment
-from rl_rollout.loops.protocol import AgentLoop, LoopContext, SessionLoop, SessionResult, stable_seed
+from rl_rollout.loops.protocol import AgentLoop, LoopContext, SessionLoop, SessionResult
 from rl_rollout.loops.registry import LOOPS, resolve_loop
 from rl_rollout.loops.single_turn import SingleTurnLoop, trajectory_of, with_reward
 from rl_rollout.loops.tools import ToolsLoop, ToolsOptions
@@ -24,7 +24,6 @@ __all__ = [
     "TurnFormat",
     "TurnLimits",
     "resolve_loop",
-    "stable_seed",
     "trajectory_of",
     "with_reward",
 ]

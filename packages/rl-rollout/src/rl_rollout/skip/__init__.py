@@ -3,22 +3,20 @@
 from rl_rollout.skip.cache import SkipCache, StepRollouts
 from rl_rollout.skip.entry_folder import open_folder
 from rl_rollout.skip.fingerprint import Circumstances, Difference, package_versions, with_file_contents
-from rl_rollout.skip.manifest import EntryKey, Manifest
+from rl_rollout.skip.manifest import EntryKey
 from rl_rollout.skip.options import SkipOptions
 from rl_rollout.skip.steps import StepSelection
-from rl_rollout.skip.store import EntryStore, StoredEntry
+from rl_rollout.skip.store import EntryStore
 
 __all__ = [
     "Circumstances",
     "Difference",
     "EntryKey",
     "EntryStore",
-    "Manifest",
     "SkipCache",
     "SkipOptions",
     "StepRollouts",
     "StepSelection",
-    "StoredEntry",
     "open_folder",
     "package_versions",
     "with_file_contents",
