@@ -24,7 +24,7 @@ from rl_distill.objectives.distillation import (
     distillation_sums,
     with_distillation_advantages,
 )
-from rl_distill.objectives.policy_objective import PolicyObjectiveOptions, policy_objective
+from rl_distill.objectives.policy import PolicyObjectiveOptions, policy_objective
 from rl_distill.options import ParallelOptions
 from rl_distill.torch_learner import TorchLearner
 

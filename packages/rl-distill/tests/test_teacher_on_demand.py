@@ -9,7 +9,7 @@ from distillation_fakes import VOCAB_SIZE, FakeReplica, make_options, make_promp
 
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import SettingsError
-from rl_distill.teacher.model_fingerprint import model_traits
+from rl_distill.teacher.model_folder import model_traits
 from rl_distill.teacher.protocol import TeacherPlan, TeacherTraits
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter

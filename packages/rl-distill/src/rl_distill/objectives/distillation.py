@@ -26,7 +26,7 @@ from rl_distill.objectives.logit_divergence import MEASURES
 from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
 from rl_distill.objectives.option_rules import check_fields, number
-from rl_distill.objectives.policy_objective import PolicyObjective
+from rl_distill.objectives.policy import PolicyObjective
 
 DistillationLoss = Literal["forward_kl", "reverse_kl", "js", "uld", "k1", "abs", "k2", "k3", "nll"]
 

@@ -6,7 +6,7 @@
 from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces
 from rl_distill.teacher.engine_teacher import EngineReplica
 from rl_distill.teacher.host import TeacherHost
-from rl_distill.teacher.model_fingerprint import model_fingerprint, model_traits
+from rl_distill.teacher.model_folder import model_fingerprint, model_traits
 from rl_distill.teacher.options import ESTIMATORS, DistillationOptions, TeacherOptions
 from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica
 from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher

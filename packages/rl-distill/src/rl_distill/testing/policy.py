@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rl_distill.learner import MetricSums, MicroBatch, Objective
 from rl_distill.objectives.kl import k3
+from rl_distill.objectives.policy import PolicyObjective, PolicyObjectiveOptions
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
-from rl_distill.objectives.policy_objective import PolicyObjective, PolicyObjectiveOptions
 from rl_distill.objectives.ragged import row_index
 from rl_distill.testing.examples import ExampleBatch, example_batch, with_columns
 from rl_distill.testing.results import check_token_losses, check_untouched, copies_of

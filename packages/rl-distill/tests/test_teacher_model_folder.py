@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from rl_core.errors import SettingsError
-from rl_distill.teacher.model_fingerprint import model_fingerprint
+from rl_distill.teacher.model_folder import model_fingerprint
 
 
 def tensors():

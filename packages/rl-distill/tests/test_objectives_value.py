@@ -7,7 +7,7 @@ import torch
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_distill.learner import MicroBatch
 from rl_distill.objectives import value_objective
-from rl_distill.objectives.value_objective import value_losses
+from rl_distill.objectives.value import value_losses
 
 
 def tensor(*values):
