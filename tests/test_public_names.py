@@ -1,0 +1,58 @@
+"""The public names of each package are those of its page in docs/reference, which shows the first of them at work."""
+
+import ast
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("rl_core", "rl_rollout", "rl_distill", "rl_metrics")
+MAX_LINES = 150
+
+
+def page_of(package: str) -> str:
+    return (ROOT / "docs" / "reference" / f"{package.replace('_', '-')}.md").read_text()
+
+
+def names_in_table(page: str) -> dict[str, set[str]]:
+    """Names by module, of rows such as "| `rl_core.queue` | `Claim`, `Lease` |"."""
+    rows = re.findall(r"^\| `(rl_\w+(?:\.\w+)*)` \| (.*) \|$", page, flags=re.MULTILINE)
+    return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
+
+
+def names_of(module: str) -> set[str]:
+    """Its `__all__`, else its classes and functions; it is not imported, since some modules need a backend."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    body = ast.parse(Path(spec.origin).read_text()).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    defined = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return {name for name in defined if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_lists_the_public_names(package: str):
+    listed = names_in_table(page_of(package))
+    assert listed == {module: names_of(module) for module in listed}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_other_packages_import_is_on_the_page(package: str):
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = (one for one in contracts if one.get("protected_modules") == [package])
+    public = {line.removeprefix("** -> ") for line in contract["ignore_imports"]}
+    assert public <= names_in_table(page_of(package)).keys()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_shows_the_names_of_the_package_itself_at_work(package: str):
+    page = page_of(package)
+    assert len(page.splitlines()) <= MAX_LINES
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE))
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    assert names_of(package) - used == set()
