@@ -26,7 +26,8 @@ def names_in_table(page: str) -> dict[str, set[str]]:
 def names_of(module: str) -> set[str]:
     """Its `__all__`, else its classes and functions; it is not imported, since some modules need a backend."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     body = ast.parse(Path(spec.origin).read_text()).body
     for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
