@@ -69,7 +69,7 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
         ) from error
     _check_labels(labels)
     families = _families(stats, {name: _utf8(value) for name, value in labels.items()})
-    return generate_latest(SimpleNamespace(collect=lambda: families)).decode()  # type: ignore[arg-type]
+    return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
 
 
 def _families(stats: Mapping[str, float], labels: Mapping[str, str]) -> "list[Metric]":
