@@ -76,7 +76,7 @@ def test_a_log_cut_at_any_frame_holds_what_sqlite_sees(tmp_path, database):
     for end, _ in [(WAL_HEADER.size, False), *frames_of(log)]:
         for length in (end - 1, end, end + 1, end + FRAME_HEADER.size, end + PAGE_BYTES):
             cut = log[:length]
-            assert report_of(tmp_path, cut).num_transactions == rows_seen(tmp_path / "copy", database[0], cut), length
+            assert report_of(tmp_path, cut)[0] == rows_seen(tmp_path / "copy", database[0], cut), length
 
 
 def test_bytes_after_the_last_whole_transaction_are_torn(tmp_path, database):
@@ -93,9 +93,9 @@ def test_altered_bytes_end_the_log_where_sqlite_ends_it(tmp_path, database):
     for _ in range(150):
         log = bytearray(database[1])
         log[rng.randrange(len(log))] ^= 1 << rng.randrange(8)
-        found = report_of(tmp_path, bytes(log))
-        assert found.num_transactions == rows_seen(tmp_path / "copy", database[0], bytes(log))
-        assert 0 <= found.torn_bytes <= len(log)
+        num_transactions, torn_bytes = report_of(tmp_path, bytes(log))
+        assert num_transactions == rows_seen(tmp_path / "copy", database[0], bytes(log))
+        assert 0 <= torn_bytes <= len(log)
 
 
 def test_frames_of_an_earlier_turn_of_the_log_are_not_torn(tmp_path):

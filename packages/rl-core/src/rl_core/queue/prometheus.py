@@ -62,16 +62,14 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
         DataError: A statistic is unknown.
     """
     try:
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
     except ImportError as error:
         raise MissingExtraError(
             "Prometheus text needs prometheus-client. Run: pip install 'rl-core[prometheus]'"
         ) from error
     _check_labels(labels)
     families = _families(stats, {name: _utf8(value) for name, value in labels.items()})
-    registry = CollectorRegistry()
-    registry.register(SimpleNamespace(collect=lambda: families))
-    return generate_latest(registry).decode()
+    return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
 
 
 def _families(stats: Mapping[str, float], labels: Mapping[str, str]) -> "list[Metric]":
