@@ -1,17 +1,20 @@
 """What is special of roles in processes; what all placements share is in the conformance suite."""
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from rl_core.cluster import Cluster, ClusterOptions, RoleSpec, open_cluster
 from rl_core.cluster.local import LocalLauncher
-from rl_core.cluster.processes.guard import Family, descendants, family_members, is_running
+from rl_core.cluster.processes.guard import MARK_VARIABLE, Family, descendants, family_members, is_running
 from rl_core.cluster.processes.incarnation import describe_exit
 from rl_core.cluster.role_spec import load_factory
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
@@ -169,9 +172,15 @@ def test_a_start_that_is_broken_off_leaves_nothing():
 
 
 def children():
-    """Roles of this process."""
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "rl_core.cluster.processes.child" in line]
+    """Roles of this process, by their mark; the server of warm starts has an empty one."""
+    return [pid for pid, _ in descendants(os.getpid()) if is_marked(pid)]
+
+
+def is_marked(pid):
+    mark = re.compile(rb"(^|\0)%s=\s*[^\s\0]" % MARK_VARIABLE.encode())
+    with contextlib.suppress(OSError):
+        return mark.search(Path(f"/proc/{pid}/environ").read_bytes()) is not None
+    return False
 
 
 def test_a_role_started_in_a_thread_outlives_the_thread():
