@@ -14,7 +14,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = {path.parent.name: path.parent for kind in ("packages", "apps") for path in ROOT.glob(f"{kind}/*/pyproject.toml")}
+OURS = {
+    path.parent.name: path.parent for kind in ("packages", "apps") for path in ROOT.glob(f"{kind}/*/pyproject.toml")
+}
 DOCUMENTS = sorted(
     {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("locks/*.md"), *ROOT.glob("examples/*/*.md")}
     | {path / "README.md" for path in OURS.values()}
