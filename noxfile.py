@@ -197,7 +197,10 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel and try them outside the checkout, in environments with nothing but what they declare."""
+    """Build every wheel and try them outside the checkout, in environments with nothing but what they declare.
+
+    Each trainer is installed alone first, with ours from `dist` and no index: what it needs is ours, or locked.
+    """
     tools = ensure(session, TOOLS)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -205,20 +208,30 @@ def wheels(session: nox.Session) -> None:
         session.run(tools, "-m", "build", "--no-isolation", "--outdir", str(dist), project, silent=True)
     built = {path.name.partition("-")[0].replace("_", "-"): str(path) for path in sorted(dist.glob("*.whl"))}
     light, whole = ("rl-core", "rl-rollout"), tuple(built)
-    for names, environment, attempt in (
-        (light, wheels_environment("wheels-light", built, light), ("test_imports.py", "-k", "rl_core or rl_rollout")),
-        (whole, wheels_environment("wheels", built, whole), ("test_imports.py", "test_wheels.py")),
-    ):
-        python = ensure(session, environment)
-        install(session, python, "--no-deps", "--force-reinstall", *(built[name] for name in names))
-        with tempfile.TemporaryDirectory(prefix="rl-wheels-") as folder:
-            for name in ("test_imports.py", "test_wheels.py"):
-                shutil.copy(ROOT / "tests" / name, folder)
-            with session.chdir(folder):
-                words = ["-q", "-p", "no:cacheprovider", "--rootdir", folder, *attempt]
-                without_torch = {"WITHOUT_TORCH": "1"} if names == light else {}
-                session.run(python, "-I", "-m", "pytest", *words, env=without_torch)
-        session.run(python, "-m", "pip", "check")
+    python = ensure(session, wheels_environment("wheels-light", built, light))
+    install(session, python, "--no-deps", "--force-reinstall", *(built[name] for name in light))
+    try_wheels(session, python, "test_imports.py", "-k", "rl_core or rl_rollout", WITHOUT_TORCH="1")
+    python = ensure(session, wheels_environment("wheels", built, whole))
+    for app in ("rl-sync-trainer", "rl-async-trainer"):
+        session.run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *whole)
+        install(session, python, "--no-index", "--find-links", str(dist), app)
+        try_wheels(session, python, "test_wheels.py", "-k", f"{app} or locked")
+    install(session, python, "--no-deps", "--force-reinstall", *built.values())
+    try_wheels(session, python, "test_imports.py", "test_wheels.py")
+
+
+def try_wheels(session: nox.Session, python: str, *attempt: str, **env: str) -> None:
+    """Run tests of what is installed outside the checkout, and pip's own check of it."""
+    with tempfile.TemporaryDirectory(prefix="rl-wheels-") as folder:
+        shutil.copytree(ROOT / "locks", Path(folder, "locks"))
+        tests = Path(folder, "tests")
+        tests.mkdir()
+        for name in ("test_imports.py", "test_wheels.py"):
+            shutil.copy(ROOT / "tests" / name, tests)
+        with session.chdir(tests):
+            words = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tests), *attempt]
+            session.run(python, "-I", "-m", "pytest", *words, env=env)
+    session.run(python, "-m", "pip", "check")
 
 
 @nox.session
@@ -284,6 +297,23 @@ def changelog(session: nox.Session) -> None:
         version = nox.project.load_toml(ROOT / project / "pyproject.toml")["project"]["version"]
         mode = ["--yes"] if session.posargs else ["--draft"]
         session.run(tools, "-m", "towncrier", "build", "--dir", project, "--version", version, *mode)
+
+
+@nox.session
+def names(session: nox.Session) -> None:
+    """Before a release, ask the package index whether it has one of our names already; `-- NAME` asks for another."""
+    tools = ensure(session, TOOLS)
+    ask = (tools, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python")
+    known, ours = "hatchling", session.posargs or [Path(project).name for project in PROJECTS]
+    found = {
+        name: "Available versions" in str(session.run(*ask, name, silent=True, success_codes=[0, 1]))
+        for name in (known, *ours)
+    }
+    if not found.pop(known):
+        session.error(f"no package index answers: it has no {known}. See `pip config list`")
+    if taken := [name for name in ours if found[name]]:
+        session.error(f"on the index already: {', '.join(taken)}. Rename what is ours and not yet released there")
+    session.log(f"Free on the index: {', '.join(ours)}.")
 
 
 @nox.session

@@ -43,6 +43,14 @@ def test_rl_core_needs_no_torch():
     assert sorted(re.split(r"[<>=]", line)[0] for line in always) == ["crc32c", "msgspec", "numpy"]
 
 
+def test_everything_installed_is_ours_or_locked():
+    locks = Path(__file__).resolve().parents[1] / "locks"
+    locked = {line for name in ("cpu.txt", "dev.txt") for line in (locks / name).read_text().split()}
+    installed = {re.sub(r"[-_.]+", "-", found.name.lower()): found for found in importlib.metadata.distributions()}
+    others = {f"{name}=={found.version}" for name, found in installed.items() if name not in (*DISTRIBUTIONS, "pip")}
+    assert others - locked == set()
+
+
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_entry_points_load(name: str):
     for entry in importlib.metadata.distribution(name).entry_points:

@@ -265,7 +265,7 @@ def test_an_entry_that_somebody_removed_is_scored_anew(tmp_path):
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "numcodecs.blosc", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-distill\[cache\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-distill\[cache\]"):
         ScoreCache(tmp_path, KIND)
 
 

@@ -236,7 +236,7 @@ def test_after_close_it_says_so(tmp_path, uri):
 
 def test_without_mlflow_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-metrics\[mlflow\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-metrics\[mlflow\]"):
         MlflowTracker(tmp_path, experiment="missing")
 
 

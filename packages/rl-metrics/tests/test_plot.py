@@ -213,7 +213,7 @@ def test_a_line_that_is_none_is_refused(text):
 
 def test_without_matplotlib_the_error_says_what_to_install(runs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-metrics\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-metrics\[plot\]"):
         drawn(runs, tmp_path)
 
 

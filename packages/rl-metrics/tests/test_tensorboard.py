@@ -174,7 +174,7 @@ def test_after_close_it_says_so(tmp_path):
 
 def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-metrics\[tensorboard\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-metrics\[tensorboard\]"):
         TensorBoardTracker(tmp_path)
 
 

@@ -189,5 +189,5 @@ def test_after_close_it_says_so(tmp_path):
 
 def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-metrics\[wandb\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-metrics\[wandb\]"):
         start(tmp_path)

@@ -207,7 +207,7 @@ def test_what_cannot_start_is_refused(stand_in, monkeypatch):
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[verifiers\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-rollout\[verifiers\]"):
         play(0)
     with pytest.raises(SettingsError, match="agent loop 'verifiers' needs the option 'tokenizer'"):
         resolve_loop("verifiers", {})

@@ -116,5 +116,5 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
         return load(name, *given, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[json-schema\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-rollout\[json-schema\]"):
         resolve_reward("json_schema")

@@ -260,10 +260,10 @@ def test_without_the_libraries_the_extras_are_named(monkeypatch):
     from rl_rollout.tools.mcp_options import McpServerOptions
 
     monkeypatch.setitem(sys.modules, "pydantic", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[tools\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-rollout\[tools\]"):
         tool(lambda: "x")
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.delitem(sys.modules, "rl_rollout.tools.mcp", raising=False)
     loop = ToolsLoop(ToolsOptions(mcp_servers={"x": McpServerOptions(command=("python",))}))
-    with pytest.raises(MissingExtraError, match=r"pip install 'rl-rollout\[mcp\]'"):
+    with pytest.raises(MissingExtraError, match=r"Install rl-rollout\[mcp\]"):
         asyncio.run(loop.start(make_tokenizer()))

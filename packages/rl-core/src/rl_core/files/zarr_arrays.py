@@ -298,6 +298,8 @@ def _compressor(spec: ArraySpec) -> Any:
     try:
         from numcodecs.blosc import Blosc
     except ImportError as error:
-        raise MissingExtraError("arrays on disk need zarr's codecs. Run: pip install 'rl-core[zarr]'") from error
+        raise MissingExtraError(
+            "arrays on disk need zarr's codecs. Install rl-core[zarr] as the README says."
+        ) from error
     itemsize = np.dtype(spec.dtype).itemsize
     return Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE, blocksize=0, typesize=itemsize)

@@ -65,7 +65,7 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
         from prometheus_client import generate_latest
     except ImportError as error:
         raise MissingExtraError(
-            "Prometheus text needs prometheus-client. Run: pip install 'rl-core[prometheus]'"
+            "Prometheus text needs prometheus-client. Install rl-core[prometheus] as the README says."
         ) from error
     _check_labels(labels)
     families = _families(stats, {name: _utf8(value) for name, value in labels.items()})

@@ -61,5 +61,5 @@ try:
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
 except ImportError as error:
     raise MissingExtraError(
-        "the Megatron learner needs megatron-core; install it with: pip install 'rl-distill[megatron]'."
+        "the Megatron learner needs megatron-core. Install rl-distill[megatron] as the README says."
     ) from error

@@ -152,7 +152,7 @@ def require_library() -> None:
         encode_array(sample, plan_array(sample, compress=True))
     except MissingExtraError as error:
         raise MissingExtraError(
-            "a cache of teachers' scores needs zarr's codecs. Run: pip install 'rl-distill[cache]'"
+            "a cache of teachers' scores needs zarr's codecs. Install rl-distill[cache] as the README says."
         ) from error
 
 

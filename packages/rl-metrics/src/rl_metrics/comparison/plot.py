@@ -236,7 +236,7 @@ def _drawing() -> "Iterator[Figure]":
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("plots need matplotlib. Run: pip install 'rl-metrics[plot]'") from error
+        raise MissingExtraError("plots need matplotlib. Install rl-metrics[plot] as the README says.") from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(LOOK)

@@ -34,8 +34,8 @@ NOT_METRICS = frozenset({"step", "epoch"})
 NOT_REWARDS = frozenset({"step", "mode", "prompt", "completion", "advantage", "entropy"})
 
 PARQUET = (
-    "{path} is a Parquet file, which pyarrow reads; it is not installed. Install rl-metrics[parquet], or give the "
-    "completions as JSON lines."
+    "{path} is a Parquet file, which pyarrow reads; it is not installed. Install rl-metrics[parquet] as the "
+    "README says, or give the completions as JSON lines."
 )
 
 

@@ -255,7 +255,7 @@ def _client_class() -> "type[MlflowClient]":
         import sqlalchemy  # noqa: F401 - the client without a server needs both, and says so late
         from mlflow import MlflowClient
     except ImportError as error:
-        raise MissingExtraError("this tracker needs MLflow. Run: pip install 'rl-metrics[mlflow]'") from error
+        raise MissingExtraError("this tracker needs MLflow. Install rl-metrics[mlflow] as the README says.") from error
     del alembic
     return MlflowClient
 

@@ -46,7 +46,7 @@ class TensorBoardTracker:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise MissingExtraError(
-                "event files need tensorboard. Run: pip install 'rl-metrics[tensorboard]'"
+                "event files need tensorboard. Install rl-metrics[tensorboard] as the README says."
             ) from error
         self._events, self._summaries = event_pb2, summary_pb2
         self._text = text_pb

@@ -71,7 +71,9 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise MissingExtraError("this tracker needs wandb. Run: pip install 'rl-metrics[wandb]'") from error
+            raise MissingExtraError(
+                "this tracker needs wandb. Install rl-metrics[wandb] as the README says."
+            ) from error
         directory.mkdir(parents=True, exist_ok=True)
         run_id = _run_id(directory / RUN_ID_FILE)
         try:

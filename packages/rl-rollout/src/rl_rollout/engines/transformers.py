@@ -34,6 +34,7 @@ class TransformersEngine(SteppedEngine):
             from rl_rollout.engines.transformers_stepper import TransformersStepper
         except ImportError as error:
             raise MissingExtraError(
-                f"the transformers engine needs torch and transformers: {error}. Install 'rl-rollout[transformers]'."
+                f"the transformers engine needs torch and transformers: {error}. "
+                "Install rl-rollout[transformers] as the README says."
             ) from error
         return TransformersStepper(self._model_dir, self._options)

@@ -17,7 +17,7 @@ try:
     from aiohttp import web
 except ImportError as error:
     raise MissingExtraError(
-        "environments of verifiers need aiohttp. Run: pip install 'rl-rollout[verifiers]'"
+        "environments of verifiers need aiohttp. Install rl-rollout[verifiers] as the README says."
     ) from error
 
 MODEL = "policy"

@@ -243,7 +243,7 @@ def _library() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             f"the agent loop 'verifiers' needs the library verifiers ({error}). "
-            "Run: pip install 'rl-rollout[verifiers]'"
+            "Install rl-rollout[verifiers] as the README says."
         ) from error
 
 

@@ -26,7 +26,8 @@ def read_hf_dataset(path: Path) -> Sequence[dict[str, Json]]:
         import datasets
     except ImportError as error:
         raise MissingExtraError(
-            f"{path}: folders of Hugging Face datasets need `datasets`. Run: pip install 'rl-rollout[datasets]'"
+            f"{path}: folders of Hugging Face datasets need `datasets`. "
+            "Install rl-rollout[datasets] as the README says."
         ) from error
     try:
         return datasets.load_from_disk(str(path)).with_format(None)  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ class PromptTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise MissingExtraError(
-                "tokenizers need transformers. Run: pip install 'rl-rollout[transformers]'"
+                "tokenizers need transformers. Install rl-rollout[transformers] as the README says."
             ) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -163,7 +163,7 @@ def _library() -> Any:
     try:
         import httpx
     except ImportError as error:
-        raise MissingExtraError("reward 'http' needs httpx. Run: pip install 'rl-rollout[http]'") from error
+        raise MissingExtraError("reward 'http' needs httpx. Install rl-rollout[http] as the README says.") from error
     return httpx
 
 

@@ -105,7 +105,7 @@ def _library() -> tuple[Any, Any]:
         import referencing
     except ImportError as error:
         raise MissingExtraError(
-            "reward 'json_schema' needs jsonschema. Run: pip install 'rl-rollout[json-schema]'"
+            "reward 'json_schema' needs jsonschema. Install rl-rollout[json-schema] as the README says."
         ) from error
     return jsonschema, referencing
 

@@ -43,7 +43,7 @@ class MathVerify:
             MissingExtraError: math-verify is not installed.
         """
         if find_spec("math_verify") is None:
-            raise MissingExtraError("math_verify needs math-verify. Run: pip install 'rl-rollout[math]'")
+            raise MissingExtraError("math_verify needs math-verify. Install rl-rollout[math] as the README says.")
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math-verify")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers = [_Worker(timeout_s) for _ in range(num_workers)]

@@ -33,5 +33,7 @@ def open_folder(directory: str) -> EntryFolder:
     try:
         from rl_rollout.skip.remote_folder import RemoteFolder
     except ImportError as error:
-        raise MissingExtraError("skip caches at a URL need fsspec. Run: pip install 'rl-rollout[skip]'") from error
+        raise MissingExtraError(
+            "skip caches at a URL need fsspec. Install rl-rollout[skip] as the README says."
+        ) from error
     return RemoteFolder(directory)

@@ -300,7 +300,9 @@ def _needing_codecs() -> Iterator[None]:
     try:
         yield
     except MissingExtraError as error:
-        raise MissingExtraError("skip caches need zarr's codecs. Run: pip install 'rl-rollout[skip]'") from error
+        raise MissingExtraError(
+            "skip caches need zarr's codecs. Install rl-rollout[skip] as the README says."
+        ) from error
 
 
 def _shown_size(size: int | None, *, is_found: bool = False) -> str:

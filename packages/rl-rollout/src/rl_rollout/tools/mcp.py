@@ -30,7 +30,7 @@ try:
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 except ImportError as error:
-    raise MissingExtraError("MCP servers need the library mcp. Run: pip install 'rl-rollout[mcp]'") from error
+    raise MissingExtraError("MCP servers need the library mcp. Install rl-rollout[mcp] as the README says.") from error
 
 log = structlog.get_logger(__name__)
 

@@ -27,7 +27,7 @@ class Signature:
             import pydantic
             import pydantic.json_schema
         except ImportError as error:
-            raise MissingExtraError("@tool needs pydantic. Run: pip install 'rl-rollout[tools]'") from error
+            raise MissingExtraError("@tool needs pydantic. Install rl-rollout[tools] as the README says.") from error
 
         class Untitled(pydantic.json_schema.GenerateJsonSchema):
             def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - the name is pydantic's

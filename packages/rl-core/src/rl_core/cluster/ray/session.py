@@ -158,7 +158,7 @@ def import_ray(options: RayOptions) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("Ray is not installed: pip install 'rl-core[ray]'.") from error
+        raise MissingExtraError("Ray is not installed. Install rl-core[ray] as the README says.") from error
     return ray
 
 

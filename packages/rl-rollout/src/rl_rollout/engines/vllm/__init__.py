@@ -39,6 +39,6 @@ class VLLMEngine(SteppedEngine):
         except ImportError as error:
             raise MissingExtraError(
                 f"the vLLM engine needs vLLM, which cannot be imported here: {error}. Install "
-                "'rl-rollout[vllm]' for GPUs, or locks/cpu.txt for CPUs."
+                "rl-rollout[vllm] for GPUs, or locks/cpu.txt for CPUs, as the README says."
             ) from error
         return VLLMStepper(self._model_dir, self._options)
