@@ -5,15 +5,14 @@ import os
 import resource
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from listening_sockets import listening_sockets
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rl_core.errors import SettingsError, TransferError
@@ -64,19 +63,7 @@ def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> Bro
 
 def listening_addresses() -> set[tuple[str, int]]:
     """Where this process listens."""
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(link))
-    found = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-            address, _, port = fields[1].partition(":")
-            words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
-            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-            found.add((socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)))
-    return found
+    return {(one.address, one.port) for one in listening_sockets([os.getpid()])}
 
 
 def is_soon_refused(port: int) -> bool:
@@ -113,8 +100,9 @@ def test_a_stranger_with_torchs_store_gets_nothing_and_ends_nothing(
 ) -> None:
     update, meeting = pack(transport)
     with pytest.raises(RuntimeError):
-        store = TCPStore(HOST, meeting.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
-        store.queue_push("joins", "{")
+        TCPStore(HOST, meeting.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False).set(
+            "a", "{"
+        )
     take(update, opened)
 
 
@@ -232,8 +220,9 @@ def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack
     assert is_soon_refused(meeting.port)
     update, _ = pack(transport)
     assert first.announce(update) == meeting  # who is connected is served
-    with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    thief = opened.enter_context(socket.socket())
+    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with pytest.raises(OSError, match="in use"):
         thief.bind((HOST, meeting.port))
 
     first.close()  # it died: the next one may come

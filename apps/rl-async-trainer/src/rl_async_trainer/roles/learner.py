@@ -14,6 +14,7 @@ from rl_core import Batch, TransferQueue
 from rl_core.cluster.role_report import Wait
 from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
+from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill import learner_host
 from rl_distill.learner_host import LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
@@ -101,6 +102,11 @@ class LearnerHost(learner_host.LearnerHost):
             version: What they are called; None names them by the steps that were done.
         """
         return await self._run(self._pack, version)
+
+    async def expect_engines(self, count: int) -> None:
+        """Give weights to so many engines, where they come over the network: see `BroadcastTransport.expect`."""
+        if isinstance(self.transport, BroadcastTransport):
+            self.transport.expect(count)
 
     async def hold(self, step: int, version: int) -> None:
         """Keep the weights of now for the validation of a step."""

@@ -152,7 +152,7 @@ class BroadcastGroup:
             if self._group is not None:
                 self._wait(self._group.broadcast([values], _from_sender()))
             else:
-                self._pass_on(memoryview(values.numpy()))
+                self._pass_on(values.numpy().data)
         except TimeoutError as error:
             raise self._late() from error
         except (RuntimeError, OSError) as error:
@@ -198,7 +198,7 @@ class UniqueIdStore(Store):
         super().__init__()
         self._connections, self._meeting = list(connections), meeting
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
         """Send a value to every worker."""
         for connection in self._connections:
             send_message(connection, {"key": key, "value": value.hex()}, deadline_s=self._meeting.deadline_s)

@@ -225,7 +225,9 @@ def _prove(connection: socket.socket, secret: bytes, *, ends_at: float) -> None:
     theirs = _receive(connection, NONCE_BYTES, ends_at=ends_at)
     ours = secrets.token_bytes(NONCE_BYTES)
     send(connection, ours + _proof(secret, b"receiver", theirs + ours), ends_at=ends_at)
-    if not hmac.compare_digest(_receive(connection, PROOF_BYTES, ends_at=ends_at), _proof(secret, b"sender", theirs + ours)):
+    if not hmac.compare_digest(
+        _receive(connection, PROOF_BYTES, ends_at=ends_at), _proof(secret, b"sender", theirs + ours)
+    ):
         raise ConnectionError("the other side does not know the secret of this transport")
     _watch(connection)
 
