@@ -1,6 +1,5 @@
 """What listens: sockets of TCP, UDP and unix domains, by the processes that hold them, as the kernel says."""
 
-import os
 import socket
 import struct
 from collections.abc import Iterable
@@ -57,7 +56,7 @@ def _inodes(pid: int) -> set[str]:
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+                inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
     return inodes
 
 

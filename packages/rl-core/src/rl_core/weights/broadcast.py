@@ -1,9 +1,9 @@
 """Weights over the network: the sender's side. TCP between CPUs, NCCL between GPUs.
 
-A sender listens on one address, as long as a receiver is missing, for engines that know its secret, which travels with the
-update through the role call. Each engine keeps a connection on which it asks for updates, and each of its workers one on
-which it takes them: an engine that dies disturbs no other, and one that is started again takes the current weights when
-it asks for them.
+A sender listens on one address, as long as a receiver is missing, for engines that know its secret, which travels
+with the update through the role call. Each engine keeps a connection on which it asks for updates, and each of its
+workers one on which it takes them: an engine that dies disturbs no other, and one that is started again takes the
+current weights when it asks for them.
 """
 
 import logging
@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 

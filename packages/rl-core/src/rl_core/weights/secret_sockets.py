@@ -59,7 +59,7 @@ class Listener:
             if is_open == self._is_open or self._is_closed:
                 return
             self._is_open = is_open
-            # Reused while it listens, because connections of this port live on; not otherwise, or another could take it.
+            # Reused while it listens, as connections of this port live on; not otherwise, or another could take it.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_open)
             if is_open:
                 self._socket.listen(socket.SOMAXCONN)

@@ -58,8 +58,8 @@ def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
 def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, store: Store | None) -> None:
     """Make this process a rank of torch.distributed, once.
 
-    A single process talks to nobody: gloo's port, which it opens all the same, is on loopback. Where an engine in this process has already set up
-    torch.distributed for itself alone, that is used.
+    A single process talks to nobody: gloo's port, which it opens all the same, is on loopback. Where an engine in this
+    process has already set up torch.distributed for itself alone, that is used.
 
     Args:
         rank: From 0.
