@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from async_faults import num_record_lines
 from async_runs import async_training, role_pid, run_history, run_states, train_async_here
+from documented_listeners import undocumented
 from run_equality import differing_metrics, learnt, summary
 from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
 from train_process import TrainProcess
@@ -111,6 +112,8 @@ def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run:
     """What the other rank holds is of no use alone: the learner goes on from its checkpoint, with both."""
     draw = random.Random(seed)
     with async_training(run, **IN_PROCESSES, parallel__ranks=2, cluster__kind="process") as process:
+        wait_for_lines(process, run, 1)
+        assert undocumented([process.pid, *process.children()]) == []
         kill_roles(process, run, ["rank"], draw)
         assert process.wait() == 0, f"seed {seed}:\n{process.text}"
         assert process.leftovers() == []

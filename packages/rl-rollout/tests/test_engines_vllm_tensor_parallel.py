@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from documented_listeners import listening_sockets, undocumented
 from safetensors.torch import load_file, save_file
 
 from rl_core.cluster.processes.guard import descendants, is_running
@@ -189,6 +190,12 @@ def test_nothing_that_workers_share_has_a_name(split_vllm: VLLMEngine) -> None:
         named = [path for path in shared_memory_of(pid) if not path.endswith("(deleted)")]
         assert shared_memory_of(pid)
         assert named == []
+
+
+def test_what_its_processes_listen_on_is_documented(split_vllm: VLLMEngine) -> None:
+    pids = [os.getpid(), *workers_of(os.getpid())]
+    assert listening_sockets(pids)
+    assert undocumented(pids, played={os.getpid(): "child vllm engine[0]"}) == []
 
 
 def test_a_killed_worker_fails_who_waits_and_ends_the_others(split_vllm: VLLMEngine) -> None:

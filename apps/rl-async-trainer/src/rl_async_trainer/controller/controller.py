@@ -133,7 +133,7 @@ class Controller:
 
     async def answer(self, request: Mapping[str, Any]) -> Any:
         """Answer who asks the live run; see `answer_request`."""
-        return await answer_request(self._parts, self._rollouter, request)
+        return await answer_request(self._parts, self._learner, self._rollouter, request)
 
     async def save_stopped(self) -> None:
         """Write a checkpoint of the last step, unless there is one."""

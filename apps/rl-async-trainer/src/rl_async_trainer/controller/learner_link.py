@@ -49,6 +49,7 @@ class LearnerLink:
         self._course = 0
         self._held: dict[int, IsCurrent] = {}
         self._num_parameters: int | None = None
+        self._num_engines: int | None = None
 
     @property
     def num_restarts(self) -> int:
@@ -87,6 +88,11 @@ class LearnerLink:
         """See `LearnerHost.pack`."""
         packed: PackedWeights = await self._call("pack", version, is_current=is_current)
         return packed
+
+    async def expect_engines(self, count: int) -> None:
+        """See `LearnerHost.expect_engines`; a learner that is started again expects as many."""
+        self._num_engines = count
+        await self._call("expect_engines", count)
 
     async def save(self, step: int, state: Mapping[str, Json], is_current: IsCurrent) -> None:
         """See `LearnerHost.save`."""
@@ -136,4 +142,6 @@ class LearnerLink:
     async def _restart(self) -> None:
         checkpoint = await asyncio.to_thread(self._find_checkpoint)
         self._num_parameters = await self._bare.call("start", checkpoint)
+        if self._num_engines is not None:
+            await self._bare.call("expect_engines", self._num_engines)
         await self._on_restored(checkpoint)

@@ -3,16 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rl_async_trainer.controller.learner_link import LearnerLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.rollouter_link import RollouterLink
 from rl_core.errors import NotReadyError
 
 
-async def answer_request(parts: ControllerParts, rollouter: RollouterLink, request: Mapping[str, Any]) -> Any:
+async def answer_request(
+    parts: ControllerParts, learner: LearnerLink, rollouter: RollouterLink, request: Mapping[str, Any]
+) -> Any:
     """Answer a request to a live run.
 
     Args:
         parts: What its controller works with.
+        learner: Gives weights to as many engines as it expects.
         rollouter: Adds engines, and takes some away.
         request: Of its control socket.
 
@@ -23,6 +27,8 @@ async def answer_request(parts: ControllerParts, rollouter: RollouterLink, reque
         return await _status(parts)
     count = request.get("engines")
     if request.get("do") == "scale" and isinstance(count, int):
+        if count >= 1:
+            await learner.expect_engines(count)
         found = await rollouter.set_num_engines(count)
         parts.say("engines_changed", count=found)
         return found

@@ -14,6 +14,7 @@ from rl_core import Batch, TransferQueue
 from rl_core.cluster import Wait
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
+from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill.learner_host import LearnerHost as BaseLearnerHost
 from rl_distill.learner_host import LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
@@ -100,6 +101,11 @@ class LearnerHost(BaseLearnerHost):
             version: What they are called; None names them by the steps that were done.
         """
         return await self._run(self._pack, version)
+
+    async def expect_engines(self, count: int) -> None:
+        """Give weights to so many engines, where they come over the network: see `BroadcastTransport.expect`."""
+        if isinstance(self.transport, BroadcastTransport):
+            self.transport.expect(count)
 
     async def hold(self, step: int, version: int) -> None:
         """Keep the weights of now for the validation of a step."""

@@ -75,6 +75,7 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
         host=weights.host,
         bucket_bytes=weights.bucket_mib << 20,
         deadline_s=weights.deadline_s,
+        num_receivers=settings.replicas.count,
     )
 
 

@@ -144,13 +144,14 @@ class WeightSettings:
 
     Attributes:
         transport: "file" (in shared memory of this machine; an engine elsewhere gets its bytes), or buckets over the
-            network by "gloo" (CPUs) or "nccl" (GPUs; engine and learner need different ones).
-        host: Address of this machine, as the engines reach it; for gloo and nccl.
+            network by "tcp" (CPUs; "gloo" is its earlier name) or "nccl" (GPUs; engine and learner need different
+            ones).
+        host: Address of this machine, as the engines reach it; for tcp and nccl. Nothing listens on another one.
         bucket_mib: Size of a bucket.
         deadline_s: Longest wait for a bucket.
     """
 
-    transport: Literal["file", "gloo", "nccl"] = "file"
+    transport: Literal["file", "tcp", "gloo", "nccl"] = "file"
     host: str = "127.0.0.1"
     bucket_mib: int = 256
     deadline_s: float = 60.0

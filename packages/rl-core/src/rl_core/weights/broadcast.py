@@ -1,26 +1,33 @@
-"""Weights over the network: the sender's side. NCCL between GPUs, gloo between CPUs.
+"""Weights over the network: the sender's side. TCP between CPUs, NCCL between GPUs.
 
-A sender keeps a store (torch's TCPStore) where engines announce themselves. Each engine's workers and the sender are a
-process group of their own, made when the engine takes its first update and kept: an engine that dies disturbs no other,
-and one that is started again takes the current weights when it asks for them.
-
-The store is open to everybody who reaches its port, as those of torch.distributed are: keep it in a trusted network.
+A sender listens on one address, as long as a receiver is missing, for engines that know its secret, which travels
+with the update through the role call. Each engine keeps a connection on which it asks for updates, and each of its
+workers one on which it takes them: an engine that dies disturbs no other, and one that is started again takes the
+current weights when it asks for them.
 """
 
-import json
 import logging
+import math
+import secrets
+import socket
 import threading
-import time
 import uuid
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Literal
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from rl_core.errors import DeadlineError, NotReadyError, RLError, TransferError
-from rl_core.weights.broadcast_group import SENDER, BroadcastGroup, TensorSpec, open_store
+from rl_core.weights.broadcast_group import SENDER, BroadcastGroup, TensorSpec
+from rl_core.weights.secret_sockets import (
+    SECRET_BYTES,
+    Listener,
+    connect,
+    hang_up,
+    receive_message,
+    send_message,
+)
 from rl_core.weights.update import Broadcast, WeightUpdate, digest_tensors
 
 __all__ = [
@@ -32,30 +39,28 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-JOINS = "joins"
-LOOK_S = 0.02
 DEFAULT_BUCKET_BYTES = 256 * 2**20
+MAX_WORKERS = 4096
 
 
 class _Engine:
-    """One receiver, as the sender knows it."""
+    """One receiver, as the sender knows it: the connection on which it asks, and those of its workers."""
 
-    def __init__(self, name: str, *, num_workers: int) -> None:
-        self._name, self._num_workers = name, num_workers
-        self._group: BroadcastGroup | None = None
-        self._lock = threading.Lock()
+    def __init__(self, connection: socket.socket, *, num_workers: int) -> None:
+        self.connection, self.num_workers = connection, num_workers
+        self.workers: dict[int, socket.socket] = {}
+        self.group: BroadcastGroup | None = None
 
-    def send(self, tensors: Sequence[torch.Tensor], meeting: Broadcast, device: torch.device) -> None:
-        """Meet the workers, the first time, and send; one update after the other."""
-        with self._lock:
-            if self._group is None:
-                size = self._num_workers + 1
-                self._group = BroadcastGroup(meeting, self._name, rank=SENDER, size=size, device=device)
-            self._group.send(tensors)
+    @property
+    def is_whole(self) -> bool:
+        """True once all workers are there."""
+        return len(self.workers) == self.num_workers
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
+        for connection in (self.connection, *self.workers.values()):
+            connection.close()
 
 
 class BroadcastTransport:
@@ -68,95 +73,176 @@ class BroadcastTransport:
     def __init__(
         self,
         *,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Literal["tcp", "gloo", "nccl"] = "tcp",
         host: str = "127.0.0.1",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deadline_s: float = 60.0,
+        num_receivers: int | None = None,
     ) -> None:
-        """Open the store.
+        """Listen.
 
         Args:
-            backend: "nccl" sends from the current GPU; every engine's worker must have another one.
-            host: This machine, as engines reach it.
+            backend: "nccl" sends from the current GPU; every engine's worker must have another one. "gloo" is the
+                earlier name of "tcp".
+            host: This machine's address, as engines reach it; nothing listens on another one.
             bucket_bytes: Most bytes that travel at once.
             deadline_s: Longest wait for a receiver, in every step.
+            num_receivers: Engines that are expected: once so many are connected, nothing listens until one is lost.
+                None listens until the end.
+
+        Raises:
+            SettingsError: This machine has no such address.
         """
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
-        self._meeting = Broadcast(
-            backend=backend, host=host, port=self._store.port, bucket_bytes=bucket_bytes, deadline_s=deadline_s
-        )
+        secret = secrets.token_bytes(SECRET_BYTES)
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._engines: dict[str, _Engine] = {}
         self._packed: tuple[int, list[torch.Tensor]] | None = None
-        self._sends: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._is_closed = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="listen for engines", daemon=True)
-        self._listener.start()
+        self._num_receivers = num_receivers
+        self._num_sending = 0
+        self._serving: dict[threading.Thread, socket.socket] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._listener = Listener(host, secret, self._serve)
+        self._meeting = Broadcast(
+            backend=backend,
+            host=host,
+            port=self._listener.port,
+            secret=secret.hex(),
+            bucket_bytes=bucket_bytes,
+            deadline_s=deadline_s,
+        )
 
     def pack(self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
         """See `WeightTransport.pack`; waits for engines that still take the last update."""
-        if self._is_closed.is_set():
+        if self._is_closed:
             raise NotReadyError("the weight transport is closed. Make a new one.")
         digests = digest_tensors(tensors)
         copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors.values()]
-        self._finish_sends()
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_sending)
             self._packed = version, copies
         return WeightUpdate(version=version, digests=digests, broadcast=self._meeting, tied=dict(tied))
 
+    def expect(self, num_receivers: int) -> None:
+        """Change how many engines are expected."""
+        with self._changed:
+            self._num_receivers = num_receivers
+            self._listen_while_needed()
+
     def close(self) -> None:
         """See `WeightTransport.close`."""
-        self._is_closed.set()
-        self._listener.join()
-        self._finish_sends()
-        engines, self._engines, self._packed = self._engines, {}, None
-        for engine in engines.values():
-            engine.close()
-
-    def _listen(self) -> None:
-        while not self._is_closed.wait(LOOK_S):
-            while self._store.queue_len(JOINS):
-                request = json.loads(self._store.queue_pop(JOINS))
-                thread = threading.Thread(target=self._serve, args=(request,), name="send weights", daemon=True)
-                self._sends.append(thread)
-                thread.start()
-
-    def _serve(self, request: Mapping[str, object]) -> None:
-        """Send the current update to one engine; what goes wrong, the engine's workers notice by themselves."""
-        name = str(request["engine"])
-        with self._lock:
-            packed, engine = self._packed, self._engines.get(name)
-        refusal = _refusal(request, packed, is_known=engine is not None)
-        if packed is not None and refusal is None and engine is None:
-            engine = self._engines[name] = _Engine(name, num_workers=int(str(request["num_workers"])))
-        self._store.set(f"answer/{request['call']}", json.dumps({"refusal": refusal}))
-        if packed is None or refusal is not None or engine is None:
-            return
-        try:
-            engine.send(packed[1], self._meeting, self._device)
-        except RLError as error:
-            log.warning("weights_not_sent engine=%s version=%s error=%s", name, packed[0], error)
-            self._engines.pop(name, None)
-            engine.close()
-
-    def _finish_sends(self) -> None:
-        sends, self._sends = self._sends, []
-        for thread in sends:
+        self._listener.close()
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._num_sending)
+            self._packed = None
+            serving = dict(self._serving)
+        for thread, connection in serving.items():
+            hang_up(connection)
             thread.join()
+
+    # -- in a thread of each connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        thread = threading.current_thread()
+        with self._changed:
+            if self._is_closed:
+                connection.close()
+                return
+            self._serving[thread] = connection
+        try:
+            hello = receive_message(connection, deadline_s=self._meeting.deadline_s)
+            if "rank" in hello:
+                self._take_worker(connection, hello)
+            else:
+                self._serve_engine(connection, hello)
+        except (OSError, RLError, KeyError) as error:
+            log.warning("weights_not_sent error=%r", error)
+            connection.close()
+        finally:
+            with self._changed:
+                del self._serving[thread]
+
+    def _take_worker(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        with self._changed:
+            engine = self._engines[str(hello["engine"])]
+            rank = _number(hello, "rank", most=engine.num_workers)
+            if rank in engine.workers:
+                raise TransferError(f"a worker of rank {rank} is there already")
+            engine.workers[rank] = connection
+            self._listen_while_needed()
+            self._changed.notify_all()
+
+    def _serve_engine(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+        name = str(hello["engine"])
+        engine = _Engine(connection, num_workers=_number(hello, "num_workers", most=MAX_WORKERS))
+        with self._changed:
+            self._engines[name] = engine
+        try:
+            while True:
+                try:
+                    request = receive_message(connection, deadline_s=math.inf)
+                except OSError:
+                    return  # it has ended, or is ended
+                self._answer(name, engine, request)
+        finally:
+            with self._changed:
+                del self._engines[name]
+                self._listen_while_needed()
+            engine.close()
+
+    def _answer(self, name: str, engine: _Engine, request: Mapping[str, Any]) -> None:
+        """Send the current update to one engine; what goes wrong, the engine's workers notice by themselves."""
+        with self._changed:
+            packed = self._packed
+            refusal = _refusal(request, packed)
+            self._num_sending += 1
+        try:
+            send_message(engine.connection, {"refusal": refusal}, deadline_s=self._meeting.deadline_s)
+            if packed is None or refusal is not None:
+                return
+            if engine.group is None:
+                engine.group = self._meet(name, engine)
+            engine.group.send(packed[1])
+        finally:
+            with self._changed:
+                self._num_sending -= 1
+                self._changed.notify_all()
+
+    def _meet(self, name: str, engine: _Engine) -> BroadcastGroup:
+        with self._changed:
+            if not self._changed.wait_for(lambda: engine.is_whole, self._meeting.deadline_s):
+                raise TransferError(
+                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} came within "
+                    f"{self._meeting.deadline_s:g} s"
+                )
+        workers = [connection for _, connection in sorted(engine.workers.items())]
+        return BroadcastGroup(
+            self._meeting, name, rank=SENDER, size=len(workers) + 1, device=self._device, connections=workers
+        )
+
+    def _listen_while_needed(self) -> None:
+        """`_changed` is held."""
+        num_here = sum(engine.is_whole for engine in self._engines.values())
+        self._listener.set_open(self._num_receivers is None or num_here < self._num_receivers)
 
 
 class BroadcastReceiver:
-    """An engine's side before its workers receive: it announces itself, and hears whether it is served."""
+    """An engine's side before its workers receive: it asks for an update, and hears whether it is served.
+
+    Attributes:
+        name: By which its workers meet the sender; a new one where the sender is met anew.
+    """
 
     def __init__(self, *, num_workers: int) -> None:
-        """Take a name of its own.
+        """Connect to nobody yet.
 
         Args:
             num_workers: That receive.
         """
         self.name = uuid.uuid4().hex
         self._num_workers = num_workers
+        self._connection: socket.socket | None = None
         self._joined: Broadcast | None = None
 
     def announce(self, update: WeightUpdate) -> Broadcast:
@@ -169,50 +255,57 @@ class BroadcastReceiver:
         if update.broadcast is None:
             raise TransferError(f"weight update {update.version} is not one that is broadcast.")
         meeting = update.broadcast
-        call = uuid.uuid4().hex
-        request = {
-            "engine": self.name,
-            "call": call,
-            "version": update.version,
-            "num_workers": self._num_workers,
-            "has_group": self._joined == meeting,
-        }
         try:
-            store = open_store(meeting)
-            store.queue_push(JOINS, json.dumps(request))
-            answer = _wait_for(store, f"answer/{call}", meeting)
-        except RuntimeError as error:
+            answer = self._ask(meeting, update.version)
+        except TimeoutError as error:
+            self.close()
+            raise DeadlineError(
+                f"the sender of weights at {meeting.host}:{meeting.port} gave no answer in {meeting.deadline_s:g} s."
+            ) from error
+        except OSError as error:
+            self.close()
             raise TransferError(
                 f"the sender of weight update {update.version} cannot be reached at {meeting.host}:{meeting.port}: "
                 f"{error}. Keep its transport open until every engine has taken the update."
             ) from error
         if answer["refusal"] is not None:
             raise TransferError(str(answer["refusal"]))
-        self._joined = meeting
         return meeting
 
+    def close(self) -> None:
+        """Leave the sender. Can be called twice."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-def _refusal(
-    request: Mapping[str, object], packed: tuple[int, list[torch.Tensor]] | None, *, is_known: bool
-) -> str | None:
-    if packed is None or packed[0] != request["version"]:
-        offered = "none" if packed is None else f"version {packed[0]}"
-        return (
-            f"the sender was asked for weights of version {request['version']}; it has {offered}. Take the newer ones."
-        )
-    if request["has_group"] and not is_known:
-        return "the sender has lost this engine's process group, as when an earlier update failed. Start a new engine."
-    return None
+    def _ask(self, meeting: Broadcast, version: int) -> dict[str, Any]:
+        if self._connection is not None and self._joined == meeting:
+            with suppress(ConnectionError):  # the sender has given this engine up, as when an update failed
+                return self._request(self._connection, meeting, version)
+        self.close()
+        self.name = uuid.uuid4().hex
+        secret = bytes.fromhex(meeting.secret)
+        self._connection = connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)
+        self._joined = meeting
+        hello = {"engine": self.name, "num_workers": self._num_workers}
+        send_message(self._connection, hello, deadline_s=meeting.deadline_s)
+        return self._request(self._connection, meeting, version)
+
+    def _request(self, connection: socket.socket, meeting: Broadcast, version: int) -> dict[str, Any]:
+        send_message(connection, {"version": version}, deadline_s=meeting.deadline_s)
+        return receive_message(connection, deadline_s=meeting.deadline_s)
 
 
-def _wait_for(store: TCPStore, key: str, meeting: Broadcast) -> dict[str, object]:
-    ends_at = time.monotonic() + meeting.deadline_s
-    while not store.check([key]):
-        if time.monotonic() > ends_at:
-            raise DeadlineError(
-                f"the sender of weights at {meeting.host}:{meeting.port} gave no answer in {meeting.deadline_s:g} s."
-            )
-        time.sleep(LOOK_S)
-    answer: dict[str, object] = json.loads(store.get(key))
-    store.delete_key(key)
-    return answer
+def _number(hello: Mapping[str, Any], name: str, *, most: int) -> int:
+    found = hello[name]
+    if not isinstance(found, int) or not 1 <= found <= most:
+        raise TransferError(f"{name} is 1 to {most}; found {found!r}")
+    return found
+
+
+def _refusal(request: Mapping[str, Any], packed: tuple[int, list[torch.Tensor]] | None) -> str | None:
+    version = request.get("version")
+    if packed is not None and packed[0] == version:
+        return None
+    offered = "none" if packed is None else f"version {packed[0]}"
+    return f"the sender was asked for weights of version {version}; it has {offered}. Take the newer ones."

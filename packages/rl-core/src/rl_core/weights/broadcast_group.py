@@ -1,24 +1,29 @@
-"""Tensors from one sender to the workers of one engine, in buckets of bounded size, over torch's process groups.
+"""Tensors from one sender to the workers of one engine, in buckets of bounded size.
+
+They travel over the connections on which the workers have proved the transport's secret, or by NCCL, whose unique id
+travels over these.
 
 The tensors' bytes are one stream, cut into buckets of equal size; only the last is smaller. A tensor larger than a
 bucket spans several, small ones share one. Both sides hold one bucket and one tensor at a time.
 """
 
 import math
+import os
+import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from rl_core.errors import DeadlineError, TransferError
+from rl_core.weights.secret_sockets import connect, receive_into, receive_message, send, send_message
 from rl_core.weights.update import Broadcast
 
 SENDER = 0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAUSE_S = 0.0005
 
 
@@ -43,9 +48,18 @@ class TensorSpec(NamedTuple):
 
 
 class BroadcastGroup:
-    """A process group of a sender (rank 0) and one engine's workers, kept as long as both live."""
+    """A sender (rank 0) and one engine's workers, connected as long as both live."""
 
-    def __init__(self, meeting: Broadcast, name: str, *, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        meeting: Broadcast,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        connections: Sequence[socket.socket] = (),
+    ) -> None:
         """Meet the others.
 
         Args:
@@ -54,15 +68,25 @@ class BroadcastGroup:
             rank: 0 sends, the others receive.
             size: How many meet.
             device: Where buckets are.
+            connections: Of the sender, to its workers by their ranks; a worker makes its own.
 
         Raises:
-            TransferError: The others did not come in time.
+            TransferError: The sender is gone.
         """
         self._meeting, self._name, self._device = meeting, name, device
+        self._is_sender = rank == SENDER
+        self._connections = list(connections)
+        self._group: Any = None
         try:
-            store = PrefixStore(name, open_store(meeting))
-            self._group: Any = _process_group(meeting, store, rank, size)
-        except RuntimeError as error:
+            if not self._is_sender:
+                secret = bytes.fromhex(meeting.secret)
+                self._connections = [connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)]
+                send_message(self._connections[0], {"engine": name, "rank": rank}, deadline_s=meeting.deadline_s)
+            if meeting.backend == "nccl":
+                self._store = UniqueIdStore(self._connections, meeting)  # torch itself does not keep it alive
+                self._group = _nccl_group(meeting, self._store, rank, size)
+        except (RuntimeError, OSError) as error:
+            self.close()
             raise TransferError(
                 f"{size} members of broadcast group {name!r} were to meet at {meeting.host}:{meeting.port} within "
                 f"{meeting.deadline_s:g} s; rank {rank} found: {error}. See whether all of them live."
@@ -114,29 +138,38 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave the group, whatever is under way. Can be called twice."""
         group, self._group = self._group, None
-        if group is not None and self._meeting.backend == "nccl":
+        if group is not None:
             group.abort()
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
 
     def _new_bucket(self) -> torch.Tensor:
         return torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=self._device)
 
     def _broadcast(self, values: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = SENDER, 0
-        started = time.monotonic()
         try:
-            work = self._group.broadcast([values], options)
-            if self._meeting.backend == "nccl":
-                self._wait(work)
+            if self._group is not None:
+                self._wait(self._group.broadcast([values], _from_sender()))
             else:
-                work.wait(timedelta(seconds=self._meeting.deadline_s))
-        except RuntimeError as error:
-            if time.monotonic() - started >= self._meeting.deadline_s:
-                raise self._late() from error
+                self._pass_on(values.numpy().data)
+        except TimeoutError as error:
+            raise self._late() from error
+        except (RuntimeError, OSError) as error:
             raise TransferError(
                 f"a bucket of {len(values)} bytes did not get through broadcast group {self._name!r}: {error}. "
                 "Another member ended; start it again."
             ) from error
+
+    def _pass_on(self, content: memoryview) -> None:
+        if not self._connections:
+            raise ConnectionError("this member has left the group")
+        ends_at = time.monotonic() + self._meeting.deadline_s
+        for connection in self._connections:
+            if self._is_sender:
+                send(connection, content, ends_at=ends_at)
+            else:
+                receive_into(connection, content, ends_at=ends_at)
 
     def _wait(self, work: Any) -> None:
         """NCCL itself waits without a limit, and its watchdog would end the process."""
@@ -154,26 +187,43 @@ class BroadcastGroup:
         )
 
 
-def open_store(meeting: Broadcast) -> TCPStore:
-    """The sender's store, from anywhere.
+class UniqueIdStore(Store):
+    """What a process group of NCCL needs: the sender's unique id, which lets its holder join, at every worker.
 
-    Raises:
-        RuntimeError: Nobody is there.
+    It travels over the connections on which the secret was proved, and is kept nowhere.
     """
-    wait = timedelta(seconds=meeting.deadline_s)
-    return TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=wait)
+
+    def __init__(self, connections: Sequence[socket.socket], meeting: Broadcast) -> None:
+        """Name the connections: of the sender to all workers, of a worker to the sender."""
+        super().__init__()
+        self._connections, self._meeting = list(connections), meeting
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
+        """Send a value to every worker."""
+        for connection in self._connections:
+            send_message(connection, {"key": key, "value": value.hex()}, deadline_s=self._meeting.deadline_s)
+
+    def get(self, key: str) -> bytes:
+        """Receive the sender's value."""
+        message = receive_message(self._connections[0], deadline_s=self._meeting.deadline_s)
+        if message.get("key") != key:
+            raise ConnectionError(f"NCCL's unique id {key!r} was to come; found {message.get('key')!r}")
+        return bytes.fromhex(message["value"])
+
+    def check(self, keys: Sequence[str]) -> bool:  # noqa: ARG002 - torch's own signature
+        """No: torch's watchdog asks whether another member wants a dump."""
+        return False
 
 
-def _process_group(meeting: Broadcast, store: Store, rank: int, size: int) -> Any:
-    wait = timedelta(seconds=meeting.deadline_s)
-    if meeting.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=1)  # its watchdog ends the process; here each bucket has its deadline
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    host = {"hostname": meeting.host} if meeting.host in LOOPBACK else {}
-    gloo._devices = [
-        dist.ProcessGroupGloo.create_device(**host) if host else dist.ProcessGroupGloo.create_default_device()
-    ]
-    gloo._timeout = wait
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
+def _nccl_group(meeting: Broadcast, store: Store, rank: int, size: int) -> Any:
+    if meeting.host in ("127.0.0.1", "localhost", "::1"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # who meets on loopback opens no other interface
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # its watchdog ends the process; here each bucket has its deadline
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _from_sender() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = SENDER, 0
+    return options

@@ -49,16 +49,18 @@ class Broadcast:
     """Where the tensors of an update can be received; plain values alone, so that it can travel as JSON.
 
     Attributes:
-        backend: torch's process group: "nccl" between GPUs, "gloo" between CPUs.
+        backend: "nccl" between GPUs, "tcp" (or "gloo", its earlier name) between CPUs.
         host: Of the sender, as receivers reach it.
-        port: Of the store where they meet.
+        port: Where the sender listens.
+        secret: In hexadecimal digits; who knows it is given the weights.
         bucket_bytes: Most bytes that travel at once.
         deadline_s: Longest wait of one side for the other, in every step.
     """
 
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["tcp", "gloo", "nccl"]
     host: str
     port: int
+    secret: str = field(repr=False)
     bucket_bytes: int
     deadline_s: float
 

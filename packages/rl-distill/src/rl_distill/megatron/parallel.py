@@ -58,8 +58,8 @@ def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
 def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, store: Store | None) -> None:
     """Make this process a rank of torch.distributed, once.
 
-    A single process talks to nobody and opens no port. Where an engine in this process has already set up
-    torch.distributed for itself alone, that is used.
+    A single process talks to nobody: gloo's port, which it opens all the same, is on loopback. Where an engine in this
+    process has already set up torch.distributed for itself alone, that is used.
 
     Args:
         rank: From 0.
@@ -74,6 +74,7 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, stor
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         if rendezvous is None:
             store = HashStore()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
             _use_interface_of(rendezvous[0])
             store = _client_store(rendezvous, num_ranks) if store is None else store

@@ -110,7 +110,7 @@ def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> 
             object_store_memory=options.object_store_bytes,
             include_dashboard=False,
             _node_ip_address=options.bind_address,
-            _temp_dir=folder,
+            _temp_dir=f"{folder}/ray",  # which Ray opens to everybody; the folder around it stays this user's own
             **arguments,
         )
     except Exception as error:  # Ray has no type for it

@@ -171,6 +171,7 @@ class VLLMStepper:
     def close(self) -> None:
         """See `Stepper.close`."""
         self._watch.stop()
+        self._receiver.close()
         with _kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
         _engines_in_process.discard(id(self))

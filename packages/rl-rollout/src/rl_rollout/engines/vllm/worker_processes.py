@@ -16,23 +16,25 @@ from rl_core.weights import SHARED_MEMORY
 from rl_rollout.engines.vllm.environment import unchanged_variables
 
 CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @contextmanager
 def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> Iterator[None]:
     """Variables that workers are started with.
 
+    All of them are on this machine: gloo, of which vLLM makes groups even for a single worker, listens on loopback.
     On CPUs vLLM binds each worker to a memory node of its own, and refuses to start with fewer nodes than workers:
     here they share what there is, unless the variable is set.
 
     Args:
-        num_workers: 1 sets nothing: the worker is this process.
+        num_workers: 1 is this process.
         num_threads: For all of them together.
         is_cpu: Threads are those of a CPU's worker.
     """
-    wanted = {}
+    wanted = {} if GLOO_INTERFACE in os.environ else {GLOO_INTERFACE: "lo"}
     if num_workers > 1 and is_cpu:
-        wanted = {"OMP_NUM_THREADS": str(max(1, num_threads // num_workers))}
+        wanted |= {"OMP_NUM_THREADS": str(max(1, num_threads // num_workers))}
         wanted |= {} if CPU_BINDING in os.environ else {CPU_BINDING: "nobind"}
     with unchanged_variables(wanted):
         os.environ.update(wanted)

@@ -1,0 +1,93 @@
+"""`scale` and weights over the network: the learner listens for as many engines as there are to be, deaths or not."""
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.liveness.live_answers import answer_request
+from rl_async_trainer.roles.learner import LearnerHost
+from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
+from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.weights.broadcast_group import BroadcastGroup
+
+
+class Host(LearnerHost):
+    """A learner host without learners, which has a transport from its start on."""
+
+    opened: BroadcastTransport
+
+    def __init__(self) -> None:
+        """Nothing is started."""
+
+    async def start(self, checkpoint: Path | None) -> int:
+        """Open the transport, for one engine."""
+        self.transport = Host.opened = BroadcastTransport(num_receivers=1)
+        return 0
+
+    async def close(self) -> None:
+        """Close the transport."""
+        Host.opened.close()
+
+
+class Rollouter:
+    """Says yes to any number of engines."""
+
+    async def set_num_engines(self, count: int) -> int:
+        """Do nothing."""
+        return count
+
+
+class Parts:
+    """What `answer_request` needs of the controller."""
+
+    def say(self, event: str, **fields: Any) -> None:
+        """Write nothing."""
+
+
+def is_open(transport: BroadcastTransport, *, expected: bool) -> bool:
+    """Whether the port answers as expected, at the latest in a minute."""
+    ends_at = time.monotonic() + 60
+    while time.monotonic() < ends_at:
+        try:
+            socket.create_connection(("127.0.0.1", transport._listener.port), timeout=60).close()
+            found = True
+        except ConnectionRefusedError:
+            found = False
+        if found == expected:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_learner_listens_for_the_engines_that_scale_adds(count: int) -> None:
+    async def scaled() -> None:
+        spec = RoleSpec(name="learner", factory=f"{__name__}:Host")
+        role = await open_cluster(ClusterOptions(kind="inline")).start(spec, deadline_s=60)
+        link = LearnerLink(role, find_checkpoint=lambda: None, on_lost=nothing, on_restored=nothing)
+        await link.start(None)
+        first = Host.opened
+        update = first.pack({"a": torch.ones(1)}, version=1, tied={})
+        receiver = BroadcastReceiver(num_workers=1)
+        group = BroadcastGroup(receiver.announce(update), receiver.name, rank=1, size=2, device=torch.device("cpu"))
+        assert is_open(first, expected=False)
+        await answer_request(Parts(), link, Rollouter(), {"do": "scale", "engines": count})  # type: ignore[arg-type]
+        assert is_open(first, expected=count == 2)
+        await link._restart()  # as after a death
+        assert Host.opened._num_receivers == (count or 1)
+        group.close()
+        receiver.close()
+        first.close()
+        await role.close()
+
+    asyncio.run(scaled())
+
+
+async def nothing(_: object) -> None:
+    """Nobody is told."""

@@ -1,0 +1,262 @@
+"""Weights over the network, and who has no business with them: what is open, to whom, and what noise does to it."""
+
+import json
+import os
+import resource
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+
+import pytest
+import torch
+from listening_sockets import listening_sockets
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from rl_core.errors import SettingsError, TransferError
+from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec, UniqueIdStore
+from rl_core.weights.secret_sockets import MAX_STRANGERS, connect, receive_message, send_message
+from rl_core.weights.update import Broadcast, WeightUpdate
+
+CPU = torch.device("cpu")
+WEIGHTS = {"a": torch.arange(1000, dtype=torch.float32)}
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def transport() -> Iterator[BroadcastTransport]:
+    transport = BroadcastTransport(bucket_bytes=512, deadline_s=60.0)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def pack(transport: BroadcastTransport) -> tuple[WeightUpdate, Broadcast]:
+    update = transport.pack(WEIGHTS, version=1, tied={})
+    assert update.broadcast is not None
+    return update, update.broadcast
+
+
+def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> BroadcastReceiver:
+    """An engine takes an update, and stays."""
+    receiver = BroadcastReceiver(num_workers=num_workers)
+    stack.callback(receiver.close)
+    meeting = receiver.announce(update)
+    groups = [
+        BroadcastGroup(meeting, receiver.name, rank=rank, size=num_workers + 1, device=CPU)
+        for rank in range(1, num_workers + 1)
+    ]
+    for group in groups:
+        stack.callback(group.close)
+        found = dict(group.receive([TensorSpec("a", (1000,), "float32")]))
+        assert torch.equal(found["a"], WEIGHTS["a"])
+    return receiver
+
+
+def listening_addresses() -> set[tuple[str, int]]:
+    """Where this process listens."""
+    return {(one.address, one.port) for one in listening_sockets([os.getpid()])}
+
+
+def is_soon_refused(port: int) -> bool:
+    ends_at = time.monotonic() + 60
+    while time.monotonic() < ends_at:
+        try:
+            socket.create_connection((HOST, port), timeout=60).close()
+        except ConnectionRefusedError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_one_address_is_open_and_receivers_open_none(opened: ExitStack) -> None:
+    before = listening_addresses()
+    transport = BroadcastTransport(host=HOST, bucket_bytes=512)
+    opened.callback(transport.close)
+    update, meeting = pack(transport)
+    assert listening_addresses() - before == {(HOST, meeting.port)}
+    take(update, opened)
+    assert listening_addresses() - before == {(HOST, meeting.port)}
+    transport.close()
+    assert listening_addresses() <= before
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "no such host"])
+def test_a_host_that_is_no_address_of_this_machine_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match=r"one address of this machine.*Set weights\.host"):
+        BroadcastTransport(host=host)
+
+
+def test_a_stranger_with_torchs_store_gets_nothing_and_ends_nothing(
+    transport: BroadcastTransport, opened: ExitStack
+) -> None:
+    update, meeting = pack(transport)
+    with pytest.raises(RuntimeError):
+        TCPStore(HOST, meeting.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False).set(
+            "a", "{"
+        )
+    take(update, opened)
+
+
+def test_who_has_another_secret_is_refused_and_refuses(transport: BroadcastTransport) -> None:
+    _, meeting = pack(transport)
+    with pytest.raises(ConnectionError):
+        connect(HOST, meeting.port, secrets.token_bytes(32), deadline_s=0.1)
+    stranger = socket.create_server((HOST, 0))
+    stranger.listen()
+    port = stranger.getsockname()[1]
+    with stranger, pytest.raises(OSError, match="timed out"):
+        connect(HOST, port, bytes.fromhex(meeting.secret), deadline_s=0.1)
+
+
+def test_an_impostor_learns_nothing_that_opens_the_real_one(transport: BroadcastTransport) -> None:
+    """What a receiver tells an impostor of a sender proves nothing to the sender: it was made for other nonces."""
+    _, meeting = pack(transport)
+    with socket.create_connection((HOST, meeting.port)) as first:
+        said = first.recv(32, socket.MSG_WAITALL)
+        first.sendall(said + bytes(32))  # the sender's own nonce, sent back
+        assert first.recv(1) == b""
+    assert meeting.secret not in repr(meeting)
+
+
+NOISE = {
+    "nothing": b"",
+    "a malformed line": b"{\n",
+    "binary": secrets.token_bytes(5000),
+    "zeros": bytes(64),
+    "a huge line": b"x" * (8 << 20),
+    "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 3,
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_ends_nothing(noise: str, transport: BroadcastTransport, opened: ExitStack) -> None:
+    update, meeting = pack(transport)
+    stranger = opened.enter_context(socket.create_connection((HOST, meeting.port)))
+    with suppress(ConnectionError):
+        stranger.sendall(NOISE[noise])
+    take(update, opened)
+    if len(NOISE[noise]) >= 64:
+        said = b"."
+        with suppress(ConnectionError):
+            while said:
+                said = stranger.recv(100)
+                assert len(said) <= 32
+    take(update, opened)
+
+
+def test_a_thousand_connections_that_say_nothing_hold_nobody_up(
+    transport: BroadcastTransport, opened: ExitStack
+) -> None:
+    update, meeting = pack(transport)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for _ in range(1000 if most > 4000 else most // 4):
+        opened.enter_context(socket.create_connection((HOST, meeting.port)))
+    take(update, opened)
+    assert len(transport._listener._strangers) <= MAX_STRANGERS
+
+
+HELLOS = [
+    b"{",
+    b"[]",
+    b"[" * 60_000,
+    b"{}",
+    b'{"rank": 1, "engine": "nobody"}',
+    b'{"rank": 1, "engine": ["nobody"]}',
+    b'{"engine": "a", "num_workers": 0}',
+    b'{"engine": "a", "num_workers": 1e999}',
+    b'{"engine": "a", "num_workers": 1000000000}',
+    b'{"engine": "\\ud800", "num_workers": "x"}',
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("hello", [*(len(text).to_bytes(4, "big") + text for text in HELLOS), b"\xff\xff\xff\xff"])
+def test_nonsense_of_one_who_knows_the_secret_ends_his_connection_alone(
+    hello: bytes, transport: BroadcastTransport, opened: ExitStack
+) -> None:
+    update, meeting = pack(transport)
+    connection = connect(HOST, meeting.port, bytes.fromhex(meeting.secret), deadline_s=60)
+    opened.enter_context(connection)
+    connection.sendall(hello)
+    with suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+    take(update, opened)
+
+
+def test_a_worker_that_comes_twice_or_unasked_takes_nobodys_place(
+    transport: BroadcastTransport, opened: ExitStack
+) -> None:
+    update, meeting = pack(transport)
+    receiver = BroadcastReceiver(num_workers=1)
+    opened.callback(receiver.close)
+    receiver.announce(update)
+    group = BroadcastGroup(meeting, receiver.name, rank=1, size=2, device=CPU)
+    opened.callback(group.close)
+    (spec,) = [TensorSpec("a", (1000,), "float32")]
+    assert len(dict(group.receive([spec]))) == 1
+    for rank in (1, 2):
+        second = BroadcastGroup(meeting, receiver.name, rank=rank, size=2, device=CPU)
+        with pytest.raises(TransferError, match="did not get through"):
+            list(second.receive([spec]))
+        second.close()
+
+
+def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack) -> None:
+    transport = BroadcastTransport(bucket_bytes=512, num_receivers=2)
+    opened.callback(transport.close)
+    update, meeting = pack(transport)
+    first = take(update, opened, num_workers=2)
+    socket.create_connection((HOST, meeting.port), timeout=60).close()  # one is missing
+    take(update, opened)
+    assert is_soon_refused(meeting.port)
+    update, _ = pack(transport)
+    assert first.announce(update) == meeting  # who is connected is served
+    thief = opened.enter_context(socket.socket())
+    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with pytest.raises(OSError, match="in use"):
+        thief.bind((HOST, meeting.port))
+
+    first.close()  # it died: the next one may come
+    take(update, opened, num_workers=2)
+    assert is_soon_refused(meeting.port)
+    transport.expect(3)
+    take(update, opened)
+    assert is_soon_refused(meeting.port)
+
+
+def test_the_unique_id_of_nccl_travels_over_the_workers_connections() -> None:
+    """As NCCL's process group asks for it: through torch, from C++."""
+    meeting = Broadcast(backend="nccl", host=HOST, port=1, secret="00", bucket_bytes=1, deadline_s=60.0)
+    pairs = [socket.socketpair() for _ in range(2)]
+    unique_id = secrets.token_bytes(128)
+    sending = UniqueIdStore([ours for ours, _ in pairs], meeting)
+    PrefixStore("", sending).set("0", unique_id)
+    for ours, theirs in pairs:
+        receiving = UniqueIdStore([theirs], meeting)
+        assert PrefixStore("", receiving).get("0") == unique_id
+        assert not PrefixStore("", receiving).check(["0"])
+        send_message(ours, {"key": "1", "value": ""}, deadline_s=60.0)
+        with pytest.raises(ConnectionError, match="'/0' was to come; found '1'"):
+            PrefixStore("", receiving).get("0")
+        ours.close()
+        theirs.close()
+
+
+def test_a_message_is_an_object_of_json() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_message(ours, {"a": 1}, deadline_s=60.0)
+        assert receive_message(theirs, deadline_s=60.0) == {"a": 1}
+        text = json.dumps([1]).encode()
+        ours.sendall(len(text).to_bytes(4, "big") + text)
+        with pytest.raises(ConnectionError, match="an object of JSON"):
+            receive_message(theirs, deadline_s=60.0)

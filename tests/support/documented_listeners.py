@@ -1,0 +1,44 @@
+"""The table of docs/guides/security.md, and which of the sockets that listen are not in it."""
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from listening_sockets import Listening, listening_sockets
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "security.md"
+
+
+def documented() -> list[tuple[list[str], list[str]]]:
+    """Patterns of processes and addresses of each row."""
+    rows = [line.split("|") for line in GUIDE.read_text().partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [(re.findall(r"`([^`]+)`", row[2]), re.findall(r"`([^`]+)`", row[3])) for row in rows[1:]]
+
+
+def undocumented(pids: Iterable[int], *, played: Mapping[int, str] | None = None) -> list[str]:
+    """What listens in these processes and is in no row.
+
+    Args:
+        pids: Processes.
+        played: Command lines of a process that plays another one.
+    """
+    rows = documented()
+    found = []
+    for one in sorted(listening_sockets(pids), key=str):
+        words = (played or {}).get(one.pid) or command_line(one.pid)
+        if not any(_matches(words, processes) and _matches(one.address, places) for processes, places in rows):
+            found.append(f"{one} of {words}")
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Words of a process, with spaces between."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _matches(text: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+__all__ = ["Listening", "documented", "listening_sockets", "undocumented"]
