@@ -23,7 +23,7 @@ from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, Sandb
 
 log = structlog.get_logger(__name__)
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[ \t]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON_NAMES = ("", "python", "py", "python3")
 RUNNER, PEER = "code_runner.py", "code_peer.py"
 OUT_OF_TIME = ("wall_time",)
