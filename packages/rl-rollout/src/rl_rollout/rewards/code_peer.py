@@ -140,7 +140,7 @@ class Peer:
         except Broken:
             raise
         except BaseException as error:
-            reply = ["raised", [kind.__name__ for kind in type(error).__mro__], describe(error)]
+            reply = ["raised", [kind.__name__ for kind in type(error).__mro__], text_of(error)]
         self._send(*reply)
 
     def _do(self, operation: str, target: Any, given: list[Any], named: dict[str, Any]) -> Any:
@@ -264,7 +264,12 @@ def replace_content(old: Any, new: Any) -> None:
 
 def describe(error: BaseException) -> str:
     """An error in one line."""
+    return f"{type(error).__name__}: {text_of(error)}"[:300]
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, whatever its own str does."""
     try:
-        return f"{type(error).__name__}: {error}"[:300]
+        return str(error)[:300]
     except BaseException:
-        return type(error).__name__
+        return ""
