@@ -114,6 +114,12 @@ def test_a_program_that_hangs_counts_as_timed_out(ground_truth):
     assert (hung.reward, hung.components["timed_out"]) == (0.0, 1.0)
 
 
+def test_a_program_without_processor_time_left_counts_as_timed_out():
+    reward = CodeReward(mode="share", isolation="any", limits={"wall_s": 60.0, "cpu_s": 1.0})
+    busy = score(reward, "def f(x):\n    while x != 2: pass\n    return 4", "assert f(2) == 4\nassert f(3) == 6")
+    assert (busy.reward, busy.components["timed_out"]) == (0.5, 0.5)
+
+
 def test_tests_before_a_hang_count(share):
     reward = CodeReward(mode="share", isolation="any", limits={"wall_s": 2.0})
     program = "def f(x):\n    while x != 2: pass\n    return 4"

@@ -182,7 +182,7 @@ class CodeReward:
         )
         stdin = b"".join(len(part).to_bytes(8, "little") + part for part in (json.dumps(p).encode() for p in parts))
         run = await self.sandbox.run(_source(RUNNER), stdin=stdin, files={PEER: _source(PEER)}, wall_s=self.total_s)
-        found = dict(_results(run.stdout, word))
+        found: dict[Any, tuple[str, str]] = dict(_results(run.stdout, word))
         ended = found.get("load", ("passed", ""))
         if ended[0] == "passed":
             ended = ("ended", describe_run(run))

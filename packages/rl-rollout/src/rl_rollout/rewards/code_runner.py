@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,6 +110,11 @@ def own_scope(program: str) -> dict[str, Any]:
     return {**scope, "__builtins__": untouched}
 
 
+def run_test(source: str, scope: dict[str, Any]) -> None:
+    """Run one test; it raises where it fails."""
+    exec(compile(explained(source), "test", "exec"), scope)  # noqa: S102
+
+
 def main() -> None:
     """Run the program, then the tests; say what each test gave."""
     first = read_part()
@@ -128,6 +134,8 @@ def main() -> None:
         except Broken as error:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if str(error) == "the program ended" else None
             send("load", "ended", f"{error}" + ("" if code is None else f" with exit code {code}"))
+            if code is not None and code < 0:
+                os.kill(os.getpid(), -code)  # what ended the program ends the run, and shows as such
             raise SystemExit(0) from None
         except NotPlain as error:
             send(number, "not_plain", str(error))
@@ -141,7 +149,7 @@ def main() -> None:
     scope = run("load", lambda: own_scope(program) if peer is None else program_scope(program, sources, peer))
     if scope is not None:
         for number, source in enumerate(sources):
-            run(number, lambda source=source: exec(compile(explained(source), "test", "exec"), scope))  # noqa: S102
+            run(number, partial(run_test, source, scope))
 
 
 if __name__ == "__main__":
