@@ -220,8 +220,8 @@ def encode(value: Any, keep: Callable[[Any], list[Any]], depth: int = 0) -> list
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if name in MADE:
         return ["made", [name, [encode(part, keep, depth + 1) for part in value.__reduce__()[1]]]]
-    if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
-        return ["builtin", value.__name__]
+    if isinstance(value, type) and value in vars(builtins).values():
+        return ["builtin", str(value.__name__)]
     if hasattr(value, "tolist") and not isinstance(value, Remote):  # numpy's arrays and numbers
         return encode(value.tolist(), keep, depth + 1)
     return keep(value)
