@@ -1,18 +1,23 @@
 import asyncio
 import json
+import os
 import sys
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
+from rl_rollout.rewards.code_peer import Broken, NotPlain, Peer, Remote, decode, encode
 from rl_rollout.rewards.code_reward import CodeReward, program_of
-from rl_rollout.rewards.code_runner import encode
-from rl_rollout.rewards.code_tests import Step, decode, read_tests, same_output, same_value
+from rl_rollout.rewards.code_tests import Step, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -46,7 +51,7 @@ def test_a_program_with_asserts(share):
     assert score(share, "def f(x): return x * 2", ASSERTS).reward == 1.0
     third = score(share, "def f(x): return x + x if isinstance(x, list) else 0", ASSERTS)
     assert third.reward == pytest.approx(1 / 3)
-    assert third.extras["code_failure"] == "f(2): ['int', '0']"
+    assert third.extras["code_failure"] == "assert f(2) == 4: AssertionError: 0"
 
 
 def test_mode_all_wants_every_test():
@@ -109,6 +114,12 @@ def test_a_program_that_hangs_counts_as_timed_out(ground_truth):
     assert (hung.reward, hung.components["timed_out"]) == (0.0, 1.0)
 
 
+def test_a_program_without_processor_time_left_counts_as_timed_out():
+    reward = CodeReward(mode="share", isolation="any", limits={"wall_s": 60.0, "cpu_s": 1.0})
+    busy = score(reward, "def f(x):\n    while x != 2: pass\n    return 4", "assert f(2) == 4\nassert f(3) == 6")
+    assert (busy.reward, busy.components["timed_out"]) == (0.5, 0.5)
+
+
 def test_tests_before_a_hang_count(share):
     reward = CodeReward(mode="share", isolation="any", limits={"wall_s": 2.0})
     program = "def f(x):\n    while x != 2: pass\n    return 4"
@@ -151,13 +162,13 @@ def test_ground_truths():
     assert read_tests({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}) == read_tests(DOUBLES)
     assert read_tests({"tests": ["assert f(1) == 1"], "setup": "import math"}) == (
         [],
-        [Step(kind="setup", source="import math"), Step(kind="value", source="f(1)", expected=1)],
+        [Step(kind="setup", source="import math"), Step(kind="check", source="assert f(1) == 1")],
     )
     assert read_tests(["x = 3\nassert f(x) == -x", "assert {1: (2,)} == f(1)", "assert f(1) is None"])[1] == [
         Step(kind="setup", source="x = 3"),
         Step(kind="check", source="assert f(x) == -x"),
-        Step(kind="value", source="f(1)", expected={1: (2,)}),
-        Step(kind="value", source="f(1)", expected=None, is_identity=True),
+        Step(kind="check", source="assert {1: (2,)} == f(1)"),
+        Step(kind="check", source="assert f(1) is None"),
     ]
     human_eval = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
     assert read_tests(human_eval) == ([], [Step(kind="check", source=human_eval)])
@@ -209,31 +220,113 @@ plain = st.recursive(
 )
 
 
+def not_kept(value):
+    raise NotPlain(repr(value))
+
+
+def decoded(encoded):
+    return decode(*encoded, decoded)
+
+
 @hypothesis_given(plain)
 def test_plain_data_passes_through_the_pipe_as_it_is(value):
-    encoded = json.loads(json.dumps(encode(value, 0)))
-    assert decode(encoded) == value
-    assert same_value(encoded, Step(kind="value", source="", expected=value))
-    assert same_value(encoded, Step(kind="value", source="", expected=value, is_identity=True))
+    assert decoded(json.loads(json.dumps(encode(value, not_kept)))) == value
 
 
-def test_values_compare_as_python_does_and_other_objects_never():
-    def same(value, expected, **options):
-        return same_value(encode(value, 0), Step(kind="value", source="", expected=expected, **options))
-
-    assert same(1, True)
-    assert not same(1, True, is_identity=True)
-    assert same(1.0, 1)
-    assert not same([1], (1,))
-    assert same(np.array([1, 2]), [1, 2])
-    assert same(np.float64(0.5), 0.5)
-    assert not same(object(), None)
-    for broken in (None, [], ["int"], ["int", "zz"], ["set", [["list", []]]], ["type", None], ["int", 5]):
-        assert not same_value(broken, Step(kind="value", source="", expected=1))
+def test_what_is_plain_data():
+    made = [Fraction(1, 3), Decimal("1.50"), date(2026, 1, 2), timedelta(seconds=3), range(1, 9, 2), int, ValueError]
+    assert decoded(json.loads(json.dumps(encode(made, not_kept)))) == made
+    assert decoded(encode([np.array([1, 2]), np.float64(0.5), True], not_kept)) == [[1, 2], 0.5, True]
+    with pytest.raises(NotPlain):
+        encode([object()], not_kept)
     cycle = []
     cycle.append(cycle)
     with pytest.raises(ValueError, match="nested too deeply"):
-        encode(cycle, 0)
+        encode(cycle, not_kept)
+
+
+ASKED_AND_RIGHT = {
+    "def f(x): return x * 2": "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)",
+    "def sum(a, b): return a + b": "assert sum(1, 2) == 3",
+    "def f(x): return x * 2.0": "import math\nassert math.isclose(f(2), 4)\nassert re.match('4', str(f(2)))",
+    "def g(n):\n    for i in range(n): yield i": "assert list(g(3)) == [0, 1, 2]",
+    "def order(x, y): x.sort(); y.clear()": "x, y = [3, 1], {1: 2}\norder(x, y)\nassert (x, y) == ([1, 3], {})",
+    "def f(x): raise ValueError(x)": "try:\n    f(-1)\nexcept ValueError as e:\n    said = str(e)\nassert said == '-1'",
+    """
+class P:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return P(self.x + other.x)
+    def __eq__(self, other): return self.x == other.x
+    def __len__(self): return self.x
+    def __iter__(self): return iter([self.x])
+    def __getitem__(self, i): return i
+""": "assert P(1) + P(2) == P(3)\nassert len(P(4)) == P(4).x\np = P(1)\np.x = 7\nassert list(p) == [7]\n"
+    "assert isinstance(p, P)\nassert P(2)['k'] == 'k'",
+    """
+import functools
+def memo(f):
+    kept = {}
+    @functools.wraps(f)
+    def wrapper(x):
+        if x not in kept: kept[x] = f(x)
+        return kept[x]
+    return wrapper
+""": "n = 0\n@memo\ndef square(x):\n    global n\n    n += 1\n    return x * x\nassert square(3) == 9 == square(3)\n"
+    "assert n == 1\nassert square.__name__ == 'square'",
+    "from fractions import Fraction as half\ndef f(): return half(1, 2)": "assert f() * 2 == 1",
+    "def is_none(x): return x is None": "assert is_none(None) is True\nassert is_none(1) is False",
+}
+
+
+@pytest.mark.parametrize(("program", "tests"), ASKED_AND_RIGHT.items())
+def test_right_programs_pass_outside_too(share, program, tests):
+    result = score(share, program, tests)
+    assert result.reward == 1.0, result.extras
+
+
+def test_what_cannot_leave_the_tests_is_the_rows_fault_unless_they_run_inside(share):
+    tests = "class Node: value = 3\nassert f(Node()) == 3"
+    with pytest.raises(DataError, match=r'hands the program a Node, which is no plain data(.|\n)*checks = "inside"'):
+        score(share, "def f(node): return node.value", tests)
+    inside = CodeReward(isolation="any", checks="inside")
+    assert score(inside, "def f(node): return node.value", tests).reward == 1.0
+    assert score(inside, "def f(node): return 4", tests).reward == 0.0
+
+
+def test_tests_inside_are_announced_as_what_can_be_gamed():
+    reward = CodeReward(isolation="any", checks="inside")
+    prompt = Prompt(uid="p0", input_ids=np.array([1], dtype=np.int32), ground_truth=ASSERTS)
+    with capture_logs() as logs:
+        asyncio.run(reward.rehearse(prompt))
+    assert "reward_can_be_gamed" in [entry["event"] for entry in logs]
+
+
+def test_a_program_may_call_what_a_test_hands_it_and_nothing_else():
+    questions, answers = os.pipe(), os.pipe()
+    peer = Peer(questions[0], answers[1], None)
+    peer._keep(len)
+    os.write(questions[1], b'["ask","getattr",0,[["str","__self__"]],{}]\n["value",["none",null],[]]\n')
+    assert peer.ask("name", "f") is None
+    _, refused = os.read(answers[0], 1 << 16).splitlines()
+    assert json.loads(refused)[:2] == ["raised", ["AttributeError", "Exception", "BaseException", "object"]]
+    with pytest.raises(NotPlain):
+        peer._keep(object())
+    os.close(questions[1])
+    with pytest.raises(Broken, match="the program ended"):
+        peer.ask("name", "f")
+    assert Remote(peer, 3) != 3
+
+
+def test_all_cases_together_have_total_s():
+    reward = CodeReward(mode="share", isolation="any", total_s=2.0, limits={"wall_s": 60.0})
+    run = asyncio.run(reward.sandbox.run("import time; time.sleep(60)", wall_s=0.2))
+    assert run.ended == "wall_time"
+    slow = score(reward, "import time; time.sleep(60)", DOUBLES)
+    assert (slow.reward, slow.components["timed_out"]) == (0.0, 1.0)
+
+
+def test_a_fence_with_many_spaces_takes_linear_time():
+    assert program_of("```" + " \t" * 100_000 + "x", needs_fence=True) is None
 
 
 def test_by_name_with_options_through_the_scorer():
@@ -252,6 +345,8 @@ def test_by_name_with_options_through_the_scorer():
     [
         ({"mode": "some"}, "mode of reward 'code' must be one of"),
         ({"compare": "bytes"}, "compare of reward 'code' must be one of"),
+        ({"checks": "none"}, "checks of reward 'code' must be one of"),
+        ({"limits": {"processes": 1}}, "limits.processes of reward 'code' must be at least 2"),
         ({"total_s": 0}, "total_s of reward 'code' must be above 0"),
         ({"limits": {"wall": 3}}, "limits of reward 'code' have no 'wall'. Did you mean 'wall_s'"),
         ({"limits": {"wall_s": -3}}, "sandbox limit wall_s must be at least"),

@@ -1,4 +1,6 @@
+import asyncio
 import builtins
+import functools
 import json
 
 import numpy as np
@@ -7,7 +9,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_rollout.rewards import RewardInput, resolve_reward
+from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
 
 pytest.importorskip("jsonschema")
 
@@ -16,6 +18,12 @@ SCHEMA = {
     "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}, "tags": {"type": "array"}},
     "required": ["name", "age"],
 }
+
+
+@functools.cache
+def reward_of(**options):
+    """A reward with one process for all tests that ask for the same."""
+    return resolve_reward("json_schema", {"num_workers": 1, "timeout_s": 60.0, **options})
 
 
 def response(text, ground_truth=None, **columns):
@@ -40,22 +48,25 @@ def response(text, ground_truth=None, **columns):
     ],
 )
 def test_a_response_fits_the_schema_or_not(text, reward, parsed):
-    result = resolve_reward("json_schema", {"schema": SCHEMA})(response(text))
+    result = reward_of()(response(text, SCHEMA))
     assert result.reward == reward
-    assert result.components == {"parsed": parsed, "valid": reward}
+    assert result.components == {"parsed": parsed, "valid": reward, "timed_out": 0.0}
     assert ("schema_failure" in result.extras) == (reward == 0.0)
 
 
 def test_where_the_schema_comes_from():
     text = '{"name": "Ada", "age": 36}'
     for ground_truth in (SCHEMA, json.dumps(SCHEMA), True):
-        assert resolve_reward("json_schema")(response(text, ground_truth)).reward == 1.0
-    by_column = resolve_reward("json_schema", {"column": "schema"})
+        assert reward_of()(response(text, ground_truth)).reward == 1.0
+    by_option = resolve_reward("json_schema", {"schema": SCHEMA})
+    assert by_option(response(text)).reward == 1.0
+    by_option.close()
+    by_column = reward_of(column="schema")
     assert by_column(response(text, schema={"type": "array"})).reward == 0.0
 
 
 def test_the_first_reason_says_where():
-    result = resolve_reward("json_schema", {"schema": SCHEMA})(response('{"name": "Ada", "age": -1}'))
+    result = reward_of()(response('{"name": "Ada", "age": -1}', SCHEMA))
     assert result.extras == {"schema_failure": "$.age: -1 is less than the minimum of 0"}
 
 
@@ -70,29 +81,28 @@ def test_the_first_reason_says_where():
     ],
 )
 def test_a_share_of_the_properties_counts_when_asked_for(text, reward, fitting):
-    result = resolve_reward("json_schema", {"schema": SCHEMA, "is_fractional": True})(response(text))
+    result = reward_of(is_fractional=True)(response(text, SCHEMA))
     assert result.reward == pytest.approx(reward)
     assert result.components["fitting"] == pytest.approx(fitting)
 
 
 def test_what_fits_but_is_not_valid_is_less_than_1():
     schema = {**SCHEMA, "additionalProperties": False}
-    reward = resolve_reward("json_schema", {"schema": schema, "is_fractional": True})
-    assert reward(response('{"name": "Ada", "age": 36, "more": 1}')).reward == 0.99
+    assert reward_of(is_fractional=True)(response('{"name": "Ada", "age": 36, "more": 1}', schema)).reward == 0.99
 
 
 @pytest.mark.parametrize(
-    "ground_truth", [None, 3, "", "{", {"type": "strin"}, {"$ref": "http://127.0.0.1:9/none.json"}]
+    "ground_truth", [None, 3, "", "{", {"type": "strin"}, {"$ref": "http://127.0.0.1:9/none.json"}, {"$ref": "#/none"}]
 )
 def test_rows_without_a_schema_are_the_rows_fault(ground_truth):
     with pytest.raises(DataError):
-        resolve_reward("json_schema")(response("{}", ground_truth))
+        reward_of()(response("{}", ground_truth))
 
 
 def test_references_inside_the_schema_hold():
     schema = {"$defs": {"age": {"type": "integer"}}, "properties": {"age": {"$ref": "#/$defs/age"}}}
-    reward = resolve_reward("json_schema", {"schema": schema, "is_fractional": True})
-    assert [reward(response(text)).reward for text in ('{"age": 1}', '{"age": "1"}')] == [1.0, 0.5]
+    reward = reward_of(is_fractional=True)
+    assert [reward(response(text, schema)).reward for text in ('{"age": 1}', '{"age": "1"}')] == [1.0, 0.5]
 
 
 def test_impossible_options_are_refused():
@@ -104,7 +114,7 @@ def test_impossible_options_are_refused():
 
 @hypothesis_given(st.text())
 def test_any_text_is_scored(text):
-    assert resolve_reward("json_schema", {"schema": SCHEMA})(response(text)).reward in (0.0, 1.0)
+    assert reward_of()(response(text, SCHEMA)).reward in (0.0, 1.0)
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
@@ -118,3 +128,27 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingExtraError, match=r"Install rl-rollout\[json-schema\]"):
         resolve_reward("json_schema")
+
+
+@pytest.mark.parametrize("number", ["1" * 4000, "1" + "0" * 400, "1e400", "1E1000000", "9" * 6001])
+@pytest.mark.parametrize("multiple", [0.01, 1e-300, 7])
+def test_a_number_that_no_rule_can_be_applied_to_is_wrong(number, multiple):
+    assert reward_of()(response(number, {"multipleOf": multiple})).reward == 0.0
+
+
+ENDLESS = {
+    "pattern": ({"pattern": r"^(\w+\s?)*$"}, json.dumps("a" * 40 + "!")),
+    "uniqueItems": ({"uniqueItems": True}, json.dumps([{"x": number} for number in range(50_000)])),
+}
+
+
+@pytest.mark.parametrize(("schema", "text"), ENDLESS.values(), ids=ENDLESS)
+def test_a_response_that_takes_forever_to_check_is_wrong_and_harms_no_other(schema, text):
+    reward = resolve_reward("json_schema", {"timeout_s": 1.0, "num_workers": 1})
+    scorer = RewardScorer(reward)
+    (hung,) = asyncio.run(scorer.score([response(text, schema)]))
+    assert (hung.result.reward, hung.result.components["timed_out"]) == (0.0, 1.0)
+    reward.close()
+    slow = resolve_reward("json_schema", {"timeout_s": 60.0, "num_workers": 1})
+    assert slow(response("3", schema)).reward == 1.0
+    slow.close()

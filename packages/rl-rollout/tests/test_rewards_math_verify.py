@@ -1,4 +1,5 @@
 import asyncio
+import os
 import threading
 
 import math_verify
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, RoleError
 from rl_rollout.rewards import MathVerify, RewardInput
+from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.math_verify import answer_of, is_integer
 
 HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number that fits no memory, inside one C call
@@ -39,6 +41,17 @@ def score(verify, text, ground_truth):
         (r"first \boxed{18}, then \boxed{19}", "18", 0.0),
         ("no idea", "18", 0.0),
         ("", "18", 0.0),
+        ("4²", "4", 0.0),
+        ("x = 4²", "16", 1.0),
+        (r"\boxed{4²}", "16", 1.0),
+        (r"\boxed{10⁻²}", "0.01", 1.0),
+        ("it is 3½", "3", 0.0),
+        ("it is 3½", "3.5", 1.0),
+        (r"\boxed{-3½}", "-3.5", 1.0),
+        (r"\boxed{x²+1}", "$x^2+1$", 1.0),
+        ("9" * 6001, "18", 0.0),
+        (r"\boxed{" + ",".join(["999"] * 2001) + "}", "18", 0.0),
+        (r"\boxed{" + chr(0xD800) + "}", "18", 0.0),
     ],
 )
 def test_answers(verify, text, ground_truth, reward):
@@ -66,7 +79,7 @@ def test_a_comparison_that_hangs_is_ended_marked_and_harms_no_other(request):
 
 def test_a_worker_that_dies_is_an_error_and_is_replaced(verify):
     assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
-    process = verify._workers[0]._process
+    process = verify._processes.workers[0]._process
     process.kill()
     process.wait()
     assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
@@ -79,9 +92,9 @@ def test_a_ground_truth_without_expression_is_the_rows_fault(verify):
 
 def test_closing_ends_the_processes():
     verify = MathVerify(num_workers=1)
-    assert verify._workers[0]._process is None, "nothing starts before it is needed"
+    assert verify._processes.workers[0]._process is None, "nothing starts before it is needed"
     score(verify, r"\boxed{\frac{1}{2}}", "0.5")
-    process = verify._workers[0]._process
+    process = verify._processes.workers[0]._process
     verify.close()
     assert process.poll() is not None
     verify.close()
@@ -89,7 +102,7 @@ def test_closing_ends_the_processes():
 
 def test_a_worker_that_cannot_start_says_so(monkeypatch):
     verify = MathVerify(num_workers=1)
-    monkeypatch.setattr("rl_rollout.rewards.math_verify.sys.executable", "/bin/false")
+    monkeypatch.setattr("rl_rollout.rewards.check_processes.sys.executable", "/bin/false")
     with pytest.raises(RoleError, match="exit code 1"):
         score(verify, r"\boxed{\frac{1}{2}}", "0.5")
     verify.close()
@@ -99,7 +112,7 @@ def test_integers_are_compared_in_place_as_the_library_would():
     verify = MathVerify(num_workers=1)
     assert score(verify, r"\boxed{1,018}", " 1018 ").reward == 1.0
     assert score(verify, r"\boxed{-5}", "5").reward == 0.0
-    assert verify._workers[0]._process is None
+    assert verify._processes.workers[0]._process is None
     verify.close()
 
 
@@ -125,3 +138,14 @@ def test_answer_of():
     assert [is_integer(text) for text in ("12", "1,234", "+3", "1.0", "12,34", "", "9" * 301)] == [True] * 3 + [
         False
     ] * 4
+
+
+def test_a_process_that_a_response_ends_gives_no_verdict(tmp_path, monkeypatch):
+    module = tmp_path / "dies.py"
+    module.write_text(
+        "import os, sys\nprint('{}', flush=True)\nfor line in sys.stdin:\n    print('{}', flush=True)\n    os.abort()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    processes = CheckProcesses("dies", timeout_s=60.0, num_processes=1)
+    assert [processes.check({}), processes.check({})] == [None, None]
+    processes.close()

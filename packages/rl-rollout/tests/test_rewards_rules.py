@@ -26,10 +26,22 @@ def response(text, ground_truth):
         ("1,2345", "2345"),
         ("75%", "75"),
         ("2026-11-05", "5"),
+        ("16 = 4²", "16"),
+        ("7 and 1,234⁵", "7"),
+        ("7 and 44½", "7"),
+        ("7, not 4^2", "7"),
+        ("7, not 4**12 or 2^{-3}", "7"),
+        ("7 ²", "7"),
     ],
 )
 def test_last_number(text, number):
     assert last_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}"])
+def test_what_is_written_with_several_numbers_is_none_of_them(text):
+    assert last_number(text) is None
+    assert number_match(response(text, "4")) == 0.0
 
 
 def test_no_number():

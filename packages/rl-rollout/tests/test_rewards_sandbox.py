@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -393,9 +392,17 @@ def test_cancelling_ends_the_program(sandbox, marker):
     wait_until(lambda: not processes_with(marker))
 
 
-def test_programs_end_with_the_process_that_started_them(sandbox, marker, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/tmp")
-    folders = set(Path("/tmp").glob("rl-sandbox-*"))
+@pytest.fixture
+def own_tmp(monkeypatch):
+    """A temporary folder in which no other program makes sandboxes, and which every user can enter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_programs_end_with_the_process_that_started_them(sandbox, marker, own_tmp):
     script = f"""
 import asyncio, os
 from rl_rollout.rewards.sandbox import Sandbox, SandboxOptions
@@ -413,15 +420,13 @@ asyncio.run(sandbox.run({sleeper(marker)!r}))
         trainer.kill()
         trainer.wait()
     wait_until(lambda: not processes_with(marker))
-    for folder in set(Path("/tmp").glob("rl-sandbox-*")) - folders:  # all that a process which is killed leaves
-        shutil.rmtree(folder)
+    assert len(list(own_tmp.iterdir())) == 1  # all that a process which is killed leaves
 
 
-def test_no_folder_stays_behind(sandbox):
-    before = set(Path(tempfile.gettempdir()).glob("rl-sandbox-*"))
+def test_no_folder_stays_behind(sandbox, own_tmp):
     program = "import os\nfor i in range(300):\n    os.mkdir('d'); os.chdir('d')\nopen('x', 'w').close()"
     assert run(sandbox, program).is_success
-    assert set(Path(tempfile.gettempdir()).glob("rl-sandbox-*")) <= before
+    assert list(own_tmp.iterdir()) == []
 
 
 def test_programs_do_not_meet(sandbox):

@@ -1,26 +1,31 @@
 """Reward for programs: runs what a response wrote against the row's tests, in a sandbox."""
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
-from rl_core.data import Json, Prompt
-from rl_core.errors import SettingsError
+import structlog
+
+from rl_core.data import Prompt
+from rl_core.errors import DataError, SettingsError
 from rl_core.registry import nearest_name
-from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output, same_value
-from rl_rollout.rewards.outputs import cut
+from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output
+from rl_rollout.rewards.outputs import cut, printable, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+log = structlog.get_logger(__name__)
+
+FENCE = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[ \t]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON_NAMES = ("", "python", "py", "python3")
-RUNNER = files("rl_rollout.rewards").joinpath("code_runner.py")
+RUNNER, PEER = "code_runner.py", "code_peer.py"
 OUT_OF_TIME = ("wall_time",)
 
 
@@ -44,8 +49,9 @@ class CodeReward:
     """Share of the row's tests that the response's program passes, or 1 for all and else 0.
 
     The ground truth is a list of {"input", "output"}: the program runs once for each, and what it prints is
-    compared outside. Or it is text with `assert` statements: the program and these run in one process, where
-    `assert EXPRESSION == LITERAL` is compared outside too. The program is the last fenced block of Python.
+    compared outside. Or it is text with `assert` statements, which run in a process that the program cannot look
+    into: what they call is called in the program's, and comes back as plain data. The program is the last fenced
+    block of Python.
 
     Components: `passed`, the share (in mode "all" cases stop at the first that fails); `timed_out`, the share that
     had no time left; `has_code`. The first reason is in the extras. A sandbox that breaks is a failure; a program
@@ -54,6 +60,8 @@ class CodeReward:
     Attributes:
         mode: "all" for 1 when every test passes, "share" for the share.
         compare: How printed text is compared: "lines" forgives spaces at the ends of lines, "tokens" all spaces.
+        checks: "outside" runs assertions beside the program; "inside" in its own process, for rows whose assertions
+            hand it what is no plain data, where a program that searches its interpreter can make them pass.
         total_s: Seconds for all tests of a response; those that come later count as timed out. Keep it below
             the scorer's timeout_s.
         limits: Of each run, as in SandboxLimits.
@@ -67,6 +75,7 @@ class CodeReward:
 
     mode: Literal["all", "share"] = "all"
     compare: Literal["lines", "tokens"] = "lines"
+    checks: Literal["outside", "inside"] = "outside"
     total_s: float = 20.0
     limits: dict[str, float] = field(default_factory=dict)
     needs_fence: bool = False
@@ -79,7 +88,11 @@ class CodeReward:
 
     def __post_init__(self) -> None:
         """Check the options; nothing runs yet."""
-        for name, known in (("mode", ("all", "share")), ("compare", ("lines", "tokens"))):
+        for name, known in (
+            ("mode", ("all", "share")),
+            ("compare", ("lines", "tokens")),
+            ("checks", ("outside", "inside")),
+        ):
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")
         if not self.total_s > 0:
@@ -88,6 +101,10 @@ class CodeReward:
         for name in sorted(set(self.limits) - set(limits)):
             raise SettingsError(
                 f"limits of reward 'code' have no {name!r}.{nearest_name(name, limits)} Known: {', '.join(limits)}."
+            )
+        if self.limits.get("processes", 2) < 2:
+            raise SettingsError(
+                f"limits.processes of reward 'code' must be at least 2; found {self.limits['processes']}."
             )
         if self.max_concurrency is None:
             object.__setattr__(self, "max_concurrency", os.cpu_count() or 1)
@@ -107,6 +124,8 @@ class CodeReward:
             SettingsError: No sandbox works here.
             DataError: The prompt has no tests.
         """
+        if self.checks == "inside":
+            log.warning("reward_can_be_gamed", reward="code", checks="inside", reason="a program sees its assertions")
         await self.sandbox.start()
         read_tests(prompt.ground_truth)
 
@@ -135,12 +154,15 @@ class CodeReward:
 
     async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        started_at = time.monotonic()
+        ends_at = time.monotonic() + self.total_s
         for given, expected in cases:
-            if time.monotonic() - started_at >= self.total_s:
+            remaining_s = ends_at - time.monotonic()
+            if remaining_s <= 0:
                 late = Outcome(is_passed=False, is_timed_out=True, reason=f"{self.total_s:g} s were over")
                 return outcomes + [late] * (len(cases) - len(outcomes))
-            outcomes.append(self._outcome(await self.sandbox.run(program, stdin=given.encode()), expected))
+            outcomes.append(
+                self._outcome(await self.sandbox.run(program, stdin=given.encode(), wall_s=remaining_s), expected)
+            )
             if self.mode == "all" and not outcomes[-1].is_passed:
                 break
         return outcomes
@@ -155,21 +177,28 @@ class CodeReward:
 
     async def _run_steps(self, program: str, steps: Sequence[Step]) -> list[Outcome]:
         word = secrets.token_hex(16)
-        given = {"word": word, "program": program, "steps": [(step.kind, step.source) for step in steps]}
-        run = await self.sandbox.run(RUNNER.read_text(encoding="utf-8"), stdin=json.dumps(given).encode())
-        found = {result[0]: result[1:] for result in _results(run.stdout, word)}
-        ended = found["load"][0] if "load" in found else describe_run(run)
+        parts = (
+            {"program": program, "is_inside": self.checks == "inside"},
+            {"word": word, "steps": [step.source for step in steps]},
+        )
+        stdin = b"".join(len(part).to_bytes(8, "little") + part for part in (json.dumps(p).encode() for p in parts))
+        run = await self.sandbox.run(_source(RUNNER), stdin=stdin, files={PEER: _source(PEER)}, wall_s=self.total_s)
+        found: dict[Any, tuple[str, str]] = dict(_results(run.stdout, word))
+        ended = found.get("load", ("passed", ""))
+        if ended[0] == "passed":
+            ended = ("ended", describe_run(run))
         outcomes = []
         for number, step in enumerate(steps):
-            kind, value = found.get(number, ("ended", ended))
-            if step.kind == "setup":
-                continue
-            is_passed = (
-                same_value(value, step) if kind == "value" == step.kind else kind == "passed" and step.kind == "check"
-            )
-            timed_out = kind == "ended" and is_timed_out(run)
-            reason = "" if is_passed else cut(f"{step.source}: {value}", max_characters=300)
-            outcomes.append(Outcome(is_passed=is_passed, is_timed_out=timed_out, reason=reason))
+            kind, said = found.get(number, ended)
+            if kind == "not_plain" and self.checks == "outside":
+                raise DataError(
+                    f"a test hands the program {said}, which is no plain data: {shown(step.source)}. Repair the row, "
+                    'or set checks = "inside", which lets programs see their tests.'
+                )
+            if step.kind == "check":
+                timed_out = kind == "ended" and is_timed_out(run)
+                reason = "" if kind == "passed" else cut(f"{step.source}: {said}", max_characters=300)
+                outcomes.append(Outcome(is_passed=kind == "passed", is_timed_out=timed_out, reason=printable(reason)))
         return outcomes
 
 
@@ -193,13 +222,14 @@ def describe_run(run: ProgramRun) -> str:
     return cut(f"the program {how}{''.join(f': {line}' for line in last)}", max_characters=300)
 
 
-def _results(stdout: bytes, word: str) -> list[list[Json]]:
-    lines = stdout.decode("utf-8", errors="replace").splitlines()
-    found = []
-    for line in lines:
-        if line.startswith(word):
-            try:
-                found.append(json.loads(line.removeprefix(word)))
-            except ValueError:  # cut off where the program was ended
-                continue
-    return found
+def _source(name: str) -> str:
+    return files("rl_rollout.rewards").joinpath(name).read_text(encoding="utf-8")
+
+
+def _results(stdout: bytes, word: str) -> Iterable[tuple[Any, tuple[str, str]]]:
+    """What the runner said of each step; anything else on these lines is no result."""
+    for line in stdout.decode("utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line.removeprefix(word)) if line.startswith(word) else None
+            if isinstance(found, list) and len(found) == 3 and {*map(type, found)} <= {int, str}:
+                yield found[0], (str(found[1]), str(found[2]))

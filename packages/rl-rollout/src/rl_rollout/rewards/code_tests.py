@@ -2,9 +2,9 @@
 
 import ast
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rl_core.data import Json
 from rl_core.errors import DataError
@@ -16,35 +16,21 @@ FORMS = (
 )
 
 
-SCALARS: dict[str, Callable[[Any], Any]] = {
-    "bool": bool,
-    "int": lambda text: int(text, 16),
-    "float": float.fromhex,
-    "str": str,
-    "bytes": bytes.fromhex,
-}
-CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-
-
 Case = tuple[str, str]
 """A program's standard input, and what it prints then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A piece of Python that runs after the program, in the same process.
+    """A piece of Python that runs after the program.
 
     Attributes:
-        kind: "setup" only runs; "check" must not raise; "value" gives a value that is compared outside.
-        source: Statements, or an expression.
-        expected: What a "value" must be, which the program never sees.
-        is_identity: True for `is`: the types must be the same too.
+        kind: "setup" only runs; "check" must not raise.
+        source: Statements.
     """
 
-    kind: Literal["setup", "check", "value"]
+    kind: Literal["setup", "check"]
     source: str
-    expected: Any = None
-    is_identity: bool = False
 
 
 def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
@@ -91,37 +77,6 @@ def same_output(printed: str, expected: str, *, compare: Literal["lines", "token
     return _lines(printed) == _lines(expected)
 
 
-def same_value(encoded: Json, step: Step) -> bool:
-    """Whether a value that a program's process sent is the expected one; what is not plain data never is."""
-    try:
-        value = decode(encoded)
-        if step.is_identity:
-            return type(value) is type(step.expected) and bool(value == step.expected)
-        return bool(value == step.expected)
-    except (TypeError, ValueError, KeyError, IndexError, RecursionError):
-        return False
-
-
-def decode(encoded: Json) -> Any:
-    """A value as `code_runner.py` encodes it.
-
-    Raises:
-        ValueError: It is not plain data.
-    """
-    kind, value = encoded
-    if kind == "none":
-        return None
-    if kind in SCALARS:
-        return SCALARS[kind](value)
-    if kind == "complex":
-        return complex(float.fromhex(value[0]), float.fromhex(value[1]))
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in value}
-    if kind not in CONTAINERS:
-        raise ValueError(f"a {kind} is not plain data")
-    return CONTAINERS[kind]([decode(item) for item in value])
-
-
 def _parsed(ground_truth: Json) -> Json:
     """JSON in a text, which is what a table's column often has."""
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("[", "{"):
@@ -145,24 +100,9 @@ def _steps(source: str) -> Iterable[Step]:
         return
     for statement in statements:
         if isinstance(statement, ast.Assert):
-            yield _comparison(statement.test) or Step(kind="check", source=ast.unparse(statement))
+            yield Step(kind="check", source=ast.unparse(statement))
         else:
             yield Step(kind="setup", source=ast.unparse(statement))
-
-
-def _comparison(test: ast.expr) -> Step | None:
-    """`expression == literal`, either way round, or `expression is literal`; None for anything else."""
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.Is):
-        return None
-    sides: Sequence[ast.expr] = (test.left, test.comparators[0])
-    for expression, literal in (sides, sides[::-1]):
-        try:
-            expected = ast.literal_eval(literal)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            continue
-        is_identity = isinstance(test.ops[0], ast.Is)
-        return Step(kind="value", source=ast.unparse(expression), expected=expected, is_identity=is_identity)
-    return None
 
 
 def _text(value: Json) -> str:

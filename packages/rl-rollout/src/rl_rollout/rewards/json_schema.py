@@ -1,18 +1,17 @@
 """Reward for JSON that fits a schema, by the jsonschema library."""
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from rl_core.data import Json
-from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_rollout.rewards.outputs import cut, shown
+from rl_core.errors import DataError, SettingsError
+from rl_rollout.rewards.check_processes import CheckProcesses
+from rl_rollout.rewards.json_worker import WRONG, libraries, validator_of
+from rl_rollout.rewards.outputs import printable, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
-FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-MAX_CHARACTERS = 1 << 20
+WORKER = "rl_rollout.rewards.json_worker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class JsonSchemaReward:
     """1 when the response is JSON that the schema accepts, else 0; with is_fractional, what share of it fits.
 
     The schema is the option, or the row's column, or else the ground truth; a text is read as JSON. A response
-    is JSON as it stands, or its last fenced block is. Components: `parsed` and `valid`; with is_fractional
+    is JSON as it stands, or its last fenced block is. Components: `parsed`, `valid` and `timed_out`; with is_fractional
     `fitting`, the share of the schema's top-level properties (its `properties` and `required`) that are there
     where required, and valid. References to other documents are not fetched.
 
@@ -29,11 +28,17 @@ class JsonSchemaReward:
         column: Column of the row that has it.
         is_fractional: True gives 0.5 for JSON that parses, and up to 0.5 more for the share that fits, while it
             is not wholly valid: at most 0.99.
+        timeout_s: Of a check, which a pattern or a long list can make endless; then the reward is 0.
+        num_workers: Processes in which the library runs, started at their first use.
     """
 
     schema: Mapping[str, Json] | None = None
     column: str | None = None
     is_fractional: bool = False
+    timeout_s: float = 5.0
+    num_workers: int = 2
+    max_concurrency: int = field(init=False, repr=False)
+    processes: CheckProcesses = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -44,10 +49,13 @@ class JsonSchemaReward:
         """
         if self.schema is not None and self.column is not None:
             raise SettingsError("reward 'json_schema' takes a schema or a column; found both.")
-        _library()
+        libraries()
+        object.__setattr__(self, "max_concurrency", self.num_workers)
+        processes = CheckProcesses(WORKER, timeout_s=self.timeout_s, num_processes=self.num_workers)
+        object.__setattr__(self, "processes", processes)
         if self.schema is not None:
             try:
-                _validator(self.schema)
+                validator_of(self.schema)
             except DataError as error:
                 raise SettingsError(f"schema of reward 'json_schema': {error}") from error
 
@@ -57,21 +65,26 @@ class JsonSchemaReward:
         Raises:
             DataError: The row has no schema, or one that is none.
         """
-        schema = self._schema_of(given)
-        validator = _validator(schema)
-        try:
-            found = _read_json(given.response_text)
-        except (ValueError, RecursionError) as error:
-            parts = {"parsed": 0.0, "valid": 0.0, **({"fitting": 0.0} if self.is_fractional else {})}
-            return RewardResult(reward=0.0, components=parts, extras={"schema_failure": str(error)[:300]})
-        reason = _first_error(validator, found)
-        components = {"parsed": 1.0, "valid": float(reason is None)}
-        reward = components["valid"]
+        request = {
+            "schema": self._schema_of(given),
+            "text": given.response_text,
+            "is_fractional": self.is_fractional,
+        }
+        found = self.processes.check(request)
+        is_timed_out = found is None
+        found = found or {**WRONG, "reason": "checking it took too long, or too much memory"}
+        components = {"parsed": found["parsed"], "valid": found["valid"], "timed_out": float(is_timed_out)}
+        reward = found["valid"]
         if self.is_fractional:
-            components["fitting"] = 1.0 if reason is None else _fitting(validator, schema, found)
-            reward = 1.0 if reason is None else min(0.5 + 0.5 * components["fitting"], 0.99)
-        extras = {} if reason is None else {"schema_failure": reason}
+            components["fitting"] = found["fitting"]
+            if found["parsed"] and not found["valid"] and not is_timed_out:
+                reward = min(0.5 + 0.5 * found["fitting"], 0.99)
+        extras = {} if found["valid"] else {"schema_failure": printable(found["reason"])}
         return RewardResult(reward=reward, components=components, extras=extras)
+
+    def close(self) -> None:
+        """End the processes; can be called twice."""
+        self.processes.close()
 
     def _schema_of(self, given: RewardInput) -> Json:
         if self.schema is not None:
@@ -86,74 +99,3 @@ class JsonSchemaReward:
             where = "ground truth" if self.column is None else f"column {self.column!r}"
             raise DataError(f"the {where} must be a JSON schema; found {shown(schema)}. Repair the row.")
         return schema
-
-
-def _validator(schema: Json) -> Any:
-    library, referencing = _library()
-    validator_class = library.validators.validator_for(schema, default=library.Draft202012Validator)
-    try:
-        validator_class.check_schema(schema)
-    except (library.SchemaError, RecursionError) as error:
-        raise DataError(f"it is no JSON schema ({cut(str(error), max_characters=300)}).") from error
-    return validator_class(schema, registry=referencing.Registry())  # one that has no document and fetches none
-
-
-def _library() -> tuple[Any, Any]:
-    """The library, and the one that it resolves references with."""
-    try:
-        import jsonschema
-        import referencing
-    except ImportError as error:
-        raise MissingExtraError(
-            "reward 'json_schema' needs jsonschema. Install rl-rollout[json-schema] as the README says."
-        ) from error
-    return jsonschema, referencing
-
-
-def _read_json(text: str) -> Json:
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"{len(text)} characters; at most {MAX_CHARACTERS} are read")
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        blocks = FENCE.findall(text)
-        if not blocks:
-            raise
-    return json.loads(blocks[-1], parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> Json:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _first_error(validator: Any, found: Json) -> str | None:
-    """Where the value does not fit, None when it does.
-
-    Raises:
-        DataError: The schema refers to another document.
-    """
-    library, referencing = _library()
-    try:
-        error = library.exceptions.best_match(validator.iter_errors(found))
-    except RecursionError:
-        return "it is nested too deeply"
-    except referencing.exceptions.Unresolvable as unresolved:
-        raise DataError(f"the schema refers to what it does not have ({unresolved}). Repair the row.") from unresolved
-    return None if error is None else cut(f"{error.json_path}: {error.message}", max_characters=300)
-
-
-def _fitting(validator: Any, schema: Json, found: Json) -> float:
-    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
-    required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
-    names = sorted({*properties, *required})
-    if not names or not isinstance(found, dict):
-        return 0.0
-    num_fitting = 0
-    for name in names:
-        if name in found:
-            num_fitting += (
-                name not in properties or _first_error(validator.evolve(schema=properties[name]), found[name]) is None
-            )
-        else:
-            num_fitting += name not in required
-    return num_fitting / len(names)

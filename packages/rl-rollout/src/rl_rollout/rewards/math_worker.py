@@ -1,57 +1,33 @@
-"""The process in which math-verify runs: requests and answers are JSON lines on stdin and stdout.
+"""The process in which math-verify runs."""
 
-math-verify guards itself with signals, which work in a main thread alone, and not while sympy computes
-a huge power. Here the kernel ends the whole process when a request takes too long, whatever it does.
-"""
-
-import json
 import logging
-import os
-import resource
-import signal
-import sys
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any
 
-MEMORY_BYTES = 4 << 30
+from rl_rollout.rewards.check_worker import main
 
 
-def serve(requests: IO[str], answers: IO[str], *, timeout_s: float) -> None:
-    """Answer requests until their stream ends; die by SIGALRM when one takes longer than timeout_s."""
+def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Read the ground truth.
+
+    Raises:
+        ValueError: It has no expression.
+    """
     from math_verify import parse, verify
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    print_line(answers, {"is_ready": True})
-    for line in requests:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        try:
-            gold = parse(request["gold"], parsing_timeout=None)
-            found = parse(request["answer"], parsing_timeout=None)
-            answer: dict[str, Any] = {
-                "is_equal": bool(gold and found and verify(gold, found, timeout_seconds=None)),
-                "is_gold_parsed": bool(gold),
-            }
-        except (Exception, RecursionError, MemoryError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print_line(answers, answer)
+    gold = parse(request["gold"], parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"math-verify finds no expression in the ground truth {request['gold']!r}. Repair the row.")
 
+    def judge() -> dict[str, Any]:
+        found = parse(request["answer"], parsing_timeout=None)
+        return {"is_equal": bool(found and verify(gold, found, timeout_seconds=None))}
 
-def print_line(answers: IO[str], value: dict[str, Any]) -> None:
-    """Write one JSON line at once."""
-    answers.write(json.dumps(value) + "\n")
-    answers.flush()
-
-
-def main() -> None:
-    """Keep stdout for answers, whatever a library prints, and bound the memory."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time-outs are off
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    serve(sys.stdin, answers, timeout_s=float(sys.argv[1]))
+    return judge
 
 
 if __name__ == "__main__":
-    main()
+    import math_verify  # noqa: F401 (before the first deadline)
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time-outs are off
+    main(prepare, {"is_equal": False})

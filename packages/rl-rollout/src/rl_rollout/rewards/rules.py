@@ -6,7 +6,14 @@ from decimal import Decimal
 from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign only where it does not subtract: "5-3" ends in 3, "= -3" in -3.
-NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])-)?\.\d+")
+# What stands for another number together with the digits before it: powers, indices, fractions, in one character or as
+# `^2` and `**2`. Then the text has no number there.
+SCRIPT = (
+    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u2189\u2460-\u24ff\u2776-\u2793]+|(?:\^|\*\*)\{?[-+]?\d*"
+)
+NUMBER = re.compile(
+    r"(?:(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])-)?\.\d+)(?P<script>" + SCRIPT + ")?"
+)
 BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
@@ -27,8 +34,8 @@ def number_match(given: RewardInput) -> float:
 def last_number(text: str) -> Decimal | None:
     """The last decimal number of a text, thousands separators removed."""
     last = None
-    for last in NUMBER.finditer(text):  # noqa: B007
-        pass
+    for found in NUMBER.finditer(text):
+        last = last if found["script"] else found
     return None if last is None else Decimal(last.group().replace(",", ""))
 
 

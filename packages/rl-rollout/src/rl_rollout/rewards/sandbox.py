@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import secrets
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -86,8 +87,7 @@ class SandboxOptions:
     Attributes:
         limits: What one program may take.
         network: "deny" lets it open no socket; "allow" gives it this machine's network.
-        isolation: "strong" refuses to run where programs would have this user's rights; "any" runs there too,
-            with a warning.
+        isolation: "strong" refuses to run where programs would have this user's rights; "any" warns and runs there.
         python: Path of the interpreter that runs programs; empty is this process's.
         readable: More files and folders that it may read (and that the level's user can), beside Python's and
             the system's.
@@ -164,8 +164,7 @@ class Sandbox:
             return self._level
         refusals = []
         for level in _levels(self._options):
-            refusal = await self._try(level)
-            if refusal is None:
+            if (refusal := await self._try(level)) is None:
                 self._level = level
                 event = log.warning if level == "same_user" else log.info
                 event("sandbox_chosen", level=level, guarantee=GUARANTEES[level], network=self._options.network)
@@ -177,25 +176,30 @@ class Sandbox:
             f"{advice} Tried:\n" + "\n".join(refusals)
         )
 
-    async def run(self, program: str, *, stdin: bytes = b"", files: Mapping[str, str] | None = None) -> ProgramRun:
+    async def run(
+        self, program: str, *, stdin: bytes = b"", files: Mapping[str, str] | None = None, wall_s: float = math.inf
+    ) -> ProgramRun:
         """Run one Python program to its end, or to a limit.
 
         Args:
             program: Its source.
             stdin: What it can read.
             files: More files in its working folder, by name.
+            wall_s: Seconds, where fewer than the limits give.
 
         Raises:
             RoleError: The sandbox itself failed; never the program's doing.
             SettingsError: No sandbox works here.
         """
-        return await self._run(await self.start(), program, stdin=stdin, files=files or {})
+        level = await self.start()
+        limits = replace(self._options.limits, wall_s=min(self._options.limits.wall_s, wall_s))
+        return await self._run(level, {**(files or {}), PROGRAM: program}, limits, stdin)
 
     async def _try(self, level: Level) -> str | None:
         """None when a program runs at this level, and can open no socket where it must not; else what happened."""
         word = secrets.token_hex(8)
         try:
-            run = await self._run(level, PROBE.format(word=word), stdin=b"", files={})
+            run = await self._run(level, {PROGRAM: PROBE.format(word=word)}, self._options.limits, b"")
         except RoleError as error:
             return str(error)
         expected = f"{word} {'open' if self._options.network == 'allow' else 'closed'}"
@@ -204,13 +208,13 @@ class Sandbox:
         errors = cut(run.stderr.decode(errors="replace").strip(), max_characters=300)
         return f"the trial program {run.ended} with exit code {run.exit_code}, said {run.stdout!r} and {errors!r}"
 
-    async def _run(self, level: Level, program: str, *, stdin: bytes, files: Mapping[str, str]) -> ProgramRun:
+    async def _run(self, level: Level, files: dict[str, str], limits: SandboxLimits, stdin: bytes) -> ProgramRun:
         uid = _free_uid() if os.geteuid() == 0 and level != "same_user" else None
         with _folder(uid) as folder:
             spec = self._specification(level, uid, folder)
-            spec["files"] = {**files, PROGRAM: program}
+            spec |= {"files": files, "limits": asdict(limits)}
             text = json.dumps(spec).encode()
-            return await _launch(len(text).to_bytes(8, "little") + text + stdin, self._options.limits)
+            return await _launch(len(text).to_bytes(8, "little") + text + stdin, limits)
 
     def _specification(self, level: Level, uid: int | None, folder: str) -> dict[str, Any]:
         options = self._options
@@ -224,7 +228,6 @@ class Sandbox:
             "environment": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **_library_path()},
             "readable": _readable([*paths, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]),
             "network": options.network,
-            "limits": asdict(options.limits),
             "system_calls": calls.hex(),
         }
 

@@ -14,12 +14,14 @@ import signal
 import stat
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-POLL_S = 0.025
+sys.path.insert(0, str(Path(__file__).parent))  # an isolated Python does not look beside its script
+from sandbox_watch import awaited_signals, become, report, supervise  # type: ignore[import-not-found]
+
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+PR_SET_THP_DISABLE = 41
 NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 READ_ONLY, NO_SUID, NO_DEVICES, RECURSIVE = 1, 2, 4, 0x8000
@@ -28,6 +30,7 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 DEVICES = ("null", "zero", "full", "random", "urandom")
 WORK = "/tmp"  # noqa: S108 (the sandbox's own, inside its own root)
 INNER_UID = 65534
+RLIMIT_SIGPENDING = 11
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 Spec = dict[str, Any]
@@ -59,11 +62,6 @@ def read_exactly(size: int) -> bytes:
             raise SystemExit("the specification ended early")
         received += piece
     return bytes(received)
-
-
-def report(status_fd: int, found: dict[str, Any]) -> None:
-    """Say what happened, in one line."""
-    os.write(status_fd, json.dumps(found).encode() + b"\n")
 
 
 def report_error(status_fd: int, error: OSError, *, where: str) -> None:
@@ -98,7 +96,7 @@ def run_without_namespaces(spec: Spec, status_fd: int) -> None:
     """Another user's process, or this user's, under limits; what it leaves is found and ended."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     check(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
-    descendants()  # raises where the kernel cannot tell
+    Path(f"/proc/self/task/{os.getpid()}/children").read_text()  # raises where the kernel cannot tell
     folder = spec["folder"]
     write_files(spec, folder)
     if spec["uid"] is not None:
@@ -147,7 +145,8 @@ def build_root(spec: Spec) -> None:
 def make_work_folder(spec: Spec, root: str) -> None:
     """The one folder that the program can write, with its files."""
     uid = spec["uid"] if spec["level"] == "namespaces" else INNER_UID
-    size = spec["limits"]["file_bytes"] + sum(len(text) for text in spec["files"].values()) + (1 << 16)
+    own_size = sum(len(text.encode(errors="surrogatepass")) for text in spec["files"].values())
+    size = spec["limits"]["file_bytes"] + own_size + (1 << 16)
     Path(root + WORK).mkdir()
     mount(
         "tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={uid}"
@@ -202,11 +201,6 @@ def start(spec: Spec, status_fd: int, *, folder: str) -> int:
     return program
 
 
-def awaited_signals() -> set[signal.Signals]:
-    """That a child ended; that all shall end, except in a namespace, whose first process hears nobody inside."""
-    return {signal.SIGCHLD} if os.getpid() == 1 else {signal.SIGCHLD, signal.SIGTERM}
-
-
 def become_program(spec: Spec, folder: str) -> NoReturn:
     """Give up every right, then run."""
     os.setsid()
@@ -218,17 +212,11 @@ def become_program(spec: Spec, folder: str) -> NoReturn:
         become(spec["uid"])
     limit(spec)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # 2 MiB at a time, memory would grow far between two looks at it
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     install_filter(bytes.fromhex(spec["system_calls"]))
     command = spec["command"]
     os.execve(command[0], command, {**spec["environment"], "HOME": folder})  # noqa: S606 (what this is for)
-
-
-def become(uid: int) -> None:
-    """Turn into another user, for good."""
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
 
 
 def limit(spec: Spec) -> None:
@@ -244,7 +232,8 @@ def limit(spec: Spec) -> None:
         (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_NPROC, num_processes, num_processes),
-        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CORE, 1, 1),  # with 0 the kernel still hands a core to a handler, which runs as root
+        (RLIMIT_SIGPENDING, 1024, 1024),  # timers too, which are memory of the kernel
         (resource.RLIMIT_MEMLOCK, 0, 0),
     ):
         allowed = resource.getrlimit(name)[1]
@@ -269,114 +258,6 @@ def install_filter(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     given = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     check(LIBC.prctl(PR_SET_SECCOMP, 2, given, 0, 0), "PR_SET_SECCOMP")
-
-
-def supervise(spec: Spec, status_fd: int, program: int) -> None:
-    """Wait for the program under its limits, end everything that it left, and report."""
-    started_at, peak_bytes, exit_code = time.monotonic(), 0, None
-    while True:
-        received = signal.sigtimedwait(awaited_signals(), POLL_S)
-        statuses = [(status, usage) for pid, status, usage in reap() if pid == program]
-        if statuses:
-            ended, exit_code = "exited", os.waitstatus_to_exitcode(statuses[0][0])
-            peak_bytes = max(peak_bytes, statuses[0][1].ru_maxrss * 1024)
-            break
-        processes = remaining()
-        resident_bytes = sum(map(resident, processes))
-        peak_bytes = max(peak_bytes, resident_bytes)
-        over = (
-            ("cancelled", received is not None and received.si_signo == signal.SIGTERM),
-            ("wall_time", time.monotonic() - started_at > spec["limits"]["wall_s"]),
-            ("processes", len(processes) > spec["limits"]["processes"]),  # first: each of them brings memory
-            ("memory", resident_bytes > spec["limits"]["memory_bytes"]),
-        )
-        ended = next((name for name, is_over in over if is_over), "")
-        if ended:
-            break
-    wall_s = time.monotonic() - started_at
-    end_all(spec)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = {"ended": ended, "exit_code": exit_code, "wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime}
-    report(status_fd, {**found, "peak_bytes": peak_bytes})
-
-
-def reap() -> list[tuple[int, int, resource.struct_rusage]]:
-    """Children that ended, the program's orphans among them."""
-    reaped: list[tuple[int, int, resource.struct_rusage]] = []
-    while True:
-        try:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return reaped
-        if pid == 0:
-            return reaped
-        reaped.append((pid, status, usage))
-
-
-def remaining() -> list[int]:
-    """Processes of the program that run."""
-    if os.getpid() != 1:
-        return descendants()
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]  # noqa: PTH208
-
-
-def descendants() -> list[int]:
-    """Processes that come from this one; orphans stay its own, as it is their reaper."""
-    found: list[int] = []
-    waiting = [os.getpid()]
-    while waiting:
-        pid = waiting.pop()
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            if pid == os.getpid():
-                raise
-            continue
-        found += map(int, children)
-        waiting += map(int, children)
-    return found
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process keeps, files that it maps aside."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-def end_all(spec: Spec) -> None:
-    """Kill everything that the program started, whatever session it is in."""
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        kill_once(spec)
-        reap()
-        if os.getpid() == 1 or not descendants():
-            return
-        time.sleep(0.005)
-
-
-def kill_once(spec: Spec) -> None:
-    """Send SIGKILL to all of them."""
-    if os.getpid() == 1:
-        kill_everyone()  # all but this one, the first of its namespace, at once
-    elif spec["level"] == "other_user":
-        killer = os.fork()  # as that user alone, everyone it may kill is that user's
-        if killer == 0:
-            become(spec["uid"])
-            kill_everyone()
-            os._exit(0)
-    else:
-        for pid in descendants():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def kill_everyone() -> None:
-    """SIGKILL to every process that this one may signal, in one go that no fork can outrun."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(-1, signal.SIGKILL)
 
 
 def close_standard_streams() -> None:

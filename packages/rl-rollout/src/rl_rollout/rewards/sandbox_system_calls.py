@@ -6,7 +6,10 @@ import struct
 from collections.abc import Iterable
 
 # Number of each call on x86_64 and on aarch64.
-SOCKETS = {"socket": (41, 198)}
+SOCKETS = {
+    "socket": (41, 198),
+    "setsockopt": (54, 208),  # a pair of sockets is left, whose buffers could be made large
+}
 SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -19,17 +22,24 @@ ALWAYS = {
     "add_key": (248, 217),
     "bpf": (321, 280),
     "chroot": (161, 51),
+    "fanotify_init": (300, 262),
     "finit_module": (313, 273),
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
     "fsopen": (430, 430),
+    "fsetxattr": (190, 7),  # attributes are memory of the kernel, as are the rules of landlock
     "fspick": (433, 433),
     "init_module": (175, 105),
+    "io_setup": (206, 0),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
     "kexec_load": (246, 104),
+    "kcmp": (312, 272),
     "keyctl": (250, 219),
+    "landlock_add_rule": (445, 445),
+    "landlock_create_ruleset": (444, 444),
+    "lsetxattr": (189, 6),
     "memfd_create": (319, 279),  # memory that no limit counts, as are the next and the System V calls
     "memfd_secret": (447, 447),
     "mount": (165, 40),
@@ -49,20 +59,39 @@ ALWAYS = {
     "ptrace": (101, 117),
     "request_key": (249, 218),
     "semget": (64, 190),
+    "sendfile": (40, 71),  # as splice, tee and vmsplice: a pipe keeps whole pages that no process maps any more
     "setns": (308, 268),
+    "setxattr": (188, 5),
+    "setxattrat": (463, 463),
     "shmget": (29, 194),
+    "splice": (275, 76),
+    "syslog": (103, 116),
+    "tee": (276, 77),
     "umount2": (166, 39),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
+    "vmsplice": (278, 75),
 }
-CLONE, CLONE3 = (56, 220), 435
-NEW_NAMESPACES = 0x7E020000
+# Number of a call on both, which argument, and the bits of it that are refused.
+BITS = {
+    "clone": ((56, 220), 0, 0x7E020000),  # any new namespace
+    "mmap": ((9, 222), 3, 0x40001),  # MAP_SHARED and MAP_HUGETLB: pages that no process's resident memory counts
+}
+# The same with the values that are refused.
+FCNTL = {
+    "F_SETOWN": 8,  # these three send any signal to any process of the user
+    "F_SETSIG": 10,
+    "F_SETOWN_EX": 15,
+    "F_SETPIPE_SZ": 1031,
+}
+VALUES = {"fcntl": ((72, 25), 1, FCNTL)}
+CLONE3 = 435
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 FIRST_X32_CALL = 0x40000000
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_BYTES = 0, 4, 16, 8
 
 
 def system_call_filter(*, allows_network: bool, allows_signals: bool) -> bytes:
@@ -79,10 +108,10 @@ def system_call_filter(*, allows_network: bool, allows_signals: bool) -> bytes:
         return b""
     column, architecture = MACHINES[platform.machine()]
     refused = {**ALWAYS, **({} if allows_network else SOCKETS), **({} if allows_signals else SIGNALS)}
-    return b"".join(_instructions([numbers[column] for numbers in refused.values()], CLONE[column], architecture))
+    return b"".join(_instructions([numbers[column] for numbers in refused.values()], column, architecture))
 
 
-def _instructions(refused: Iterable[int], clone: int, architecture: int) -> Iterable[bytes]:
+def _instructions(refused: Iterable[int], column: int, architecture: int) -> Iterable[bytes]:
     yield _instruction(LOAD, ARCHITECTURE)
     yield _instruction(EQUAL, architecture, if_true=1)
     yield _instruction(RETURN, KILL)
@@ -94,10 +123,21 @@ def _instructions(refused: Iterable[int], clone: int, architecture: int) -> Iter
         yield _instruction(RETURN, REFUSE | errno.EPERM)
     yield _instruction(EQUAL, CLONE3, if_false=1)  # its flags are out of a filter's sight; C libraries then use clone
     yield _instruction(RETURN, REFUSE | errno.ENOSYS)
-    yield _instruction(EQUAL, clone, if_false=3)
-    yield _instruction(LOAD, FIRST_ARGUMENT)
-    yield _instruction(ANY_BIT, NEW_NAMESPACES, if_false=1)
-    yield _instruction(RETURN, REFUSE | errno.EPERM)
+    for numbers, argument, bits in BITS.values():
+        yield from _refuse_argument(numbers[column], argument, [_instruction(ANY_BIT, bits, if_false=1)])
+    for numbers, argument, values in VALUES.values():
+        tests = [_instruction(EQUAL, value, if_false=1) for value in values.values()]
+        yield from _refuse_argument(numbers[column], argument, tests)
+    yield _instruction(RETURN, ALLOW)
+
+
+def _refuse_argument(number: int, argument: int, tests: list[bytes]) -> Iterable[bytes]:
+    """Refuse one call where a test of the lower half of an argument holds; the number stays loaded for others."""
+    yield _instruction(EQUAL, number, if_false=2 + 2 * len(tests))
+    yield _instruction(LOAD, FIRST_ARGUMENT + ARGUMENT_BYTES * argument)
+    for test in tests:
+        yield test
+        yield _instruction(RETURN, REFUSE | errno.EPERM)
     yield _instruction(RETURN, ALLOW)
 
 

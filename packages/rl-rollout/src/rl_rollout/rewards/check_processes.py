@@ -1,0 +1,147 @@
+"""Processes that judge responses with a library, which the kernel ends when one takes too long or too much memory."""
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from typing import IO, Any, NoReturn, cast
+
+from rl_core.data import Json
+from rl_core.errors import DataError, DeadlineError, RoleError
+
+START_TIMEOUT_S = 120.0
+
+
+class CheckProcesses:
+    """Processes of one module, which runs `check_worker.serve`; they start at their first use, and end with this one.
+
+    What goes wrong after a process has taken the row is the response's doing: no response can make its check fail.
+    """
+
+    def __init__(self, module: str, *, timeout_s: float, num_processes: int) -> None:
+        """Start nothing yet.
+
+        Args:
+            module: What each runs.
+            timeout_s: Of each check.
+            num_processes: Checks at once.
+        """
+        self.workers = [_Worker(module, timeout_s) for _ in range(num_processes)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._idle.put(worker)
+
+    def check(self, request: Mapping[str, Json]) -> dict[str, Any] | None:
+        """The verdict on one response; None where it took too long, or ended the process.
+
+        Raises:
+            DataError: The row cannot be checked against.
+            DeadlineError: The row alone took too long.
+            RoleError: The process cannot start, or died before it came to the response.
+        """
+        worker = self._idle.get()
+        try:
+            return worker.check(request)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End them; can be called twice."""
+        for worker in self.workers:
+            worker.stop()
+
+
+class _Worker:
+    """One process, started when asked and again after it died; used by one thread at a time."""
+
+    def __init__(self, module: str, timeout_s: float) -> None:
+        self._module = module
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], _Worker] | None = None
+        self._buffer = b""
+
+    def check(self, request: Mapping[str, Json]) -> dict[str, Any] | None:
+        """Send a request and wait for its verdict; None where the response took too long, or ended the process.
+
+        Raises:
+            DataError: The row cannot be checked against.
+            DeadlineError: The row alone took too long.
+            RoleError: The process cannot start, or died before it came to the response.
+        """
+        process = self._process if self._process is not None and self._process.poll() is None else self._start()
+        try:
+            stdin = cast(IO[bytes], process.stdin)
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+            row = self._read_line(process, timeout_s=self._timeout_s + 1.0)
+        except BrokenPipeError as error:
+            self.stop()
+            raise RoleError(f"a process of {self._module} ended before it took a request.") from error
+        except (DeadlineError, RoleError):
+            self.stop()
+            raise
+        if "row_error" in row:
+            raise DataError(row["row_error"])
+        try:
+            verdict = self._read_line(process, timeout_s=self._timeout_s + 1.0)
+        except (DeadlineError, RoleError):
+            self.stop()
+            return None
+        if "row_error" in verdict:
+            raise DataError(verdict["row_error"])
+        return verdict
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        self._buffer = b""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self.stop()
+        command = [sys.executable, "-P", "-W", "ignore", "-m", self._module, str(self._timeout_s)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 (our own module)
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        self._read_line(process, timeout_s=START_TIMEOUT_S)
+        return process
+
+    def _read_line(self, process: "subprocess.Popen[bytes]", *, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        stdout = cast(IO[bytes], process.stdout)
+        while b"\n" not in self._buffer:
+            readable, _, _ = select.select([stdout], [], [], max(deadline - time.monotonic(), 0.0))
+            if not readable:
+                raise DeadlineError(f"a checking process gave no answer for {timeout_s:.1f} s.")
+            received = os.read(stdout.fileno(), 1 << 16)
+            if not received:
+                _raise_ended(process, timeout_s=timeout_s)
+            self._buffer += received
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+def _raise_ended(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> NoReturn:
+    exit_code = process.wait(timeout=10)
+    if exit_code == -signal.SIGALRM:
+        raise DeadlineError(f"a check was ended after {timeout_s - 1.0:.1f} s.")
+    raise RoleError(f"a checking process ended with exit code {exit_code}; its stderr says why.")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait(timeout=10)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

@@ -1,0 +1,127 @@
+"""The process in which jsonschema runs, and what it does there."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_core.data import Json
+from rl_core.errors import DataError, MissingExtraError
+from rl_rollout.rewards.check_worker import RowError, main
+from rl_rollout.rewards.outputs import cut
+
+FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+MAX_CHARACTERS = 1 << 20
+WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "it cannot be checked"}
+
+
+def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Read the schema.
+
+    Raises:
+        DataError: It is none.
+    """
+    schema, text = request["schema"], request["text"]
+    validator = validator_of(schema)
+    return lambda: judge(validator, schema, text, is_fractional=request["is_fractional"])
+
+
+def judge(validator: Any, schema: Json, text: str, *, is_fractional: bool) -> dict[str, Any]:
+    """Whether a text is JSON, fits, and to which share."""
+    try:
+        found = read_json(text)
+    except (ValueError, RecursionError) as error:
+        return {**WRONG, "parsed": 0.0, "reason": str(error)[:300]}
+    reason = first_error(validator, found)
+    fitting = 1.0 if reason is None else fitting_share(validator, schema, found) if is_fractional else 0.0
+    return {"parsed": 1.0, "valid": float(reason is None), "fitting": fitting, "reason": reason}
+
+
+def validator_of(schema: Json) -> Any:
+    """What checks values against a schema.
+
+    Raises:
+        DataError: It is no schema.
+    """
+    library, referencing = libraries()
+    validator_class = library.validators.validator_for(schema, default=library.Draft202012Validator)
+    try:
+        validator_class.check_schema(schema)
+    except (library.SchemaError, RecursionError) as error:
+        raise DataError(f"it is no JSON schema ({cut(str(error), max_characters=300)}).") from error
+    return validator_class(schema, registry=referencing.Registry())  # one that has no document and fetches none
+
+
+def libraries() -> tuple[Any, Any]:
+    """The library, and the one that it resolves references with."""
+    try:
+        import jsonschema
+        import referencing
+    except ImportError as error:
+        raise MissingExtraError(
+            "reward 'json_schema' needs jsonschema. Install rl-rollout[json-schema] as the README says."
+        ) from error
+    return jsonschema, referencing
+
+
+def read_json(text: str) -> Json:
+    """JSON as it stands, or in the last fenced block.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{len(text)} characters; at most {MAX_CHARACTERS} are read")
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        blocks = FENCE.findall(text)
+        if not blocks:
+            raise
+    return json.loads(blocks[-1], parse_constant=refuse_constant)
+
+
+def refuse_constant(name: str) -> Json:
+    """NaN and Infinity are Python's alone."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def first_error(validator: Any, found: Json) -> str | None:
+    """Where the value does not fit, None when it does; a value that a rule cannot be applied to does not fit it.
+
+    Raises:
+        RowError: The schema refers to another document, or has a pattern that is none.
+    """
+    library, referencing = libraries()
+    try:
+        error = library.exceptions.best_match(validator.iter_errors(found))
+    except referencing.exceptions.Unresolvable as fault:
+        raise RowError(f"the schema refers to what it does not have ({fault}). Repair the row.") from fault
+    except re.error as fault:
+        raise RowError(f"the schema has a pattern that is none ({fault}). Repair the row.") from fault
+    except Exception as fault:  # such as OverflowError of multipleOf, or RecursionError
+        return cut(f"it cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
+    return None if error is None else cut(f"{error.json_path}: {error.message}", max_characters=300)
+
+
+def fitting_share(validator: Any, schema: Json, found: Json) -> float:
+    """The share of the schema's top-level properties that are there where required, and valid."""
+    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
+    required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
+    names = sorted({*properties, *required})
+    if not names or not isinstance(found, dict):
+        return 0.0
+    num_fitting = 0
+    for name in names:
+        if name in found:
+            num_fitting += (
+                name not in properties or first_error(validator.evolve(schema=properties[name]), found[name]) is None
+            )
+        else:
+            num_fitting += name not in required
+    return num_fitting / len(names)
+
+
+if __name__ == "__main__":
+    libraries()
+    main(prepare, WRONG)

@@ -1,0 +1,159 @@
+"""Watches one program from outside it: ends it at its limits, ends everything that it left, and reports.
+
+`sandbox_init.py` imports this file from beside itself; it imports the standard library alone.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.025
+COUNTED_MEMORY = ("RssAnon", "RssShmem", "VmPTE", "VmSwap")
+MAX_LOCKS_BYTES = 1 << 18  # of the kernel's list, with some 50 bytes for each lock
+
+Spec = dict[str, Any]
+
+
+def supervise(spec: Spec, status_fd: int, program: int) -> None:
+    """Wait for the program under its limits, end everything that it left, and report."""
+    started_at, peak_bytes, exit_code = time.monotonic(), 0, None
+    while True:
+        received = signal.sigtimedwait(awaited_signals(), POLL_S)
+        statuses = [(status, usage) for pid, status, usage in reap() if pid == program]
+        if statuses:
+            ended, exit_code = "exited", os.waitstatus_to_exitcode(statuses[0][0])
+            peak_bytes = max(peak_bytes, statuses[0][1].ru_maxrss * 1024)
+            break
+        processes = remaining()
+        used_bytes = sum(map(memory_of, processes))
+        peak_bytes = max(peak_bytes, used_bytes)
+        over = (
+            ("cancelled", received is not None and received.si_signo == signal.SIGTERM),
+            ("wall_time", time.monotonic() - started_at > spec["limits"]["wall_s"]),
+            ("processes", len(processes) > spec["limits"]["processes"]),  # first: each of them brings memory
+            ("memory", used_bytes > spec["limits"]["memory_bytes"] or holds_many_locks()),
+        )
+        ended = next((name for name, is_over in over if is_over), "")
+        if ended:
+            break
+    wall_s = time.monotonic() - started_at
+    end_all(spec)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = {"ended": ended, "exit_code": exit_code, "wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime}
+    report(status_fd, {**found, "peak_bytes": peak_bytes})
+
+
+def awaited_signals() -> set[signal.Signals]:
+    """That a child ended; that all shall end, except in a namespace, whose first process hears nobody inside."""
+    return {signal.SIGCHLD} if os.getpid() == 1 else {signal.SIGCHLD, signal.SIGTERM}
+
+
+def report(status_fd: int, found: dict[str, Any]) -> None:
+    """Say what happened, in one line."""
+    os.write(status_fd, json.dumps(found).encode() + b"\n")
+
+
+def reap() -> list[tuple[int, int, resource.struct_rusage]]:
+    """Children that ended, the program's orphans among them."""
+    reaped: list[tuple[int, int, resource.struct_rusage]] = []
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return reaped
+        if pid == 0:
+            return reaped
+        reaped.append((pid, status, usage))
+
+
+def remaining() -> list[int]:
+    """Processes of the program that run."""
+    if os.getpid() != 1:
+        return descendants()
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]  # noqa: PTH208
+
+
+def descendants() -> list[int]:
+    """Processes that come from this one; orphans stay its own, as it is their reaper."""
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        for task in tasks_of(waiting.pop()):  # any thread can have children
+            with contextlib.suppress(OSError):
+                children = [int(child) for child in (task / "children").read_text().split()]
+                found += children
+                waiting += children
+    return found
+
+
+def tasks_of(pid: int) -> list[Path]:
+    """The threads of a process, its first one first; none when it is gone."""
+    try:
+        return sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: task.name != str(pid))
+    except OSError:
+        return []
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of memory that a process keeps, files that it maps aside, and what the kernel keeps to map them."""
+    for task in tasks_of(pid):  # a first thread that ended shows nothing, while others go on
+        with contextlib.suppress(OSError):
+            lines = (task / "status").read_text().splitlines()
+            found = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(COUNTED_MEMORY))
+            if found:
+                return found
+    return 0
+
+
+def holds_many_locks() -> bool:
+    """True in a namespace whose locks on files fill memory of the kernel, which nothing else bounds."""
+    if os.getpid() != 1:
+        return False  # elsewhere the list has everyone's locks
+    with contextlib.suppress(OSError), Path("/proc/locks").open("rb") as file:
+        return len(file.read(MAX_LOCKS_BYTES)) == MAX_LOCKS_BYTES
+    return False
+
+
+def end_all(spec: Spec) -> None:
+    """Kill everything that the program started, whatever session it is in."""
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        kill_once(spec)
+        reap()
+        if os.getpid() == 1 or not descendants():
+            return
+        time.sleep(0.005)
+
+
+def kill_once(spec: Spec) -> None:
+    """Send SIGKILL to all of them."""
+    if os.getpid() == 1:
+        kill_everyone()  # all but this one, the first of its namespace, at once
+    elif spec["level"] == "other_user":
+        killer = os.fork()  # as that user alone, everyone it may kill is that user's
+        if killer == 0:
+            become(spec["uid"])
+            kill_everyone()
+            os._exit(0)
+    else:
+        for pid in descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def become(uid: int) -> None:
+    """Turn into another user, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def kill_everyone() -> None:
+    """SIGKILL to every process that this one may signal, in one go that no fork can outrun."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(-1, signal.SIGKILL)
