@@ -21,11 +21,11 @@ import structlog
 
 from rl_core.errors import RoleError, SettingsError
 from rl_rollout.rewards.outputs import cut
-from rl_rollout.rewards.sandbox_system_calls import system_call_filter
+from rl_rollout.rewards.sandbox.system_calls import system_call_filter
 
 log = structlog.get_logger(__name__)
 
-LAUNCHER = Path(__file__).with_name("sandbox_init.py")
+LAUNCHER = Path(__file__).with_name("launcher.py")
 PROGRAM = "program.py"
 GRACE_S = 10.0
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix")

@@ -1,6 +1,6 @@
 """Watches one program from outside it: ends it at its limits, ends everything that it left, and reports.
 
-`sandbox_init.py` imports this file from beside itself; it imports the standard library alone.
+`launcher.py` imports this file from beside itself; it imports the standard library alone.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The first process of a sandbox: makes it, runs one program in it, ends everything that the program left.
 
-`sandbox.py` starts this file as a script, isolated from the packages: it imports the standard library alone. Its
+The package starts this file as a script, isolated from the packages: it imports the standard library alone. Its
 standard input begins with a specification; its standard output and error are the program's; what became of the
 program goes to a pipe that the program does not have.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent))  # an isolated Python does not look beside its script
-from sandbox_watch import awaited_signals, become, report, supervise  # type: ignore[import-not-found]
+from watch import awaited_signals, become, report, supervise  # type: ignore[import-not-found]
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 PR_SET_THP_DISABLE = 41
