@@ -1,4 +1,4 @@
-"""What a run says: definitions, reductions, validation, trackers."""
+"""Record, inspect, compare and diagnose training runs."""
 
 from rl_metrics.definitions.definition import Metric
 from rl_metrics.definitions.table import DEFINITIONS

@@ -319,7 +319,7 @@ class Scheduler:
         return Blockage(num_ready=len(self._ready), num_wanted=wanted, awaited=awaited)
 
     def stale(self) -> tuple[str, ...]:
-        """Ready groups that are past their deadline, which happens only where a run was resumed with other settings."""
+        """Ready groups past their deadline: after a resume with other settings, or where engines served older weights."""
         return tuple(uid for deadline, _, uid in self._ready if deadline < self.learner_version)
 
     # -- inside
