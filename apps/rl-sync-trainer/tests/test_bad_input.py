@@ -138,6 +138,10 @@ ARITHMETIC = {
     "a run's name that leaves the folder of runs": Mistake(
         settings={"run__name": "../elsewhere"}, says=("run.name must be the name of one folder", "'../elsewhere'")
     ),
+    "a run named by what a terminal obeys": Mistake(
+        settings={"run__name": "\x1b]0;owned\x07"},
+        says=("run.name must be text without control characters", r"found '\x1b]0;owned\x07'"),
+    ),
     "a run without a name": Mistake(settings={"run__name": ""}, says=("run.name must be the name of one folder",)),
     "groups do not divide into minibatches": Mistake(
         settings={"trainer__minibatches": 3},

@@ -206,3 +206,9 @@ def test_settings_files_are_shipped() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
 def test_shipped_settings_files_load(path: Path) -> None:
     load_settings(path, [], {})
+
+
+@pytest.mark.parametrize("word", ["--run.directory=\udcff", '--rollout.loop_options={a = "\udcff"}'])
+def test_values_that_no_file_can_hold_are_refused(word):
+    with pytest.raises(SettingsError, match=r"must be text in UTF-8; found .*udcff.* \(command line\)"):
+        load_settings(None, [word], {})

@@ -1,14 +1,17 @@
 """Roles in processes of this machine: the conformance suite, and what only a process can do."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 from cluster_conformance import RemoteClusterConformance
 from cluster_conformance.checks import START_S, echo
 
-from rl_core.cluster import ClusterOptions, group, open_cluster
+from rl_core.cluster import ClusterOptions, RoleSpec, group, open_cluster
 from rl_core.cluster.processes import incarnation
+from rl_core.cluster.processes.output import PrefixedOutput
 from rl_core.errors import RoleDiedError
 
 
@@ -43,3 +46,14 @@ def test_a_killed_rank_is_the_reason_though_its_end_takes_longer_to_tell_than_it
                 await ranks.call_all("fail_with", 1, tmp_path / "died")
 
     asyncio.run(use())
+
+
+def test_what_a_role_prints_cannot_garble_the_terminal_of_its_owner(capfd):
+    spec = RoleSpec(name="talker", factory="subprocess:Popen")
+    output = PrefixedOutput(spec)
+    text = r"print('\x1b[32mgreen\x1b[0m \x1b]0;owned\x07 caf\xe9\x9b'); print('1%\r99%')"
+    child = subprocess.Popen([sys.executable, "-c", text], stdout=output.open_for_child(), stderr=subprocess.STDOUT)
+    output.started(child)
+    child.wait(60)
+    output.tail()
+    assert capfd.readouterr().err == f"[{spec}] green \\x1b]0;owned\\x07 café\\x9b\n[{spec}] 99%\n"

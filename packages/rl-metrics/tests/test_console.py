@@ -290,3 +290,20 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
 )
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_text_garbles_the_terminal(is_terminal):
+    terminal = Terminal(is_terminal=is_terminal, width=200)
+    with terminal.tracker.phase("loading \x1b]0;1\x07\ud800"):
+        terminal.tracker.say("said \x1b]0;2\x07\nand \x9b31m")
+    terminal.tracker.begin("title \x1b]0;3\x07", total_steps=1)
+    terminal.tracker.log(1, STEP)
+    terminal.tracker.summary("done \x1b]0;4\x07", {"\x1b]0;5\x07": "\x1b]0;6\x07"})
+    terminal.tracker.close()
+    shown = terminal.file.getvalue()
+    assert "\x1b]" not in shown
+    assert "\x07" not in shown
+    assert "\x9b" not in shown
+    for number in (1, 2, 3, 4, 5, 6):
+        assert rf"\x1b]0;{number}\x07" in shown or (number == 3 and is_terminal)  # the bar is narrow

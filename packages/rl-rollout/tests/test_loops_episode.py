@@ -229,7 +229,7 @@ def test_a_step_that_refuses_cancellation_is_left_behind(file):
 def test_what_was_raised_is_told_of_groups_and_in_words_that_can_be_written():
     group = ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("in the group"), ValueError("another")])
     assert describe_raised("the loop", group) == "the loop raised ValueError: in the group"
-    assert describe_raised("the loop", ValueError("\ud800")) == "the loop raised ValueError: ?"
+    assert describe_raised("the loop", ValueError("\ud800")) == r"the loop raised ValueError: \ud800"
 
 
 @pytest.mark.parametrize("name", ["Waits", "WaitsToClose"])
@@ -317,5 +317,5 @@ def test_an_observation_of_10_mb_stalls_no_other_session(file):
 def test_what_no_tokenizer_takes_is_replaced(file):
     (group,) = play(f"{file}:Talks", arguments={"texts": ["a\ud800b", "c\udfffd"]})
     said = text(group.trajectories[0].input_ids)
-    assert "a?b" in said
-    assert "c?d" in said
+    assert r"a\ud800b" in said
+    assert r"c\udfffd" in said

@@ -94,3 +94,14 @@ def test_a_damaged_dataset_folder_is_refused(tmp_path):
     (tmp_path / "a" / "state.json").write_text("{}")
     with pytest.raises(DataError, match="not a readable dataset"):
         open_rows(tmp_path / "a")
+
+
+def test_parquet_texts_that_are_not_utf8_are_refused_by_the_files_name(tmp_path):
+    values = pa.array([b"ok", b"\xed\xa0\x80"], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 2, values.buffers())
+    file = tmp_path / "odd.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": texts}), file)
+    rows = open_rows(file)
+    for read in (lambda: list(rows), lambda: rows[1]):
+        with pytest.raises(DataError, match=r"odd\.parquet has a text that is not UTF-8"):
+            read()

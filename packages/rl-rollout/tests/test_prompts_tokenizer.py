@@ -87,3 +87,10 @@ def test_a_template_gets_tools_and_may_leave_out_the_generation_prompt(tmp_path)
     messages = [{"role": "user", "content": "1"}]
     assert tokenizer.render(messages) == "no tools[1]="
     assert tokenizer.render(messages, tools=[{"type": "function"}], add_generation_prompt=False) == "1[1]"
+
+
+def test_what_a_template_writes_can_be_encoded(tmp_path):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path, chat_template=r"{{ '\ud800' }}{{ messages[0].role }}"))
+    text = tokenizer.render([{"role": "\udfff", "content": "1"}])
+    assert text == r"\ud800\udfff"
+    assert tokenizer.encode([text], add_special_tokens=False)

@@ -45,7 +45,7 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_ca
         ('<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {}}</tool_call>', [("add", {"a": 1})]),
         ('<tool_call>{"name": "add", "id": "1"}</tool_call>', [("add", {})]),
         ('<tool_call>{"name": "add", "a": 1}</tool_call>', ["the call of add has no arguments"]),
-        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [("?", {})]),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [("\ud800", {})]),
         (f"<think>I could {HERMES} or not", []),
         (f"<think>hm</think>{HERMES}<think>and {HERMES}", [("add", {"a": 1, "b": 2})]),
         (f"{HERMES}<think>{HERMES}</think>", [("add", {"a": 1, "b": 2})]),

@@ -4,8 +4,11 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from types import TracebackType
+from typing import Any
 
 from rl_core.data.records import Json
 
@@ -16,6 +19,26 @@ def printable(text: str, *, width: int | None = MAX_WIDTH) -> str:
     """Text in one line without anything that moves a cursor, changes a colour or hides; cut where it is too long."""
     shown = "".join(character if _is_plain(character) else _escaped(character) for character in text)
     return shown if width is None or len(shown) <= width else shown[: width - 3] + "..."
+
+
+def escaped(text: str) -> str:
+    r"""A text of any length in one line, with escapes for what cannot be seen (`\n`, `\x1b`, `\u202e`)."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def escaped_lines(text: str) -> str:
+    """The same with its line ends, for messages that have several lines."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def escaped_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor for logs that go to a terminal; put it before the renderer."""
+    return {key: escaped_lines(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook` that prints what Python's own does, escaped."""
+    sys.stderr.write(escaped_lines("".join(traceback.format_exception(kind, error, trace))))
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]) -> Iterator[str]:

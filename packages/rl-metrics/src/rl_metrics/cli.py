@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import structlog
 
 from rl_core.errors import RLError
+from rl_core.terminal_text import escaped_event, print_uncaught
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
 from rl_metrics.commands.parts import Run, Verbs, refuse
@@ -25,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     if not structlog.is_configured():  # warnings, which are no part of what a verb gives
-        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+        *before, renderer = structlog.get_config()["processors"]
+        sys.excepthook = print_uncaught
+        structlog.configure(
+            processors=[*before, escaped_event, renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr)
+        )
     run: Run = arguments.run
     try:
         return run(arguments)

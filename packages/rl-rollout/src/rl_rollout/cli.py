@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import BrokenEntryError, RLError
-from rl_core.terminal_text import json_text, printable, write_out
+from rl_core.terminal_text import escaped_lines, json_text, write_out
 from rl_rollout.skip.commands import (
     EntryReport,
     Unwanted,
@@ -147,8 +147,7 @@ def _erase_line(then: str = "") -> None:
 
 
 def _complain(text: str) -> None:
-    lines = (printable(line, width=None) for line in text.split("\n"))
-    sys.stderr.write("rl-rollout: " + "\n".join(lines) + "\n")
+    sys.stderr.write("rl-rollout: " + escaped_lines(text) + "\n")
 
 
 def _size(text: str) -> int:

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from rl_core.data import encodable
 from rl_rollout.rewards.outputs import shown_error
 
 
@@ -21,7 +22,7 @@ def describe_raised(what: str, error: BaseException) -> str:
         error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return f"{what} raised {shown_error(error)}{place}"
+    return encodable(f"{what} raised {shown_error(error)}{place}")
 
 
 def is_meant_for_us(error: BaseException) -> bool:

@@ -99,6 +99,8 @@ ABOVE_0 = (
     *("cluster.call_deadline_s", "weights.deadline_s", "rollout.deadline_s", "rollout.start_deadline_s"),
     *("engine.gpu_memory_utilization", "metrics.peak_tflops"),
 )
+SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
+"""Settings that trackers' libraries print too."""
 AT_LEAST_1_OR_NONE = ("prompts.validation_limit", "engine.num_threads")
 ABOVE_0_OR_NONE = ("trainer.proof_tolerance", "algorithm.kl_target", "engine.kv_cache_gib")
 
@@ -206,6 +208,9 @@ def _names(settings: Settings) -> Iterator[str]:
     rollout, run = settings.rollout, settings.run
     if run.name in ("", ".", "..") or "/" in run.name:
         yield f"run.name must be the name of one folder below run.directory; found {run.name!r}."
+    for name, text in _given(settings, SHOWN_NAMES):
+        if not text.isprintable():
+            yield f"{name} must be text without control characters, which terminals obey; found {text!r}."
     yield from unknown_names(
         [
             *algorithm_names(settings),

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, RLError, SettingsError
+from rl_core.terminal_text import escaped_event, escaped_lines, print_uncaught, write_out
 
 MISTAKE = 2
 FAILED = 1
@@ -57,8 +58,14 @@ def export(words: list[str]) -> int:
 
 
 def configure_logs() -> None:
-    """Warnings and errors of the packages go to the standard error, so that they never cut a progress bar in two."""
+    """Warnings and errors of the packages go to the standard error, so that they never cut a progress bar in two.
+
+    Nothing in them, or in an error that nobody catches, garbles a terminal.
+    """
+    sys.excepthook = print_uncaught
+    *before, renderer = (one for one in structlog.get_config()["processors"] if one is not escaped_event)
     structlog.configure(
+        processors=[*before, escaped_event, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the one of now, which a caller may redirect
     )
@@ -99,11 +106,11 @@ def take_file(words: list[str], command: str) -> Path | None:
 
 def complain(*lines: str, status: int = MISTAKE) -> int:
     """Write what is wrong to the standard error."""
-    sys.stderr.write("".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines)))
+    text = "".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines))
+    sys.stderr.write(escaped_lines(text))
     return status
 
 
 def say(line: str) -> None:
     """Write a line at once, also into a pipe."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    write_out(f"{escaped_lines(line)}\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rl_core.data import encodable_json
 from rl_core.errors import SettingsError
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
@@ -44,6 +45,8 @@ def load_settings(
         ("command line", _from_arguments(arguments, kind)),
     ):
         for name, value in values.items():
+            if encodable_json([name, value]) != [name, value]:
+                raise SettingsError(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
             _check_name(name, origin, kind)
             _put(merged, name.split("."), value)
             origins[name] = origin

@@ -2,6 +2,7 @@
 
 from rl_core.data.batch import Batch, Column
 from rl_core.data.columns import COLUMNS, ColumnSpec, column_spec, declare_column
+from rl_core.data.outside_text import encodable, encodable_json
 from rl_core.data.ragged import Index, Ragged, offsets_of, token_positions
 from rl_core.data.records import (
     NO_VERSION,
@@ -35,6 +36,8 @@ __all__ = [
     "Trajectory",
     "column_spec",
     "declare_column",
+    "encodable",
+    "encodable_json",
     "offsets_of",
     "token_positions",
 ]

@@ -32,7 +32,7 @@ class Prompt:
         messages: Chat messages as given (`role`, `content`), before the template.
         data_source: Name of the data set, for routing and validation by source.
         ground_truth: What the reward compares with; any JSON value.
-        columns: All columns of the row, untouched, for the reward function.
+        columns: All columns of the row, for the reward function.
     """
 
     uid: str

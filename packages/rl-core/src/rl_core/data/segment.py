@@ -249,11 +249,11 @@ def _rows_of(schema: Schema) -> str:
 def _encode_extras(batch: Batch) -> bytes:
     try:
         return msgspec.json.encode(batch.extras)
-    except (TypeError, ValueError, msgspec.MsgspecError):
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
         for key, extras in zip(batch.keys, batch.extras, strict=True):
             try:
                 msgspec.json.encode(extras)
-            except (TypeError, ValueError, msgspec.MsgspecError) as error:
+            except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
                 raise DataError(f"extras of row {tuple(key)} must be JSON: {error}.") from error
         raise
 

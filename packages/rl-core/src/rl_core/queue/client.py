@@ -17,6 +17,7 @@ import msgspec
 
 from rl_core import errors
 from rl_core.data.batch import Batch, Column
+from rl_core.data.outside_text import encodable
 from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
 from rl_core.queue.interface import (
@@ -178,11 +179,11 @@ class TransferQueue(ABC):
 
     def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
         """Settle one session without rows; a prompt whose sessions all fail is dropped."""
-        self._call(Fail(prompt_uid, whole(session_index, "session_index"), printable(reason)))
+        self._call(Fail(prompt_uid, whole(session_index, "session_index"), stored(reason)))
 
     def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
         """Take a prompt and its rows out, or issue it again; running leases on it become outdated."""
-        self._call(Drop(prompt_uid, printable(reason), bool(reissue)))
+        self._call(Drop(prompt_uid, stored(reason), bool(reissue)))
 
     def lease(
         self,
@@ -426,9 +427,9 @@ def whole(value: Any, name: str) -> int:
     return number
 
 
-def printable(reason: str) -> str:
-    """A reason as text that can be stored, whatever bytes an error message brought."""
-    return str(reason).encode("utf-8", "backslashreplace").decode() or "no reason"
+def stored(reason: str) -> str:
+    """A reason as text that can be stored, whatever an error message brought."""
+    return encodable(str(reason)) or "no reason"
 
 
 @cache

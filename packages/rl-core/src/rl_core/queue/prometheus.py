@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rl_core.data.outside_text import encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
             "Prometheus text needs prometheus-client. Install rl-core[prometheus] as the README says."
         ) from error
     _check_labels(labels)
-    families = _families(stats, {name: _utf8(value) for name, value in labels.items()})
+    families = _families(stats, {name: encodable(value) for name, value in labels.items()})
     return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
 
 
@@ -97,7 +98,7 @@ def _metric(family: _Family, members: list[tuple[str, float]], labels: Mapping[s
     kind: Any = CounterMetricFamily if family.is_counter else GaugeMetricFamily
     metric: Metric = kind(PREFIX + family.name, family.meaning, labels=[*labels, *own])
     for member, value in members:
-        metric.add_metric([*labels.values(), *(_utf8(member) for _ in own)], value)  # type: ignore[attr-defined]
+        metric.add_metric([*labels.values(), *(encodable(member) for _ in own)], value)  # type: ignore[attr-defined]
     return metric
 
 
@@ -109,8 +110,3 @@ def _check_labels(labels: Mapping[str, str]) -> None:
                 "a label must be named by letters, digits and underscores, and none of "
                 f"{', '.join(sorted(taken))}; found {name!r}."
             )
-
-
-def _utf8(text: str) -> str:
-    """Text that can be written: half a surrogate pair, which JSON may carry, is shown as an escape."""
-    return text.encode(errors="backslashreplace").decode()

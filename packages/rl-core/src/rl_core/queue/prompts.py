@@ -54,7 +54,7 @@ def encode_prompt(prompt: Prompt) -> bytes:
                 dict(prompt.columns),
             )
         )
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise DataError(f"prompt {prompt.uid!r} must be JSON besides its tokens: {error}.") from error
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rl_core.data import Json
+from rl_core.terminal_text import escaped_lines
 from rl_metrics.trackers.console_views import RunConsole
 from rl_metrics.trackers.text import plain_text
 
@@ -56,5 +57,5 @@ def say_json(document: Json) -> None:
 
 def refuse(reason: str) -> int:
     """Say on standard error why nothing was done; gives the exit status."""
-    Console(stderr=True, soft_wrap=True).print(reason, markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(escaped_lines(reason), markup=False, highlight=False)
     return USAGE_ERROR

@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import structlog
 from rich.console import Console
 
+from rl_core.terminal_text import escaped, escaped_lines
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.console_views import LiveView, PlainView, Row, RunConsole, StepReport, View
@@ -99,7 +100,8 @@ class ConsoleTracker:
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
-        self._draw(lambda view: view.say(text))
+        shown = escaped_lines(text)
+        self._draw(lambda view: view.say(shown))
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
@@ -108,7 +110,8 @@ class ConsoleTracker:
         Args:
             text: What runs, such as "starting vLLM".
         """
-        self._draw(lambda view: view.phase_began(text))
+        shown = escaped(text)
+        self._draw(lambda view: view.phase_began(shown))
         began_s = self._clock()
         outcome = "broken off after "
         try:
@@ -116,7 +119,7 @@ class ConsoleTracker:
             outcome = ""
         finally:
             took = f"{outcome}{self._clock() - began_s:.1f} s"
-            self._draw(lambda view: view.phase_ended(text, took))
+            self._draw(lambda view: view.phase_ended(shown, took))
 
     def begin(self, title: str, *, total_steps: int, done_steps: int = 0) -> None:
         """Start a bar of steps; the bar before it ends.
@@ -126,9 +129,9 @@ class ConsoleTracker:
             total_steps: Number of the last step.
             done_steps: Steps done before, in a resumed run.
         """
-        self._title, self._total_steps = title, total_steps
+        self._title, self._total_steps = escaped(title), total_steps
         self._start(done_steps)
-        self._draw(lambda view: view.progress_began(title, total_steps, done_steps))
+        self._draw(lambda view: view.progress_began(self._title, total_steps, done_steps))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step: its readings, its validation if it had one, and the time left."""
@@ -181,8 +184,11 @@ class ConsoleTracker:
             rows: Value by name; a float is shown with four digits.
         """
         self.end()
-        table = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in rows.items()]
-        self._draw(lambda view: view.table(title, table))
+        table = [
+            (escaped(name), f"{value:.4g}" if isinstance(value, float) else escaped(str(value)))
+            for name, value in rows.items()
+        ]
+        self._draw(lambda view: view.table(escaped(title), table))
 
     def close(self) -> None:
         """Give the terminal back. Can be called twice."""

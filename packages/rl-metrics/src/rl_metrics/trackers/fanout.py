@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import structlog
 
+from rl_core.data import encodable
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.protocol import Tracker
+
+Value = TypeVar("Value")
 
 log = structlog.get_logger(__name__)
 
@@ -40,20 +44,23 @@ class Fanout:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of one step to every tracker that still works."""
-        self._pass(lambda tracker: tracker.log(step, metrics))
+        named = _encodable(metrics)
+        self._pass(lambda tracker: tracker.log(step, named))
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass metrics that come after those of later steps to every tracker that still works."""
-        self._pass(lambda tracker: tracker.log_late(step, metrics))
+        named = _encodable(metrics)
+        self._pass(lambda tracker: tracker.log_late(step, named))
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Pass a table of samples to every tracker that still works."""
-        self._pass(lambda tracker: tracker.log_generations(step, name, samples))
+        self._pass(lambda tracker: tracker.log_generations(step, encodable(name), samples))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Pass distributions, where there are some, to every tracker that still works."""
         if histograms:
-            self._pass(lambda tracker: tracker.log_histograms(step, histograms))
+            named = _encodable(histograms)
+            self._pass(lambda tracker: tracker.log_histograms(step, named))
 
     def close(self) -> None:
         """Close all trackers. Can be called twice."""
@@ -85,3 +92,8 @@ class Fanout:
                 log.warning("tracker_failed", tracker=name, error=f"{type(error).__name__}: {error}")
             return False
         return True
+
+
+def _encodable(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Values by names that every tracker takes: a name may have that of a data source in it."""
+    return {encodable(name): value for name, value in values.items()}

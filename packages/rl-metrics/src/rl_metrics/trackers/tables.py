@@ -2,7 +2,7 @@
 
 import json
 
-from rl_core.data import Json
+from rl_core.data import Json, encodable_json
 from rl_metrics.run_files.generations import GenerationSample
 
 COLUMNS = (
@@ -24,16 +24,19 @@ def table_row(step: int, sample: GenerationSample) -> list[Json]:
     """The cells of a sample, a column each; a number that is not finite is None: no browser reads NaN."""
     oldest, newest = sample.policy_version
     plain = sample.to_json()
-    return [
-        step,
-        sample.prompt_uid,
-        sample.input,
-        sample.output,
-        plain["score"],
-        sample.ground_truth,
-        oldest,
-        newest,
-        sample.source,
-        sample.failure,
-        json.dumps(plain["components"], ensure_ascii=False),
-    ]
+    row: list[Json] = encodable_json(
+        [
+            step,
+            sample.prompt_uid,
+            sample.input,
+            sample.output,
+            plain["score"],
+            sample.ground_truth,
+            oldest,
+            newest,
+            sample.source,
+            sample.failure,
+            json.dumps(plain["components"], ensure_ascii=False),
+        ]
+    )
+    return row

@@ -1,5 +1,7 @@
 """Text of models, made safe to show: it may hold anything."""
 
+from rl_core.terminal_text import escaped
+
 GAP = " ... "
 
 
@@ -12,15 +14,7 @@ def plain_text(text: str, *, limit: int) -> str:
     """
     if len(text) > limit:  # before it is escaped: a response may be long
         text = text[:limit] + text[-limit:]
-    return _cut(_escaped(text), limit)
-
-
-def _escaped(text: str) -> str:
-    return text if text.isprintable() else "".join(map(_escaped_character, text))
-
-
-def _escaped_character(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    return _cut(escaped(text), limit)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 
-from rl_core.data import Prompt
+from rl_core.data import Prompt, encodable
 from rl_core.errors import DataError, RolloutError
-from rl_rollout.rewards.outputs import printable, read_output, shown, shown_error
+from rl_rollout.rewards.outputs import read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.results import shortened
@@ -145,7 +145,7 @@ class Episode:
 
     def _readable(self, observation: str) -> str:
         """An observation as the model gets it."""
-        return printable(shortened(observation, max_chars=self._max_observation_chars))
+        return encodable(shortened(observation, max_chars=self._max_observation_chars))
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._guarded(name, self._run(name, *arguments))

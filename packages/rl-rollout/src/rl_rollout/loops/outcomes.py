@@ -1,14 +1,13 @@
 """What an agent loop gave, checked before it counts: a session that is not what it must be is failed, alone."""
 
-import json
 from dataclasses import replace
 from typing import Any, get_args
 
-from rl_core.data import FinishReason, Prompt, Timings, Trajectory
+from rl_core.data import FinishReason, Prompt, Timings, Trajectory, encodable
 from rl_core.errors import DataError
 from rl_rollout.audit import check_dtypes
 from rl_rollout.loops.protocol import SessionResult, loop_name
-from rl_rollout.rewards.outputs import printable, read_output, shown, shown_error
+from rl_rollout.rewards.outputs import read_extras, read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardResult
 
 FINISH_REASONS = get_args(FinishReason)
@@ -55,7 +54,7 @@ def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
     if given.failure is not None:
         if not isinstance(given.failure, str) or not given.failure:
             raise DataError(f"failure = {_seen(given.failure)} for session {index}; expected a reason, or None.")
-        failure = printable(given.failure)
+        failure = encodable(given.failure)
         return replace(given, failure=failure) if _has_records(given) else SessionResult(failure=failure)
     if not _has_records(given):
         raise DataError(
@@ -89,19 +88,12 @@ def _read_trajectory(trajectory: Trajectory) -> Trajectory:
         raise DataError(f"timings = {_seen(trajectory.timings)}; expected Timings.")
     if trajectory.reward is None:
         raise DataError("reward = None; expected a finite number, or a session with a failure.")
-    if trajectory.extras:
-        _check_extras(trajectory.extras)
     read = read_output(RewardResult(reward=trajectory.reward, components=trajectory.reward_components))
+    if trajectory.extras:
+        trajectory = replace(trajectory, extras=read_extras(trajectory.extras))
     if type(trajectory.reward) is float and not trajectory.reward_components:
         return trajectory
     return replace(trajectory, reward=read.reward, reward_components=read.components)
-
-
-def _check_extras(extras: Any) -> None:
-    try:
-        json.dumps(dict(extras))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"extras that are not JSON ({shown_error(error)}).") from error
 
 
 def _has_records(session: Any) -> bool:

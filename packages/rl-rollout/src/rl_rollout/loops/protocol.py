@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from rl_core.data import FinishReason, IntArray, Prompt, Trajectory
+from rl_core.data import FinishReason, IntArray, Prompt, Trajectory, encodable
 from rl_core.errors import RLError, RolloutError
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -122,7 +122,7 @@ def describe_failure(loop: object, error: BaseException) -> str:
     An error of our own says it all itself; one of an engine, say, has nothing to do with the loop that got it.
     """
     if isinstance(error, RolloutError):
-        return str(error)
+        return encodable(str(error))
     if isinstance(error, RLError):
         return shown_error(error)
     return describe_raised(loop_name(loop), error)

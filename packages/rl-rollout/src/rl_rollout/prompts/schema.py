@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from rl_core.data import Json
+from rl_core.data import Json, encodable_json
 from rl_core.errors import DataError
 
 
@@ -18,7 +18,7 @@ class Problem:
         text: The plain prompt; None when there are messages.
         data_source: Name of the data set.
         ground_truth: What the reward compares with.
-        columns: The row, untouched.
+        columns: The row; its texts as `encodable` gives them.
     """
 
     messages: tuple[Mapping[str, Json], ...]
@@ -50,7 +50,11 @@ def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: 
     if prompt is None:
         found = ", ".join(sorted(map(str, row)))
         raise DataError(f"{where}, field `prompt`: missing. Expected a string or a list of messages; found {found}.")
-    source = row.get("data_source")
+    try:
+        columns: dict[str, Json] = encodable_json(row)
+    except DataError as error:
+        raise DataError(f"{where}: found {error}") from error
+    source = columns.get("data_source")
     if source is not None and (not isinstance(source, str) or not source):
         raise DataError(f"{where}, field `data_source`: expected a non-empty string, found {_show(source)}.")
     is_plain = isinstance(prompt, str)
@@ -58,8 +62,8 @@ def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: 
         messages=() if is_plain else _read_messages(prompt, where=where),
         text=_check_text(prompt, where=where, field="prompt") if is_plain else None,
         data_source=source or "default",
-        ground_truth=_read_ground_truth(row, where=where, is_required=requires_ground_truth),
-        columns=row,
+        ground_truth=_read_ground_truth(columns, where=where, is_required=requires_ground_truth),
+        columns=columns,
     )
 
 
@@ -81,7 +85,8 @@ def _read_message(message: Json, *, where: str, field: str) -> Mapping[str, Json
         raise DataError(f"{where}, field `{field}.role`: expected a role such as 'user', found an empty string.")
     _check_unicode(message["content"], where=where, field=f"{field}.content")
     # Arrow gives every message all keys of the column; templates ask whether a key is there.
-    return {key: value for key, value in message.items() if value is not None}
+    kept: dict[str, Json] = encodable_json({key: value for key, value in message.items() if value is not None})
+    return kept
 
 
 def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool) -> Json:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data import IntArray, Json
+from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -112,7 +112,7 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Json]] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Messages as the template writes them.
+        """Messages as the template writes them, without halves of surrogate pairs, which no tokenizer takes.
 
         Args:
             messages: `role`, `content`, and what else the template reads.
@@ -141,7 +141,7 @@ class PromptTokenizer:
             raise DataError(
                 f"{where}: the chat template refuses the messages ({type(error).__name__}: {error})."
             ) from error
-        return str(text)
+        return encodable(str(text))
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text.
@@ -165,4 +165,4 @@ class PromptTokenizer:
         texts: list[str] = self._tokenizer.batch_decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        return texts
+        return list(map(encodable, texts))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data import Json
+from rl_core.data import Json, encodable, encodable_json
 from rl_core.errors import DataError
 from rl_rollout.rewards.protocol import RewardResult
 
@@ -35,8 +35,8 @@ def read_output(value: Any) -> RewardResult:
         return RewardResult(reward=_finite(value, name="reward"))
     if len(value.components) > MAX_COMPONENTS:
         raise DataError(f"{len(value.components)} components; expected at most {MAX_COMPONENTS}.")
-    components = {str(name): _finite(part, name=str(name)) for name, part in value.components.items()}
-    extras = _read_extras(value.extras) if value.extras else {}
+    components = {encodable(str(name)): _finite(part, name=str(name)) for name, part in value.components.items()}
+    extras = read_extras(value.extras, max_bytes=MAX_EXTRAS_BYTES) if value.extras else {}
     return RewardResult(reward=_finite(value.reward, name="reward"), components=components, extras=extras)
 
 
@@ -56,12 +56,7 @@ def shown_error(error: BaseException) -> str:
         text = cut(str(error), max_characters=MAX_TEXT)
     except Exception:
         text = "(its text cannot be shown)"
-    return printable(f"{type(error).__name__}: {text}")
-
-
-def printable(text: str) -> str:
-    """A text without lone surrogates, which no tokenizer and no file takes."""
-    return text.encode(errors="replace").decode()
+    return encodable(f"{type(error).__name__}: {text}")
 
 
 def cut(text: str, *, max_characters: int) -> str:
@@ -69,16 +64,24 @@ def cut(text: str, *, max_characters: int) -> str:
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
-def _read_extras(extras: Any) -> dict[str, Json]:
+def read_extras(extras: Any, *, max_bytes: int | None = None) -> dict[str, Json]:
+    """Extras as JSON that every encoder takes.
+
+    Raises:
+        DataError: They are none, or larger.
+    """
     if not isinstance(extras, Mapping):
         raise DataError(f"extras = {shown(extras)} ({type(extras).__name__}); expected a mapping.")
     try:
         text = json.dumps(dict(extras), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"extras that are not JSON ({shown_error(error)}).") from error
-    if len(text) > MAX_EXTRAS_BYTES:
-        raise DataError(f"extras of {len(text)} bytes as JSON; expected at most {MAX_EXTRAS_BYTES}.")
-    read: dict[str, Json] = json.loads(text)
+    if max_bytes is not None and len(text) > max_bytes:
+        raise DataError(f"extras of {len(text)} bytes as JSON; expected at most {max_bytes}.")
+    try:
+        read: dict[str, Json] = encodable_json(json.loads(text))
+    except (DataError, RecursionError) as error:
+        raise DataError(f"extras with {error}") from error
     return read
 
 

@@ -20,7 +20,7 @@ from rl_core.cluster.processes import guard
 from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError, ToolError
 from rl_core.registry import unknown_name
-from rl_rollout.rewards.outputs import printable, shown_error
+from rl_rollout.rewards.outputs import shown_error
 from rl_rollout.tools import server_process
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.non_protocol_output import TELL, drop_tracebacks
@@ -140,8 +140,7 @@ class McpServer:
         """
         if self._thread is None:
             raise ToolError(f"the server {self._name!r} of this tool is closed.")
-        readable = json.loads(printable(json.dumps(dict(arguments), ensure_ascii=False)))  # what is not ends the client
-        return await self._thread.run(self._call(tool, readable))
+        return await self._thread.run(self._call(tool, dict(arguments)))
 
     def close(self) -> None:
         """End it, with all that it started. Can be called twice."""

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from rl_core.data import encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.registry import unknown_name
-from rl_rollout.rewards.outputs import cut, printable, shown, shown_error
+from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
 from rl_rollout.tools.results import refuse_unfinished, shortened
 from rl_rollout.tools.toolbox import ToolBox
@@ -65,7 +66,11 @@ class ToolRunner:
         """Run all calls at once; the results are in the order of the calls."""
         return list(await asyncio.gather(*map(self._run_one, calls)))
 
-    async def _run_one(self, call: ToolCall) -> ToolResult:
+    async def _run_one(self, given: ToolCall) -> ToolResult:
+        try:
+            call = replace(given, name=encodable(given.name), arguments=encodable_json(given.arguments))
+        except DataError as error:
+            return _failed(given, "malformed_call", f"the arguments of {given.name} are {error}")
         if call.fault is not None:
             return _failed(call, "malformed_call", call.fault)
         tool = self._toolbox.get(call.name)
@@ -101,7 +106,7 @@ class ToolRunner:
             return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
         if not isinstance(value, str):
             return _failed(call, "raised", f"{call.name} gave no text ({type(value).__name__}).")
-        return self._sized(call, printable(value))
+        return self._sized(call, encodable(value))
 
     def _leave(self, task: asyncio.Task[_Attempt]) -> None:
         task.cancel()
@@ -132,7 +137,7 @@ async def _attempt(tool: Tool, call: ToolCall) -> _Attempt:
 
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
     return ToolResult(
-        call=call, text=printable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
+        call=call, text=encodable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
     )
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import IO
 
 from rl_core.cluster.role_spec import RoleSpec
+from rl_core.terminal_text import escaped
 
 TAIL_LINES = 20
 TAIL_BYTES = 4000
 LINE_BYTES = 1 << 16
 STDERR = 2
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
 """How lines begin that the role did not print: ours, and Ray's."""
 
@@ -75,7 +77,13 @@ class PrefixedOutput:
             while line := pipe.readline(LINE_BYTES):
                 self._lines.append(line[-TAIL_BYTES:])
                 with contextlib.suppress(OSError):
-                    os.write(STDERR, self._prefix + line.removesuffix(b"\n") + b"\n")
+                    os.write(STDERR, self._prefix + _shown(line) + b"\n")
+
+
+def _shown(line: bytes) -> bytes:
+    """A line as a terminal may have it: the last state of a progress bar, without colours, the rest escaped."""
+    text = COLOUR.sub("", line.decode(errors="replace").rstrip("\r\n"))
+    return escaped(text.rpartition("\r")[2].expandtabs()).encode()
 
 
 def log_path(folder: Path, spec: RoleSpec) -> Path:

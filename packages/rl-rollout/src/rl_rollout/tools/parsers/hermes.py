@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 
 from rl_core.data import Json
-from rl_rollout.rewards.outputs import printable
 from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end
 from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown
 from rl_rollout.tools.protocol import ToolCall
@@ -76,7 +75,7 @@ def _read(block: Block) -> ToolCall:
         return _faulty(f"a tool call is not JSON ({error}): {shown(body.strip())}.")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return _faulty(f"a tool call has no name: {shown(body.strip())}.")
-    name = printable(call["name"])
+    name = call["name"]
     key = next((key for key in ARGUMENTS if key in call), None)
     if key is None:
         if call.keys() - BESIDE:

@@ -1,0 +1,42 @@
+r"""Text from outside, made such that every encoder takes it.
+
+A Python text can have half of a surrogate pair (`\ud800`), from JSON, from a file's name, or from code; UTF-8 has none.
+Queues, journals, caches, records, tokenizers and trackers refuse it, so it is replaced where it comes in: what a
+model, a tool, a reward, a data file or an exception says.
+"""
+
+from collections.abc import Mapping
+
+from rl_core.data.records import Json
+from rl_core.errors import DataError
+
+MAX_LEVELS = 100
+"""Most levels of JSON from outside: encoders and decoders end at the interpreter's stack, wherever they are called."""
+
+
+def encodable(text: str) -> str:
+    r"""A text as UTF-8 has it: half of a surrogate pair becomes its escape, such as `\ud800`."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS) -> Json:
+    """JSON with every text in it, and every key, as `encodable` gives it; what is no JSON stays as it is.
+
+    Raises:
+        DataError: It has more levels, or two keys of an object become one; the message follows "found".
+    """
+    if isinstance(value, str):
+        return encodable(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if not max_levels:
+        raise DataError(f"JSON of more than {MAX_LEVELS} levels.")
+    if not isinstance(value, Mapping):
+        return [encodable_json(part, max_levels=max_levels - 1) for part in value]
+    read = {
+        encodable(key) if isinstance(key, str) else key: encodable_json(part, max_levels=max_levels - 1)
+        for key, part in value.items()
+    }
+    if len(read) < len(value):
+        raise DataError("JSON with two keys that differ in halves of surrogate pairs alone.")
+    return read
