@@ -319,7 +319,7 @@ class Scheduler:
         return Blockage(num_ready=len(self._ready), num_wanted=wanted, awaited=awaited)
 
     def stale(self) -> tuple[str, ...]:
-        """Ready groups past their deadline: after a resume with other settings, or where engines served older weights."""
+        """Ready groups past their deadline: after a resume with other settings, or from engines with older weights."""
         return tuple(uid for deadline, _, uid in self._ready if deadline < self.learner_version)
 
     # -- inside
