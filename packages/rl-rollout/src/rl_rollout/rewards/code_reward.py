@@ -17,7 +17,7 @@ from rl_core.data import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output
-from rl_rollout.rewards.outputs import cut, printable, shown
+from rl_rollout.rewards.outputs import cut, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
 
@@ -198,7 +198,7 @@ class CodeReward:
             if step.kind == "check":
                 timed_out = kind == "ended" and is_timed_out(run)
                 reason = "" if kind == "passed" else cut(f"{step.source}: {said}", max_characters=300)
-                outcomes.append(Outcome(is_passed=kind == "passed", is_timed_out=timed_out, reason=printable(reason)))
+                outcomes.append(Outcome(is_passed=kind == "passed", is_timed_out=timed_out, reason=reason))
         return outcomes
 
 

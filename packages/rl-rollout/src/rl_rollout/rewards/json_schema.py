@@ -8,7 +8,7 @@ from rl_core.data import Json
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.json_worker import WRONG, libraries, validator_of
-from rl_rollout.rewards.outputs import printable, shown
+from rl_rollout.rewards.outputs import shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
 WORKER = "rl_rollout.rewards.json_worker"
@@ -79,7 +79,7 @@ class JsonSchemaReward:
             components["fitting"] = found["fitting"]
             if found["parsed"] and not found["valid"] and not is_timed_out:
                 reward = min(0.5 + 0.5 * found["fitting"], 0.99)
-        extras = {} if found["valid"] else {"schema_failure": printable(found["reason"])}
+        extras = {} if found["valid"] else {"schema_failure": found["reason"]}
         return RewardResult(reward=reward, components=components, extras=extras)
 
     def close(self) -> None:
