@@ -121,7 +121,7 @@ def test_it_cannot_begin(folder, tmp_path, server):
 
 def test_closing_twice(folder):
     server = ReportServer([folder])
-    parts = Path(server._folder.name)
+    parts = server._folder
     assert list(parts.iterdir())
     server.close()
     server.close()

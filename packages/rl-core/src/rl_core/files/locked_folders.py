@@ -4,7 +4,8 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[P
         os.close(lock)
 
 
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder that no other user can enter; those of killed processes with this prefix are removed first."""
+    parent = Path(tempfile.gettempdir())
+    remove_unlocked_folders(parent.glob(f"{prefix}*"))
+    with locked_folder(parent, prefix, mode=0o700) as folder:
+        yield folder
+
+
 def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple[Path, int]:
     """A new folder, and the descriptor that locks it; another folder where the first one was taken before that."""
     while True:
@@ -46,30 +56,32 @@ def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple
                 folder.rmdir()
 
 
-def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "") -> None:
+def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "", also_of: Container[int] = ()) -> None:
     """Remove folders whose processes are gone: a killed process holds no lock.
 
     Args:
         folders: Those of live processes, of other users, and those that are gone meanwhile stay as they are.
         lock_file: A file in each that a second process locks beside the one that made the folder: both must be gone.
+        also_of: User ids whose folders go as well; others keep theirs.
     """
     for folder in folders:
         with suppress(OSError), ExitStack() as stack:
-            _lock(folder, FLAGS | os.O_DIRECTORY, stack)
+            _lock(folder, FLAGS | os.O_DIRECTORY, also_of, stack)
             if lock_file:
                 with suppress(FileNotFoundError):
-                    _lock(folder / lock_file, FLAGS, stack)
+                    _lock(folder / lock_file, FLAGS, also_of, stack)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(path: Path, flags: int, stack: ExitStack) -> None:
-    """Hold the lock of a path of this user.
+def _lock(path: Path, flags: int, also_of: Container[int], stack: ExitStack) -> None:
+    """Hold the lock of a path of this user, or of one of the others named.
 
     Raises:
         OSError: Another process holds it, or it is another user's.
     """
     descriptor = os.open(path, flags)
     stack.callback(os.close, descriptor)
-    if os.fstat(descriptor).st_uid != os.geteuid():
+    user = os.fstat(descriptor).st_uid
+    if user != os.geteuid() and user not in also_of:
         raise PermissionError(f"{path} is another user's")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

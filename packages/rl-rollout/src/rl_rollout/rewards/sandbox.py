@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from typing import Any, Literal, cast
 import structlog
 
 from rl_core.errors import RoleError, SettingsError
+from rl_core.files import make_locked_folder, remove_unlocked_folders
 from rl_rollout.rewards.outputs import cut
 from rl_rollout.rewards.sandbox_system_calls import system_call_filter
 
@@ -30,6 +32,7 @@ GRACE_S = 10.0
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix")
 NETWORK_PATHS = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates", "/etc/pki")
 FIRST_UID, NUM_UIDS, NOBODY = 61184, 4096, 65534
+FOLDER_PREFIX = "rl-sandbox-"
 GUARANTEES = {
     "namespaces": "another user, in namespaces of its own: sees no file but Python and the system's, and no process",
     "user_namespaces": "in namespaces of its own: sees no file but Python and the system's, and no process",
@@ -359,7 +362,10 @@ def _levels(options: SandboxOptions) -> list[Level]:
 @contextlib.contextmanager
 def _folder(uid: int | None) -> Iterator[str]:
     """A temporary folder of a user, gone afterwards."""
-    folder = tempfile.mkdtemp(prefix="rl-sandbox-")
+    parent = Path(tempfile.gettempdir())
+    _sweep(parent)
+    path, lock = make_locked_folder(parent, FOLDER_PREFIX, mode=0o700)
+    folder = str(path)
     try:
         if uid is not None:
             os.chown(folder, uid, uid)
@@ -369,6 +375,14 @@ def _folder(uid: int | None) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
         except RecursionError:  # folders in folders in folders
             subprocess.run(["/bin/rm", "-rf", folder], check=False)  # noqa: S603 (our own folder)
+        os.close(lock)
+
+
+@functools.cache
+def _sweep(parent: Path) -> None:
+    """Remove the folders of killed processes, once in the life of this one."""
+    others = (*range(FIRST_UID, FIRST_UID + NUM_UIDS), NOBODY) if os.geteuid() == 0 else ()
+    remove_unlocked_folders(parent.glob(f"{FOLDER_PREFIX}*"), also_of=others)
 
 
 def _free_uid() -> int:
