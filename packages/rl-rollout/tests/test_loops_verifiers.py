@@ -118,7 +118,12 @@ def test_a_session_is_served_only_to_who_has_its_url():
             assert len({token, other_token, session}) == 3
             assert min(len(token), len(other_token)) >= 32
             wrong = [f"{root}/{session}", f"{root}/{session}/", f"{root}/{session}/{token[:-1]}"]
-            wrong += [f"{root}/{session}/{other_token}", f"{root}/{session}/\u00e9", f"{root}/session-1", f"{root}/9/{token}"]
+            wrong += [
+                f"{root}/{session}/{other_token}",
+                f"{root}/{session}/\u00e9",
+                f"{root}/session-1",
+                f"{root}/9/{token}",
+            ]
             found = []
             async with aiohttp.ClientSession() as http:
                 for place in wrong:

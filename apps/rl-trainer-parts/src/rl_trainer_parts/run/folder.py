@@ -14,6 +14,7 @@ import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import write_durably
+from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import Settings
@@ -116,21 +117,24 @@ class RunFolder:
         return aside
 
     def write_settings(self, settings: Settings) -> None:
-        """Write the settings as they apply, defaults included."""
+        """Write the settings as they apply, defaults included, without literal secrets."""
         write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
 
     def check_resume(self, settings: Settings) -> None:
         """Refuse to resume with settings that would change what is learnt.
+
+        Of secrets, such as headers, only the names are compared: a key may have been renewed.
 
         Raises:
             SettingsError: What differs, and which settings may.
         """
         file = self.path / "settings.toml"
         try:
-            before = _flat(tomllib.loads(file.read_text()), type(settings))
+            before = _flat(redact(tomllib.loads(file.read_text()), keep_references=False), type(settings))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as error:
             raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
-        now = _flat(_without_none(plain_settings(settings)), type(settings))
+        plain = redact(plain_settings(settings), keep_references=False)
+        now = _flat(_without_none(plain), type(settings))
         changeable = (*CHANGEABLE_ON_RESUME, *type(settings).also_changeable_on_resume)
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
@@ -229,8 +233,8 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts of plain values."""
-    values = settings.model_dump(mode="json")
+    """Settings as nested dicts of plain values, which may be written and shown: literal secrets are redacted."""
+    values = redact(settings.model_dump(mode="json"))
     return {section: dict(fields) for section, fields in values.items()}
 
 
