@@ -39,7 +39,7 @@ def socket_of(folder: Path) -> Path:
 @pytest.fixture
 def short_temporary(tmp_path_factory, monkeypatch):
     """A temporary folder of the test's own; a socket's path may not be long."""
-    folder = Path("/tmp") / f"ctl-{os.getpid()}"  # noqa: S108
+    folder = Path("/tmp") / f"ctl-{os.getpid()}"
     folder.mkdir(mode=0o755)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", str(folder))

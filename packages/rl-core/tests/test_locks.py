@@ -89,12 +89,12 @@ def test_a_lock_file_that_others_could_lock_is_made_private(tmp_path: Path):
 
 @needs_root
 def test_another_user_cannot_lock_a_lock_file():
-    parent = Path("/tmp") / f"locks-{os.getpid()}"  # noqa: S108 - a folder that the other user can reach
+    parent = Path("/tmp") / f"locks-{os.getpid()}"  # which the other user can reach
     parent.mkdir(mode=0o755)
     try:
         os.close(open_lock_file(parent / ".lock"))
         assert in_a_fork(lambda: os.open(parent / ".lock", os.O_RDONLY), user=NOBODY) == 1
-        assert in_a_fork(lambda: os.listdir(parent), user=NOBODY) == 0  # it does reach the folder
+        assert in_a_fork(lambda: list(parent.iterdir()), user=NOBODY) == 0  # it does reach the folder
     finally:
         shutil.rmtree(parent)
 

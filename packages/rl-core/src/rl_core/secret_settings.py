@@ -1,7 +1,8 @@
 """Settings that are secrets: read from the environment where they are used, and written nowhere.
 
-Secret are the values below `headers` and `env`, those whose name says it, such as `api_key` or `password`, and passwords
-and keys in URLs. A reference, `"$NAME"` or `"Bearer $NAME"`, names an environment variable; anything else is a literal secret.
+Secret are the values below `headers` and `env`, those whose name says so, such as `api_key` or `password`, and
+passwords and keys in URLs. A reference, `"$NAME"` or `"Bearer $NAME"`, names an environment variable; all else is a
+literal secret.
 """
 
 import os

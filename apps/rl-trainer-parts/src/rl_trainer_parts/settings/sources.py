@@ -81,8 +81,8 @@ def _refuse_redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> N
     """A run's own settings.toml has no literal secrets; whoever starts from it gives them again."""
     for name in redacted_names(values):
         raise SettingsError(
-            f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Take the settings that the run was "
-            'started with, or put a reference to an environment variable there, such as "$NAME".'
+            f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Take the settings "
+            'that the run was started with, or put a reference to an environment variable there, such as "$NAME".'
         )
 
 

@@ -89,7 +89,7 @@ class Served:
 
 
 class TokenEndpoint:
-    """Serves sessions on a free port of 127.0.0.1, each under a path of its own that others on this machine cannot guess."""
+    """Serves sessions on a free port of 127.0.0.1, each under a path that nobody else can guess."""
 
     def __init__(self) -> None:
         """Open nothing yet."""

@@ -15,6 +15,7 @@ import msgspec
 
 from rl_core.data.segment import decode_segment, segment_size
 from rl_core.errors import JournalError, SegmentError
+from rl_core.files.locked_folders import temporary_folder
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import TaskSpec
 from rl_core.queue.journal.database import (
