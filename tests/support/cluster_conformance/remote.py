@@ -54,10 +54,11 @@ class BorderChecks(ClusterChecks):
         async def use(cluster: Cluster) -> None:
             before = os.umask(0o027)
             try:
-                group = await cluster.start(echo(), deadline_s=START_S)
+                role = await cluster.start(echo(), deadline_s=START_S)
             finally:
                 os.umask(before)
-            assert await group.call(0, "umask") == 0o027
+            assert await role.call("umask") == 0o027
+            await role.close()
 
         self.with_cluster(use)
 

@@ -8,7 +8,7 @@ literal secret.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rl_core.errors import SettingsError
 
@@ -55,7 +55,7 @@ def resolve_secrets(values: ValueT, *, where: str) -> ValueT:
             )
         return match[1] + os.environ[variable]
 
-    return _replaced(values, "", resolved, is_secret=False)
+    return cast("ValueT", _replaced(values, "", resolved, is_secret=False))
 
 
 def redact(values: ValueT, *, keep_references: bool = True) -> ValueT:
@@ -69,7 +69,7 @@ def redact(values: ValueT, *, keep_references: bool = True) -> ValueT:
     def redacted(_: str, text: str) -> str:
         return text if keep_references and _REFERENCE.fullmatch(text) else REDACTED
 
-    return _replaced(values, "", redacted, is_secret=False)
+    return cast("ValueT", _replaced(values, "", redacted, is_secret=False))
 
 
 def redact_option(name: str, value: Any) -> Any:
