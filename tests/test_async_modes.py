@@ -33,7 +33,8 @@ def test_on_policy_equals_the_synchronous_trainer_bit_for_bit(inputs: TinyRun, t
     assert [found[name] for name in accuracies] == [wanted[name] for name in accuracies]
     assert readable_more_widely(sync.run_folder, than=0o700) == []
     assert readable_more_widely(run.run_folder, than=0o750) == []
-    assert (run.run_folder / "settings.toml").stat().st_mode & 0o777 == 0o640
+    for name in ("settings.toml", "checkpoints/step_5/policy/model.safetensors"):
+        assert (run.run_folder / name).stat().st_mode & 0o777 == 0o640
 
 
 def readable_more_widely(folder: Path, *, than: int) -> list[Path]:
