@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import RoleError, SettingsError
-from rl_rollout.rewards import sandbox as sandbox_module
 from rl_rollout.rewards.sandbox import Sandbox, SandboxLimits, SandboxOptions, _levels
+from rl_rollout.rewards.sandbox_folder import NOBODY, sandbox_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -126,11 +126,11 @@ def test_the_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     child = os.fork()
     if child == 0:
-        with sandbox_module._folder(sandbox_module.NOBODY if os.geteuid() == 0 else None):
+        with sandbox_folder(NOBODY if os.geteuid() == 0 else None):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     (left,) = tmp_path.iterdir()
-    with sandbox_module._folder(None) as folder:
+    with sandbox_folder(None) as folder:
         assert list(tmp_path.iterdir()) == [Path(folder)]
         assert Path(folder) != left
     assert list(tmp_path.iterdir()) == []
@@ -421,7 +421,6 @@ def test_programs_end_with_the_process_that_started_them(sandbox, marker, monkey
     folders = set(Path("/tmp").glob("rl-sandbox-*"))
     script = f"""
 import asyncio, os
-from rl_rollout.rewards import sandbox as sandbox_module
 from rl_rollout.rewards.sandbox import Sandbox, SandboxOptions
 if {sandbox.level!r} == "user_namespaces":
     os.geteuid = lambda: 1000

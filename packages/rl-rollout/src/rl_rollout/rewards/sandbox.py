@@ -2,17 +2,13 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import random
 import secrets
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,8 +16,8 @@ from typing import Any, Literal, cast
 import structlog
 
 from rl_core.errors import RoleError, SettingsError
-from rl_core.files import make_locked_folder, remove_unlocked_folders
 from rl_rollout.rewards.outputs import cut
+from rl_rollout.rewards.sandbox_folder import FIRST_UID, NOBODY, NUM_UIDS, sandbox_folder
 from rl_rollout.rewards.sandbox_system_calls import system_call_filter
 
 log = structlog.get_logger(__name__)
@@ -31,8 +27,6 @@ PROGRAM = "program.py"
 GRACE_S = 10.0
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix")
 NETWORK_PATHS = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates", "/etc/pki")
-FIRST_UID, NUM_UIDS, NOBODY = 61184, 4096, 65534
-FOLDER_PREFIX = "rl-sandbox-"
 GUARANTEES = {
     "namespaces": "another user, in namespaces of its own: sees no file but Python and the system's, and no process",
     "user_namespaces": "in namespaces of its own: sees no file but Python and the system's, and no process",
@@ -209,7 +203,7 @@ class Sandbox:
 
     async def _run(self, level: Level, program: str, *, stdin: bytes, files: Mapping[str, str]) -> ProgramRun:
         uid = _free_uid() if os.geteuid() == 0 and level != "same_user" else None
-        with _folder(uid) as folder:
+        with sandbox_folder(uid) as folder:
             spec = self._specification(level, uid, folder)
             spec["files"] = {**files, PROGRAM: program}
             text = json.dumps(spec).encode()
@@ -357,32 +351,6 @@ def _levels(options: SandboxOptions) -> list[Level]:
     if os.geteuid() == 0:
         levels = ["namespaces", "user_namespaces", "other_user"]
     return [*levels, "same_user"] if options.isolation == "any" else levels
-
-
-@contextlib.contextmanager
-def _folder(uid: int | None) -> Iterator[str]:
-    """A temporary folder of a user, gone afterwards."""
-    parent = Path(tempfile.gettempdir())
-    _sweep(parent)
-    path, lock = make_locked_folder(parent, FOLDER_PREFIX, mode=0o700)
-    folder = str(path)
-    try:
-        if uid is not None:
-            os.chown(folder, uid, uid)
-        yield folder
-    finally:
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-        except RecursionError:  # folders in folders in folders
-            subprocess.run(["/bin/rm", "-rf", folder], check=False)  # noqa: S603 (our own folder)
-        os.close(lock)
-
-
-@functools.cache
-def _sweep(parent: Path) -> None:
-    """Remove the folders of killed processes, once in the life of this one."""
-    others = (*range(FIRST_UID, FIRST_UID + NUM_UIDS), NOBODY) if os.geteuid() == 0 else ()
-    remove_unlocked_folders(parent.glob(f"{FOLDER_PREFIX}*"), also_of=others)
 
 
 def _free_uid() -> int:
