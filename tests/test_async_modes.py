@@ -24,13 +24,22 @@ def run(inputs: TinyRun, tmp_path: Path) -> TinyRun:
 def test_on_policy_equals_the_synchronous_trainer_bit_for_bit(inputs: TinyRun, tmp_path: Path):
     sync, run = copy_tiny_run(inputs, tmp_path / "sync"), copy_tiny_run(inputs, tmp_path / "async")
     assert train_here(sync, trainer__steps=5) == 0
-    assert train_async_here(run, trainer__steps=5, schedule__max_staleness=0) == 0
+    assert train_async_here(run, trainer__steps=5, schedule__max_staleness=0, run__readable_by="group") == 0
     assert differences_from_sync(run, sync) == []
     assert learnt(run, step=5) == learnt(sync, step=5)
     found, wanted = (json.loads((one.run_folder / "summary.json").read_text()) for one in (run, sync))
     accuracies = [name for name in wanted if "accuracy" in name]
     assert len(accuracies) == 4
     assert [found[name] for name in accuracies] == [wanted[name] for name in accuracies]
+    assert readable_more_widely(sync.run_folder, than=0o700) == []
+    assert readable_more_widely(run.run_folder, than=0o750) == []
+    for name in ("settings.toml", "checkpoints/step_5/policy/model.safetensors"):
+        assert (run.run_folder / name).stat().st_mode & 0o777 == 0o640
+
+
+def readable_more_widely(folder: Path, *, than: int) -> list[Path]:
+    """What of a run gives others a right that they should not have, whoever of its processes wrote it."""
+    return [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o777 & ~than]
 
 
 def test_streaming_trains_only_what_the_present_version_made(run: TinyRun):

@@ -33,6 +33,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl_core.files.file_modes import current_umask
+
 MODULES = {
     "async_driver",
     "rl_async_trainer.main",
@@ -113,6 +115,7 @@ class Server:
             "directory": str(Path(given["cwd"] or ".").absolute()),
             "descriptors": [0, 1, 2, *passed],
             "has_session": given["start_new_session"],
+            "umask": current_umask() if given["umask"] == -1 else given["umask"],
         }
         content = json.dumps(request).encode()
         with self._lock:
@@ -190,6 +193,7 @@ class Request(NamedTuple):
         descriptors: Number of each file of `received` in the child; the first three are the standard streams.
         received: Open files, as the server numbers them.
         has_session: Whether it leads a new session.
+        umask: The caller's.
     """
 
     words: Sequence[str]
@@ -198,6 +202,7 @@ class Request(NamedTuple):
     descriptors: Sequence[int]
     received: Sequence[int]
     has_session: bool
+    umask: int
 
 
 def serve() -> None:
@@ -282,6 +287,7 @@ def _become(request: Request, marks: Mapping[str, int]) -> None:
         os.dup2(one, number)
         os.close(one)
     os.chdir(request.directory)
+    os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environment)
     for name, room in MARKS.items():

@@ -2,8 +2,10 @@
 
 import math
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from rl_trainer_parts.settings.sources import build_settings
 
 HOLDER = """
 import sys
+import tempfile
 from pathlib import Path
 from rl_trainer_parts.run.folder import RunFolder
 RunFolder(Path(sys.argv[1])).acquire()
@@ -279,3 +282,137 @@ def test_a_run_that_has_done_more_steps_is_not_resumed_for_fewer(tmp_path: Path)
     with pytest.raises(SettingsError, match=r"has done 7 steps, more than trainer\.steps = 4"):
         begin(settings_in(tmp_path, trainer__steps=4), resume=True)
     assert begin(settings_in(tmp_path, trainer__steps=7), resume=True) == []
+
+
+MODES = {"owner": (0o700, 0o600), "group": (0o750, 0o640), "everyone": (0o755, 0o644)}
+WRITE = "from pathlib import Path; Path('child').mkdir(); Path('child/file').touch()"
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o000])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("readable_by", MODES)
+def test_who_may_read_what_a_run_and_its_children_write(tmp_path: Path, readable_by: Any, umask: int) -> None:
+    of_folders, of_files = MODES[readable_by]
+    with open_run(settings_in(tmp_path, run__readable_by=readable_by), resume=False, say=pytest.fail) as folder:
+        subprocess.run([sys.executable, "-c", WRITE], cwd=folder.path, check=True)
+        (folder.path / "file").touch()
+    assert [mode_of(folder.path / name) for name in ("", "child")] == [of_folders] * 2
+    assert [mode_of(folder.path / name) for name in ("file", "child/file", "settings.toml")] == [of_files] * 3
+    assert mode_of(folder.path / ".lock") == 0o600
+    assert mode_of(tmp_path / "runs") == 0o777 & ~umask  # where several runs lie is no run's folder
+    assert os.umask(umask) == umask  # given back
+
+
+@pytest.mark.parametrize("before", [0o755, 0o700, 0o2770])
+def test_the_folder_of_an_earlier_version_gets_the_mode_of_the_setting(tmp_path: Path, before: int) -> None:
+    settings = settings_in(tmp_path)
+    begin(settings)
+    settings.run_folder.chmod(before)
+    (settings.run_folder / ".lock").chmod(0o644)
+    begin(settings, resume=True)
+    assert mode_of(settings.run_folder) == 0o700 | (before & 0o7000)
+    assert mode_of(settings.run_folder / ".lock") == 0o600
+    begin(settings_in(tmp_path, run__readable_by="group"), resume=True)
+    assert mode_of(settings.run_folder) == 0o750 | (before & 0o7000)
+
+
+def test_a_refused_run_gives_the_umask_back(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    before = os.umask(0o022)
+    try:
+        holder = RunFolder(settings.run_folder)
+        holder.acquire()
+        with pytest.raises(SettingsError, match="is in use by a live run"):
+            begin(settings)
+        assert os.umask(0o077) == 0o077  # as the holder has it
+        holder.release()
+        (tmp_path / "runs" / "file").touch()
+        with pytest.raises(SettingsError, match="cannot be made"):
+            begin(settings_in(tmp_path, run__name="file"))
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    settings.run_folder.mkdir(parents=True)
+    (settings.run_folder / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SettingsError, match=r"cannot be made .*symbolic link"):
+        begin(settings)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+AS_NOBODY = """
+import fcntl, os, sys
+from pathlib import Path
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+def tried(act):
+    try:
+        act()
+        return "could"
+    except OSError:
+        return "could not"
+folder = Path(sys.argv[1])
+print(tried(lambda: list(folder.parent.iterdir())), tried(lambda: list(folder.iterdir())),
+      tried(lambda: (folder / "settings.toml").read_text()), tried(lambda: os.open(folder / ".lock", os.O_RDONLY)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(
+    ("readable_by", "seen"),
+    [("owner", "could could not could not could not"), ("everyone", "could could could could not")],
+)
+def test_another_user_cannot_read_a_run_or_take_its_lock(readable_by: str, seen: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        Path(place).chmod(0o755)
+        settings = settings_in(Path(place), run__readable_by=readable_by)
+        before = os.umask(0o022)
+        try:
+            with open_run(settings, resume=False, say=pytest.fail) as folder:
+                command = [sys.executable, "-c", AS_NOBODY, str(folder.path)]
+                said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        finally:
+            os.umask(before)
+        assert said == seen
+
+
+def refusal_as_nobody(folder: Path) -> str:
+    """What a process of another user is told that wants to hold a folder."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            RunFolder(folder).acquire()
+        except SettingsError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_the_folder_that_another_user_put_there_is_refused() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        Path(place).chmod(0o755)
+        (Path(place) / "run").mkdir()
+        (Path(place) / "run").chmod(0o777)
+        said = refusal_as_nobody(Path(place) / "run")
+        assert "must belong to user 65534; found user 0, who could read and change the run" in said
+        assert list((Path(place) / "run").iterdir()) == []

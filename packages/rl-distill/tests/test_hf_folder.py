@@ -1,6 +1,7 @@
 """Folders of safetensors: read in parts, refused where torn, written in shards."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,13 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path):
     write_policy_folder(tmp_path, {}, {"a": torch.ones(1)}, source_dir=None)
     with pytest.raises(DataError, match="has weights; give a new folder"):
         write_policy_folder(tmp_path, {}, {"a": torch.ones(1)}, source_dir=None)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_are_as_readable_as_the_umask_says(tmp_path: Path, umask: int, mode: int):
+    before = os.umask(umask)
+    try:
+        write_policy_folder(tmp_path / "policy", {}, {"weight": torch.zeros(2)}, source_dir=None)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "policy").iterdir()} == {mode}

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import structlog
@@ -121,7 +120,7 @@ def test_it_cannot_begin(folder, tmp_path, server):
 
 def test_closing_twice(folder):
     server = ReportServer([folder])
-    parts = Path(server._folder.name)
+    parts = server._folder
     assert list(parts.iterdir())
     server.close()
     server.close()

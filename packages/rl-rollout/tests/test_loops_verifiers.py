@@ -19,6 +19,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import EngineError, MissingExtraError, SettingsError
 from rl_rollout import SamplingParams, resolve_loop
 from rl_rollout.audit import SampledSpan
+from rl_rollout.loops.token_endpoint import Served, TokenEndpoint
 from rl_rollout.loops.verifiers import columns_of
 
 END = "<|im_end|>"
@@ -98,6 +99,48 @@ class StandIn:
             f"token_id:{token}" for token in choice["token_ids"]
         ]
         return choice["token_ids"]
+
+
+def served_session():
+    engine = SimpleNamespace(traits=SimpleNamespace(max_model_len=100))
+    context = SimpleNamespace(engine=engine)
+    return Served(prompt=Prompt(uid="p", input_ids=np.ones(1, np.int32)), session_index=0, context=context)
+
+
+def test_a_session_is_served_only_to_who_has_its_url():
+    async def statuses():
+        endpoint = TokenEndpoint()
+        await endpoint.start()
+        try:
+            (name, url), (_, other) = endpoint.open(served_session()), endpoint.open(served_session())
+            root, session, token = url.removesuffix("/v1").rsplit("/", 2)
+            other_token = other.removesuffix("/v1").rpartition("/")[2]
+            assert len({token, other_token, session}) == 3
+            assert min(len(token), len(other_token)) >= 32
+            wrong = [f"{root}/{session}", f"{root}/{session}/", f"{root}/{session}/{token[:-1]}"]
+            wrong += [
+                f"{root}/{session}/{other_token}",
+                f"{root}/{session}/\u00e9",
+                f"{root}/session-1",
+                f"{root}/9/{token}",
+            ]
+            found = []
+            async with aiohttp.ClientSession() as http:
+                for place in wrong:
+                    async with http.get(f"{place}/v1/models") as answer:
+                        found.append(answer.status)
+                    async with http.post(f"{place}/inference/v1/generate", json={"token_ids": [1]}) as answer:
+                        found.append(answer.status)
+                async with http.get(f"{url}/models") as answer:
+                    assert (answer.status, (await answer.json())["data"][0]["max_model_len"]) == (200, 100)
+                endpoint.forget(name)
+                async with http.get(f"{url}/models") as answer:
+                    found.append(answer.status)
+            return found
+        finally:
+            await endpoint.close()
+
+    assert set(asyncio.run(statuses())) == {404}
 
 
 def branch(ids, mask, *, trainable=True):

@@ -106,6 +106,32 @@ def test_a_service_that_is_busy_or_breaks_is_asked_again(service, first):
     assert len(service.requests) == 3
 
 
+def test_a_header_may_refer_to_the_environment_and_is_shown_nowhere(service, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "sk-12345678")
+    headers = {"Authorization": "Bearer $REWARD_TOKEN"}
+    service.answers = [
+        (403, {}, b"no such key: sk-12345678"),
+        (200, {}, b'{"reward": 1, "extras": {"k": "sk-12345678"}}'),
+    ]
+    with pytest.raises(DataError, match=r"answered with status 403: 'no such key: \(redacted\)'"):
+        ask(service, headers=headers, retries=0)
+    assert ask(service, headers=headers).extras == {"k": "(redacted)"}
+    assert [sent["Authorization"] for sent, _ in service.requests] == ["Bearer sk-12345678"] * 2
+    assert "sk-1" not in repr(reward_of(service, headers=headers))
+
+
+@pytest.mark.parametrize("value", ["sk-12345678\n", "sk-1\r\nX: 1", " sk-12345678", 12345678])
+def test_a_header_that_the_client_would_quote_in_its_error_is_refused_without_it(service, value):
+    with pytest.raises(SettingsError, match="value of the header 'A' must be text without line breaks") as caught:
+        reward_of(service, headers={"A": value})
+    assert "1" not in str(caught.value)
+
+
+def test_the_password_of_a_url_is_not_shown():
+    with pytest.raises(SettingsError, match=r"found 'ftp://me:\(redacted\)@host'"):
+        resolve_reward("http", {"url": "ftp://me:sk-12345678@host"})
+
+
 def test_after_the_last_retry_it_is_a_failure(service):
     service.answers = [(503, {}, b"busy")]
     with pytest.raises(ConnectionError, match="answered with status 503 3 times, last with 'busy'"):

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from rl_rollout.rewards.sandbox.folder import NOBODY, sandbox_folder
 
 from rl_core.errors import RoleError, SettingsError
 from rl_rollout.rewards.sandbox import Sandbox, SandboxLimits, SandboxOptions, _levels
@@ -110,6 +111,28 @@ def test_what_can_be_read_may_lie_in_the_temporary_folder(tmp_path):
         pytest.skip("this machine gives programs no folders of their own")
     done = run(sandbox, f"open('/tmp/own', 'w').write('x'); print(open('{tmp_path}/answer.txt').read())")
     assert (done.stdout, done.exit_code) == (b"42\n", 0), done.stderr
+
+
+def test_a_run_that_keeps_its_files_to_itself_can_run_programs(sandbox):
+    before = os.umask(0o077)
+    try:
+        assert run(sandbox, "print(open('more').read())", files={"more": "here"}).stdout == b"here\n"
+    finally:
+        os.umask(before)
+
+
+def test_the_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    child = os.fork()
+    if child == 0:
+        with sandbox_folder(NOBODY if os.geteuid() == 0 else None):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    with sandbox_folder(None) as folder:
+        assert list(tmp_path.iterdir()) == [Path(folder)]
+        assert Path(folder) != left
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_that_raises_exits_or_reads_nothing(sandbox):

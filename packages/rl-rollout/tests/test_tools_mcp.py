@@ -206,6 +206,23 @@ def test_a_server_that_does_not_start_is_refused_with_its_reason(options, messag
         asyncio.run(connect_and_close("bad", McpServerOptions(**options)))
 
 
+def test_what_a_server_was_given_is_not_in_what_is_said_of_it(monkeypatch, capsys):
+    monkeypatch.setenv("SHOP_KEY", "sk-12345678")
+    code = "import os, sys; sys.exit(f'bad key {os.environ[\"KEY\"]}')"
+    server = {"command": [sys.executable, "-c", code], "env": {"KEY": "$SHOP_KEY"}}
+    loop = resolve_loop("tools", {"mcp_servers": {"shop": server}})
+    assert "sk-1" not in repr(loop._options)
+    with pytest.raises(SettingsError, match=r"bad key \(redacted\)"):
+        asyncio.run(loop.start(make_tokenizer()))
+    assert "sk-1" not in "".join(capsys.readouterr())
+
+
+def test_a_header_of_a_server_is_refused_without_its_value():
+    with pytest.raises(SettingsError, match="value of the header 'Authorization' must be text") as caught:
+        McpServerOptions(url="http://127.0.0.1:1/mcp", headers={"Authorization": "Bearer sk-12345678\n"})
+    assert "sk-1" not in str(caught.value)
+
+
 def test_a_server_without_tools_is_refused():
     empty = "from mcp.server.mcpserver import MCPServer; MCPServer('empty').run('stdio')"
     with pytest.raises(SettingsError, match="MCP server 'bad' has no tools"):

@@ -1,6 +1,7 @@
 """Checks of what crosses the border of a role's own process, and of how that process ends."""
 
 import asyncio
+import os
 import threading
 
 from cluster_conformance.checks import START_S, ClusterChecks, catches, echo, until, within
@@ -48,6 +49,18 @@ class BorderChecks(ClusterChecks):
         with refuses(ValueError, "cannot be made again"):
             self.run(self.group[0].call("echo", Unreadable()))
         assert self.run(self.group[0].call("greet", "you")) == "hello you!"
+
+    def test_a_role_writes_files_as_private_as_those_of_its_caller(self) -> None:
+        async def use(cluster: Cluster) -> None:
+            before = os.umask(0o027)
+            try:
+                role = await cluster.start(echo(), deadline_s=START_S)
+            finally:
+                os.umask(before)
+            assert await role.call("umask") == 0o027
+            await role.close()
+
+        self.with_cluster(use)
 
     def test_an_error_of_an_unknown_class_becomes_a_role_error(self) -> None:
         with refuses(RoleError, "echo[0] raised UnknownError: out of luck"):

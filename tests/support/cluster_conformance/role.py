@@ -124,6 +124,12 @@ class EchoRole:
         """Where it lives."""
         return os.getpid()
 
+    def umask(self) -> int:
+        """Which rights the files of this process lack."""
+        mask = os.umask(0)
+        os.umask(mask)
+        return mask
+
     def environment(self, name: str) -> str | None:
         """A variable."""
         return os.environ.get(name)

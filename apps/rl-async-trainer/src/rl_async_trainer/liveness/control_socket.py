@@ -6,18 +6,20 @@ run's folder says where. Requests and answers are one line of JSON each.
 
 import asyncio
 import json
+import os
 import socket
-import tempfile
+import struct
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DeadlineError, NotReadyError, RLError
-from rl_core.files import write_durably
+from rl_core.files import temporary_folder, write_durably
 
 FILE = "control.json"
 MAX_LINE_BYTES = 1 << 20
+CREDENTIALS = struct.Struct("3i")
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
@@ -29,11 +31,11 @@ class ControlSocket:
         """Name the run's folder, and who answers."""
         self._folder = folder
         self._handle = handle
-        self._place = tempfile.TemporaryDirectory(prefix="rl-control-")
+        self._stack = ExitStack()
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> "ControlSocket":
-        path = Path(self._place.name) / "socket"
+        path = self._stack.enter_context(temporary_folder("rl-control-")) / "socket"
         self._server = await asyncio.start_unix_server(self._answer, str(path), limit=MAX_LINE_BYTES)
         path.chmod(0o600)
         write_durably(self._folder / FILE, json.dumps({"socket": str(path)}).encode())
@@ -43,10 +45,11 @@ class ControlSocket:
         if self._server is not None:
             self._server.close()
         (self._folder / FILE).unlink(missing_ok=True)
-        self._place.cleanup()
+        self._stack.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
+            _refuse_other_users(writer.get_extra_info("socket"))
             answer = await self._answer_to(await reader.readline())
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
@@ -82,6 +85,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(deadline_s)
             connection.connect(place)
+            _refuse_other_users(connection)
             connection.sendall(json.dumps(dict(request)).encode() + b"\n")
             answer = json.loads(connection.makefile("rb").readline(MAX_LINE_BYTES))
     except TimeoutError:
@@ -93,3 +97,15 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
     if "error" in answer:
         raise NotReadyError(str(answer["error"]))
     return answer["answer"]
+
+
+def _refuse_other_users(connection: Any) -> None:
+    """Speak with processes of this user and of root alone.
+
+    Raises:
+        ConnectionError: The other end is another user's.
+    """
+    if hasattr(socket, "SO_PEERCRED"):
+        _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if user not in (os.geteuid(), 0):
+            raise ConnectionRefusedError(f"its other end belongs to user {user}")

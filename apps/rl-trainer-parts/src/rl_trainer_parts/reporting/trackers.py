@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rl_core.secret_settings import resolve_secrets
 from rl_metrics.trackers import BackgroundTracker, ConsoleTracker, Ending, Fanout, JsonlTracker, Tracker, run_console
 from rl_trainer_parts.reporting.report_writer import ReportWriter
 from rl_trainer_parts.run.folder import plain_settings
@@ -74,7 +75,7 @@ def _mlflow(settings: Settings, folder: Path, ending: Callable[[], Ending]) -> T
         folder,
         experiment=settings.metrics.mlflow_experiment,
         name=settings.run.name,
-        uri=settings.metrics.mlflow_uri,
+        uri=resolve_secrets(settings.metrics.mlflow_uri, where="metrics.mlflow_uri"),
         config=plain_settings(settings),
         ending=ending,
     )

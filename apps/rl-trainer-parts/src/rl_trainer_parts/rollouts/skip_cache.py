@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 from rl_core import Prompt
 from rl_core.errors import NotReadyError
+from rl_core.secret_settings import redact
 from rl_core.weights import PublishReport
 from rl_metrics.reductions import Recorder
 from rl_rollout import GroupResult, Rollout
@@ -81,14 +82,18 @@ class SkipCacheReplay:
 
 
 def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:
-    """What stays as it is in a run, as it is at its start: files that are changed meanwhile are not read again."""
-    reward = asdict(settings.reward)
+    """What stays as it is in a run, as it is at its start: files that are changed meanwhile are not read again.
+
+    Of secrets, only the names count.
+    """
+    reward = redact(asdict(settings.reward), keep_references=False)
+    loop_options = redact(settings.rollout.loop_options, keep_references=False)
     return Circumstances(
         policy=None,
         tokenizer=tokenizer.fingerprint,
         sampling=None,
         group_size=0,
-        loop={"name": settings.rollout.loop, "options": with_file_contents(settings.rollout.loop_options)},
+        loop={"name": settings.rollout.loop, "options": with_file_contents(loop_options)},
         reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts", "on_failure")}),
         seed=settings.run.seed,
         versions=package_versions(),

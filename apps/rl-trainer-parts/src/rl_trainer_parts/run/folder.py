@@ -6,20 +6,22 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import write_durably
+from rl_core.files import open_lock_file, write_durably
+from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
+from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
 from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import ReadableBy, Settings
 
 CHANGEABLE_BY_SECTION = {
-    "run": ("if_exists",),
+    "run": ("if_exists", "readable_by"),
     "trainer": (
         *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
         *("background_checkpoints", "proof_tolerance"),
@@ -54,9 +56,11 @@ CHANGEABLE_ON_RESUME = tuple(f"{section}.{name}" for section, names in CHANGEABL
 class RunFolder:
     """The folder of one run, held by one process at a time."""
 
-    def __init__(self, path: Path) -> None:
-        """Name the folder; nothing is made before `acquire`."""
+    def __init__(self, path: Path, *, readable_by: ReadableBy = "owner") -> None:
+        """Name the folder, and who may read what this process writes while it holds it; nothing is made yet."""
         self.path = path
+        self._umask = WITHHELD[readable_by]
+        self._umask_before: int | None = None
         self._lock: int | None = None
 
     @property
@@ -72,21 +76,31 @@ class RunFolder:
     def acquire(self) -> None:
         """Make the folder and take its lock, which the kernel frees when this process ends.
 
+        Until `release`, this process and those that it starts have the run's umask.
+
         Raises:
-            SettingsError: It cannot be made, or a live process holds it.
+            SettingsError: It cannot be made, others can read or write there, or a live process holds it.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with suppress(FileExistsError):
+                self.path.parent.mkdir(parents=True)
+            self._umask_before = os.umask(self._umask)
+            make_run_folder(self.path, self._umask)
+            lock = open_lock_file(self.path / ".lock")
         except OSError as error:
+            self.release()
             raise SettingsError(
                 f"run folder {self.path} cannot be made ({error}). Choose another place with --run.directory=FOLDER."
             ) from None
+        except SettingsError:
+            self.release()
+            raise
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.read(lock, 100).decode(errors="replace").strip() or "unknown"
             os.close(lock)
+            self.release()
             raise SettingsError(
                 f"run folder {self.path} is in use by a live run (process {holder}). Wait for it, stop it, or choose "
                 "another name with --run.name=NAME."
@@ -96,11 +110,14 @@ class RunFolder:
         self._lock = lock
 
     def release(self) -> None:
-        """Give the lock back. Can be called twice."""
+        """Give the lock and the umask back. Can be called twice."""
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # at once, also while a child that is starting holds a copy
             os.close(self._lock)
             self._lock = None
+        if self._umask_before is not None:
+            os.umask(self._umask_before)
+            self._umask_before = None
 
     def archive(self) -> Path:
         """Move the run that is there aside, keep the lock on a new folder, and say where the old one went."""
@@ -116,21 +133,24 @@ class RunFolder:
         return aside
 
     def write_settings(self, settings: Settings) -> None:
-        """Write the settings as they apply, defaults included."""
+        """Write the settings as they apply, defaults included, without literal secrets."""
         write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
 
     def check_resume(self, settings: Settings) -> None:
         """Refuse to resume with settings that would change what is learnt.
+
+        Of secrets, such as headers, only the names are compared: a key may have been renewed.
 
         Raises:
             SettingsError: What differs, and which settings may.
         """
         file = self.path / "settings.toml"
         try:
-            before = _flat(tomllib.loads(file.read_text()), type(settings))
+            before = _flat(redact(tomllib.loads(file.read_text()), keep_references=False), type(settings))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as error:
             raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
-        now = _flat(_without_none(plain_settings(settings)), type(settings))
+        plain = redact(plain_settings(settings), keep_references=False)
+        now = _flat(_without_none(plain), type(settings))
         changeable = (*CHANGEABLE_ON_RESUME, *type(settings).also_changeable_on_resume)
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
@@ -202,7 +222,7 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
     Raises:
         SettingsError: The folder is in use, holds a run, or was begun with other settings.
     """
-    folder = RunFolder(settings.run_folder)
+    folder = RunFolder(settings.run_folder, readable_by=settings.run.readable_by)
     if resume:
         require_run(folder)
     folder.acquire()
@@ -229,8 +249,8 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts of plain values."""
-    values = settings.model_dump(mode="json")
+    """Settings as nested dicts of plain values, which may be written and shown: literal secrets are redacted."""
+    values = redact(settings.model_dump(mode="json"))
     return {section: dict(fields) for section, fields in values.items()}
 
 

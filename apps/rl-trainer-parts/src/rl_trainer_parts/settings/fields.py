@@ -44,7 +44,7 @@ class SettingField:
     def is_text(self) -> bool:
         """True when the value is taken as it is written."""
         kind = typing.get_origin(self.annotation)
-        if kind in (dict, tuple):
+        if kind in (dict, tuple, Mapping):
             return False
         options = typing.get_args(self.annotation) or (self.annotation,)
         return any(option in (str, Path) for option in options) or kind is typing.Literal
@@ -140,7 +140,7 @@ def describe_type(annotation: Any) -> str:
         return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
     if typing.get_origin(annotation) is list:
         return f"[{describe_type(arguments[0])}, ...]"
-    if typing.get_origin(annotation) is dict or dataclasses.is_dataclass(annotation):
+    if typing.get_origin(annotation) in (dict, Mapping) or dataclasses.is_dataclass(annotation):
         return "{name = value}"
     names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))

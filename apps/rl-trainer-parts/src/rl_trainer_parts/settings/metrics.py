@@ -33,8 +33,9 @@ class MetricSettings:
         trackers: Beside the console and metrics.jsonl: "tensorboard" (in the run's folder), "wandb" (offline where
             WANDB_MODE says so) and "mlflow".
         wandb_project: wandb's project.
-        mlflow_uri: A tracking server, or a database such as "sqlite:///runs/mlflow.db"; none takes
-            MLFLOW_TRACKING_URI, and without it a database in the run's folder.
+        mlflow_uri: A tracking server, whose password may be "$NAME", a variable of the environment, or a database such
+            as "sqlite:///runs/mlflow.db"; none takes MLFLOW_TRACKING_URI, and without it a database in the run's
+            folder.
         mlflow_experiment: What MLflow compares the run in.
     """
 

@@ -20,6 +20,9 @@ from rl_rollout.rewards import RewardOptions
 from rl_rollout.skip import SkipOptions
 from rl_trainer_parts.settings.metrics import HealthSettings, MetricSettings
 
+ReadableBy = Literal["owner", "group", "everyone"]
+"""Who may read the files of a run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
@@ -31,12 +34,15 @@ class RunSettings:
         seed: Of prompt order and sampling.
         if_exists: When the folder holds a run already: "refuse", "resume" it, or "archive" it under another
             name and start anew.
+        readable_by: Who may read the folder and all that the run's processes write: its "owner", its "group", or
+            "everyone"; only its owner may write.
     """
 
     name: str = "run"
     directory: Path = Path("runs")
     seed: int = 0
     if_exists: Literal["refuse", "resume", "archive"] = "refuse"
+    readable_by: ReadableBy = "owner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from rl_core.data import encodable_json
 from rl_core.errors import SettingsError
+from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
@@ -70,12 +71,22 @@ def build_settings(
     Raises:
         SettingsError: Something is missing or has the wrong type; all of it is listed.
     """
+    _refuse_redacted(values, origins or {})
     _refuse_booleans_for_numbers(values, origins or {}, kind)
     try:
         return kind(**values)
     except ValidationError as error:
         lines = [_explain(problem, origins or {}, kind) for problem in error.errors()]
         raise SettingsError("\n".join(lines)) from None
+
+
+def _refuse_redacted(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """A run's own settings.toml has no literal secrets; whoever starts from it gives them again."""
+    for name in redacted_names(values):
+        raise SettingsError(
+            f"{name}: the secret is redacted in this file{_origin(name.partition('[')[0], origins)}. Take the settings "
+            'that the run was started with, or put a reference to an environment variable there, such as "$NAME".'
+        )
 
 
 def _refuse_booleans_for_numbers(values: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> None:
@@ -114,7 +125,15 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
     if not is_whole:
         expected = describe_type(known[name].annotation)
         return f"{name}: must be {expected}; item {place[2]}: {problem['msg'].lower()}{where}."
-    return f"{name}: {problem['msg'].lower()}; found {problem['input']!r}{where}. {known[name].meaning}"
+    found = _shown(problem["input"], known[name])
+    return f"{name}: {problem['msg'].lower()}; found {found}{where}. {known[name].meaning}"
+
+
+def _shown(value: Any, setting: SettingField) -> str:
+    """A value for a message, without secrets: in text where a table is expected, nobody knows which part is one."""
+    if isinstance(value, str) and not setting.is_text and any(mark in value for mark in "{=["):
+        return f"text of {len(value)} characters that is no table of TOML"
+    return repr(redact_option(setting.name.rpartition(".")[2], value))
 
 
 def _explain_entry(

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.errors import DataError
+from rl_core.files import current_umask
 from rl_distill.policy_config import PolicyConfig
 
 _log = structlog.get_logger(__name__)
@@ -295,6 +296,7 @@ def write_policy_folder(
     for shard in _shards(pairs, max_shard_bytes):
         path = policy_dir / f"weights-{len(shards)}.partial"
         save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(0o666 & ~current_umask())  # the library gives it 0600
         shards.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
     _name_shards(policy_dir, shards)

@@ -3,10 +3,11 @@
 import hmac
 import json
 import secrets
-import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import structlog
 
 from rl_core.errors import RLError
+from rl_core.files import temporary_folder
 from rl_metrics.report.blobs import folder_blobs
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.writing import MAX_TRAJECTORIES, check_request, pack_runs
@@ -61,7 +63,9 @@ class ReportServer:
         self._token = secrets.token_urlsafe(16)
         names = run_names([open_run(path).name for path in runs])
         self.page = page_head(", ".join(names), is_live=True) + page_tail(None)
-        self._folder = tempfile.TemporaryDirectory(prefix="rl-report-")
+        stack = ExitStack()
+        self._folder = stack.enter_context(temporary_folder("rl-report-"))
+        self._remove_folder = weakref.finalize(self, stack.close)
         self._is_over = threading.Event()
         self._before: set[str] = set()
         self._names: set[str] = set()
@@ -71,7 +75,7 @@ class ReportServer:
             self._seen = self._signature()
             self._renew()
         except BaseException:
-            self._folder.cleanup()
+            self._remove_folder()
             raise
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=(0.1,), name="report-server", daemon=True),
@@ -105,7 +109,7 @@ class ReportServer:
         self._server.server_close()
         for thread in self._threads:
             thread.join()
-        self._folder.cleanup()
+        self._remove_folder()
 
     def answer(self, path: str) -> tuple[bytes, str] | None:
         """Content and type of what lies at a path; None where nothing does."""
@@ -119,7 +123,7 @@ class ReportServer:
             return self.manifest, "application/json"
         folder, _, blob = name.partition("/")
         if folder == "blob" and blob in self._names | self._before:
-            return (Path(self._folder.name) / blob).read_bytes(), "application/octet-stream"
+            return (self._folder / blob).read_bytes(), "application/octet-stream"
         return None
 
     def _follow(self) -> None:
@@ -138,13 +142,13 @@ class ReportServer:
 
     def _renew(self) -> None:
         names: set[str] = set()
-        sink = folder_blobs(Path(self._folder.name), names)
+        sink = folder_blobs(self._folder, names)
         manifest = pack_runs([open_run(path) for path in self._runs], sink, max_trajectories=self._max_trajectories)
         gone = self._before - self._names - names
         self._before, self._names = self._names, names  # a page may still ask for parts of the last report
         self.manifest = json.dumps(manifest).encode()
         for name in gone:
-            (Path(self._folder.name) / name).unlink(missing_ok=True)
+            (self._folder / name).unlink(missing_ok=True)
 
     def _signature(self) -> list[tuple[str, int, int]]:
         """Sizes and times of the runs' files, which tell whether any was written."""

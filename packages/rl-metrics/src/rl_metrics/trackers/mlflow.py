@@ -16,6 +16,7 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
 from rl_core.files import write_durably
+from rl_core.secret_settings import hide, redact_option
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.protocol import Ending
@@ -98,7 +99,7 @@ class MlflowTracker:
         self._is_closed = False
         self._run_id = ""
         self._translated(lambda: self._start(client, directory / RUN_ID_FILE, experiment, name, config or {}))
-        log.info("mlflow_run", id=self._run_id, uri=self._uri)
+        log.info("mlflow_run", id=self._run_id, uri=redact_option("uri", self._uri))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step.
@@ -202,9 +203,9 @@ class MlflowTracker:
         except (DataError, SettingsError):
             raise
         except Exception as error:  # of MLflow, SQLAlchemy, requests, the disk: none knows of the others
-            reason = str(error).strip().split("\n")[0][:300]
+            reason = hide(str(error).strip().split("\n")[0][:300], {"uri": self._uri})
             raise SettingsError(
-                f"MLflow must start at {self._uri}; found {type(error).__name__}: {reason} Set "
+                f"MLflow must start at {redact_option('uri', self._uri)}; found {type(error).__name__}: {reason} Set "
                 f"metrics.mlflow_uri or MLFLOW_TRACKING_URI to a server or a database that is there; to begin a new "
                 f"run there, remove {RUN_ID_FILE} from the run's folder."
             ) from error

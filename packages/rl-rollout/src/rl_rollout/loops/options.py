@@ -1,6 +1,7 @@
 """Dataclasses from tables of a TOML file, such as options of loops: unknown names and wrong types are refused."""
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
 from rl_core.registry import unknown_name
+from rl_core.secret_settings import redact_option
 
 OptionsT = TypeVar("OptionsT")
 
@@ -48,12 +50,12 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
     if origin is typing.Literal:
         if value in arguments:
             return value
-        raise SettingsError(f"{where} must be one of {', '.join(map(repr, arguments))}; found {value!r}.")
+        raise SettingsError(f"{where} must be one of {', '.join(map(repr, arguments))}; found {_shown(where, value)}.")
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return read_options(typing.cast(type[Any], kind), value, where=where)
     if origin is tuple and isinstance(value, list | tuple):
         if arguments[-1] is not ... and len(value) != len(arguments):
-            raise SettingsError(f"{where} must be a list of {len(arguments)}; found {value!r}.")
+            raise SettingsError(f"{where} must be a list of {len(arguments)}; found {_shown(where, value)}.")
         return tuple(_value(arguments[0], item, where=f"{where}[{index}]") for index, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {str(key): _value(arguments[1], item, where=f"{where}.{key}") for key, item in value.items()}
@@ -63,7 +65,7 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
         return Path(value)
     if isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
         return value
-    raise SettingsError(f"{where} must be {_words(kind)}; found {value!r} ({type(value).__name__}).")
+    raise SettingsError(f"{where} must be {_words(kind)}; found {_shown(where, value)} ({type(value).__name__}).")
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
@@ -77,8 +79,15 @@ def _one_of(kinds: tuple[Any, ...], value: Any, *, where: str) -> Any:
             if len(others) == 1:
                 raise
     raise SettingsError(
-        f"{where} must be {' or '.join(map(_words, others))}; found {value!r} ({type(value).__name__})."
+        f"{where} must be {' or '.join(map(_words, others))}; found {_shown(where, value)} ({type(value).__name__})."
     )
+
+
+def _shown(where: str, value: Any) -> str:
+    """A value for a message, without secrets."""
+    for name in (*re.split(r"[.:\s]+", where), ""):
+        value = redact_option(name, value)
+    return repr(value)
 
 
 def _words(kind: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
+from rl_core.secret_settings import resolve_secrets
 from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import AgentLoop
 
@@ -27,7 +28,7 @@ def resolve_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLo
     Args:
         name: A built-in loop, or one that a package offers.
         options: A table, read into the loop's `Options`, a dataclass that it is then made with; a loop without
-            `Options` takes none.
+            `Options` takes none. Secrets such as `headers` and `env` may refer to environment variables, "$NAME".
 
     Raises:
         SettingsError: There is no such loop, it is not a class with `run_group`, or it refuses the options.
@@ -43,6 +44,7 @@ def resolve_loop(name: str, options: Mapping[str, Any] | None = None) -> AgentLo
         return bare
     if not (isinstance(options_class, type) and dataclasses.is_dataclass(options_class)):
         raise SettingsError(f"agent loop {name!r}: its Options must be a dataclass; found {options_class!r}.")
-    table = read_options(options_class, options or {}, where=f"agent loop {name!r}")
+    resolved = resolve_secrets(options or {}, where=f"options of agent loop {name!r}")
+    table = read_options(options_class, resolved, where=f"agent loop {name!r}")
     loop: AgentLoop = loop_class(table)
     return loop

@@ -1,5 +1,8 @@
 """An engine behind HTTP, on this machine, which answers as vLLM's /inference/v1/generate does."""
 
+import hmac
+import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -86,11 +89,11 @@ class Served:
 
 
 class TokenEndpoint:
-    """Serves sessions on a free port of 127.0.0.1, each under a path of its own."""
+    """Serves sessions on a free port of 127.0.0.1, each under a path that nobody else can guess."""
 
     def __init__(self) -> None:
         """Open nothing yet."""
-        self._sessions: dict[str, Served] = {}
+        self._sessions: dict[str, tuple[str, Served]] = {}
         self._num_opened = 0
         self._runner: Any = None
         self._port = 0
@@ -98,8 +101,8 @@ class TokenEndpoint:
     async def start(self) -> None:
         """Listen."""
         application = web.Application(client_max_size=MAX_REQUEST_BYTES)
-        application.router.add_get("/{session}/v1/models", self._models)
-        application.router.add_post("/{session}/inference/v1/generate", self._generate)
+        application.router.add_get("/{session}/{token}/v1/models", self._models)
+        application.router.add_post("/{session}/{token}/inference/v1/generate", self._generate)
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -114,25 +117,34 @@ class TokenEndpoint:
     def open(self, served: Served) -> tuple[str, str]:
         """Serve a session; gives its name, and the base URL of its own."""
         self._num_opened += 1
-        name = f"session-{self._num_opened}"
-        self._sessions[name] = served
-        return name, f"http://127.0.0.1:{self._port}/{name}/v1"
+        name, token = f"session-{self._num_opened}", secrets.token_urlsafe(32)
+        self._sessions[name] = token, served
+        return name, f"http://127.0.0.1:{self._port}/{name}/{token}/v1"
 
     def forget(self, name: str) -> None:
         """Serve a session no longer."""
         self._sessions.pop(name, None)
 
+    def _session_of(self, request: Any) -> Served:
+        """The session whose path this is.
+
+        Raises:
+            HTTPNotFound: It has ended, or the token is not its own.
+        """
+        token, served = self._sessions.get(request.match_info["session"], ("", None))
+        is_own = hmac.compare_digest(token.encode(), request.match_info["token"].encode(errors="replace"))
+        if served is None or not is_own:
+            message = {"error": {"message": "there is no such session, or it has ended"}}
+            raise web.HTTPNotFound(text=json.dumps(message), content_type="application/json")
+        return served
+
     async def _models(self, request: Any) -> Any:
-        served = self._sessions.get(request.match_info["session"])
-        if served is None:
-            return web.json_response({"data": []})
+        served = self._session_of(request)
         length = served.context.engine.traits.max_model_len
         return web.json_response({"data": [{"id": MODEL, "object": "model", "max_model_len": length}]})
 
     async def _generate(self, request: Any) -> Any:
-        served = self._sessions.get(request.match_info["session"])
-        if served is None:
-            return web.json_response({"error": {"message": "this session has ended"}}, status=404)
+        served = self._session_of(request)
         try:
             return web.json_response(await served.generate(await request.json()))
         except Exception as error:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_core.data import NO_VERSION, BoolArray, FloatArray, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.secret_settings import hide
 from rl_rollout.audit import SampledSpan
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -70,7 +71,8 @@ class VerifiersLoop(SessionLoop):
             self._environment = self._verifiers.load_environment(config)
             self._tasks = list(self._environment.taskset.take(self._options.max_tasks))
         except Exception as error:
-            raise SettingsError(f"verifiers refuses the environment: {shown_error(error)}") from error
+            reason = hide(shown_error(error), self._options.environment)
+            raise SettingsError(f"verifiers refuses the environment: {reason}") from error
         if not self._tasks:
             raise SettingsError("the taskset of the verifiers environment has no tasks.")
         is_ready = asyncio.get_running_loop().create_future()

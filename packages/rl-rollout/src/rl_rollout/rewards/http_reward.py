@@ -13,6 +13,7 @@ import numpy as np
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError, SettingsError
+from rl_core.secret_settings import check_headers, hide, redact_option
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
@@ -39,7 +40,7 @@ class HttpReward:
         timeout_s: Longest time of one request.
         retries: Requests after the first; keep all of them within the scorer's timeout_s.
         backoff_s: Pause before the first retry.
-        headers: Sent with each request.
+        headers: Sent with each request; in settings, "Bearer $NAME" takes an environment variable.
         token_env: Environment variable whose value is sent as `Authorization: Bearer ...`, so that no setting
             holds it.
         send: Fields of RewardInput in the JSON.
@@ -49,7 +50,7 @@ class HttpReward:
     timeout_s: float = 10.0
     retries: int = 3
     backoff_s: float = 0.5
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     token_env: str = ""
     send: tuple[str, ...] = DEFAULT_SENT
     client_options: Mapping[str, Any] = field(init=False, repr=False, compare=False)
@@ -67,7 +68,7 @@ class HttpReward:
         except (httpx.InvalidURL, TypeError):
             is_url = False
         if not is_url:
-            raise SettingsError(f"url of reward 'http' must start with http:// or https://; found {self.url!r}.")
+            raise SettingsError(f"url of reward 'http' must start with http:// or https://; found {self._shown!r}.")
         for name, least in (("timeout_s", 1e-3), ("backoff_s", 0.0), ("retries", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
@@ -76,6 +77,7 @@ class HttpReward:
             raise SettingsError(f"send of reward 'http' has {name!r}; known: {', '.join(SENT)}.")
         if self.token_env and self.token_env not in os.environ:
             raise SettingsError(f"token_env of reward 'http': the environment has no {self.token_env!r}.")
+        check_headers(self._headers(), where="reward 'http'")
         # No connection is kept: a scorer may be used by one event loop after another, and closed outside of any.
         limits = httpx.Limits(max_keepalive_connections=0)
         certificates = httpx.create_ssl_context()  # reading them takes 20 ms
@@ -109,7 +111,7 @@ class HttpReward:
                         return self._read(status, body)
                     pause_s = _retry_after_s(headers) or pause_s
                 await asyncio.sleep(pause_s)
-        raise RewardServiceError(f"reward service {self.url} was not asked.")
+        raise RewardServiceError(f"reward service {self._shown} was not asked.")
 
     async def _post(self, client: Any, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body; the body is read up to a size, and all of it within timeout_s."""
@@ -118,41 +120,52 @@ class HttpReward:
             async for piece in response.aiter_bytes():
                 body += piece
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise DataError(f"reward service {self.url} answered with more than {MAX_ANSWER_BYTES} bytes.")
+                    raise DataError(f"reward service {self._shown} answered with more than {MAX_ANSWER_BYTES} bytes.")
             return response.status_code, response.headers, bytes(body)
 
     def _no_answer(self, error: Exception, *, num_attempts: int) -> RLError:
         httpx = _library()
         tried = f"tried {num_attempts} times"
         if isinstance(error, TimeoutError | httpx.TimeoutException):
-            return DeadlineError(f"reward service {self.url} gave no answer within {self.timeout_s:g} s; {tried}.")
-        return RewardServiceError(f"reward service {self.url} cannot be reached ({shown_error(error)}); {tried}.")
+            return DeadlineError(f"reward service {self._shown} gave no answer within {self.timeout_s:g} s; {tried}.")
+        return RewardServiceError(
+            f"reward service {self._shown} cannot be reached ({self._hide(shown_error(error))}); {tried}."
+        )
 
     def _read(self, status: int, body: bytes) -> RewardResult:
-        text = body.decode("utf-8", errors="replace")
+        text = self._hide(body.decode("utf-8", errors="replace"))  # a service may answer with what it was sent
         if status in RETRIED_STATUS:
             raise RewardServiceError(
-                f"reward service {self.url} answered with status {status} {int(self.retries) + 1} times, "
+                f"reward service {self._shown} answered with status {status} {int(self.retries) + 1} times, "
                 f"last with {cut(text, max_characters=200)!r}."
             )
         if status != 200:
             raise DataError(
-                f"reward service {self.url} answered with status {status}: {cut(text, max_characters=200)!r}."
+                f"reward service {self._shown} answered with status {status}: {cut(text, max_characters=200)!r}."
             )
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"reward service {self.url} answered with what is no JSON: {cut(text, max_characters=200)!r}."
+                f"reward service {self._shown} answered with what is no JSON: {cut(text, max_characters=200)!r}."
             ) from error
         if not isinstance(answer, dict):
             return RewardResult(reward=answer)
         if "reward" not in answer:
-            raise DataError(f"reward service {self.url} answered without 'reward'; it has {shown(sorted(answer))}.")
+            raise DataError(f"reward service {self._shown} answered without 'reward'; it has {shown(sorted(answer))}.")
         components, extras = answer.get("components") or {}, answer.get("extras") or {}
         if not isinstance(components, dict) or not isinstance(extras, dict):
-            raise DataError(f"reward service {self.url} must give components and extras as objects.")
+            raise DataError(f"reward service {self._shown} must give components and extras as objects.")
         return RewardResult(reward=answer["reward"], components=components, extras=extras)
+
+    @property
+    def _shown(self) -> str:
+        """The URL without what is secret of it."""
+        return str(redact_option("url", self.url))
+
+    def _hide(self, text: str) -> str:
+        """A text of others without what this sends to the service alone."""
+        return hide(text, {"url": self.url, "headers": self._headers()})
 
     def _headers(self) -> dict[str, str]:
         token = {"Authorization": f"Bearer {os.environ.get(self.token_env, '')}"} if self.token_env else {}

@@ -8,6 +8,7 @@ from typing import Any
 from rl_core.data import Json
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry, nearest_name
+from rl_core.secret_settings import hide, resolve_secrets
 from rl_rollout.rewards.protocol import RewardFunction
 from rl_rollout.user_files import find_in
 
@@ -37,7 +38,7 @@ def resolve_reward(
 
     Args:
         reference: A name of the registry, or `path.py:function`.
-        options: Options by name.
+        options: Options by name; secrets such as `headers` and `api_key` may refer to environment variables, "$NAME".
         parts: What no setting can give, by the option that takes it, such as {"model": JudgeModel(...)}; it is
             left out where the function has no such option.
 
@@ -46,7 +47,8 @@ def resolve_reward(
         MissingExtraError: It needs a library that is not installed.
     """
     found = find_in(REWARDS, reference, is_fresh=True)
-    return bind_options(found, {} if options is None else options, name=reference, parts=parts or {})
+    resolved = resolve_secrets({} if options is None else options, where=f"options of reward function {reference!r}")
+    return bind_options(found, resolved, name=reference, parts=parts or {})
 
 
 def bind_options(
@@ -86,7 +88,8 @@ def _made(cls: Any, options: Mapping[str, Any], *, name: str) -> Any:
     except SettingsError:
         raise
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"reward function {name!r} refuses its options: {error}") from error
+        reason = hide(str(error), options)
+        raise SettingsError(f"reward function {name!r} refuses its options: {reason}") from error
 
 
 def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Parameter] | None:

@@ -20,6 +20,7 @@ from rl_core.cluster.processes import guard
 from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError, ToolError
 from rl_core.registry import unknown_name
+from rl_core.secret_settings import hide
 from rl_rollout.rewards.outputs import shown_error
 from rl_rollout.tools import server_process
 from rl_rollout.tools.mcp_options import McpServerOptions
@@ -159,7 +160,7 @@ class McpServer:
         except Exception as error:  # the transports raise many kinds
             if await self._is_alive(connection):
                 self._failures = 0
-                raise ToolError(f"{tool}: {_leaf(error)}") from error
+                raise ToolError(self._hide(f"{tool}: {_leaf(error)}")) from error
             await self._drop(connection, f"died during a call of {tool} ({_leaf(error)}){connection.last_words()}")
             raise ToolError(f"the server of {tool} died; the next call starts it again.") from error
         self._failures = 0
@@ -201,7 +202,11 @@ class McpServer:
     def _warn_of_garbage(self, line: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning("mcp_server_wrote_no_message", server=self._name, line=line)
+            log.warning("mcp_server_wrote_no_message", server=self._name, line=self._hide(line))
+
+    def _hide(self, text: str) -> str:
+        """A text of the server or of a library without the secrets that the server was given."""
+        return hide(text, {"env": self._options.env, "headers": self._options.headers, "url": self._options.url or ""})
 
     def _probe(self, connection: "_Connection") -> None:
         """Find out in the background whether a server that took too long is alive."""
@@ -236,7 +241,7 @@ class McpServer:
         pause_s = min(float(1 << min(self._failures - 1, 16)), self._options.max_pause_s) if self._failures else 0.0
         self._failures += 1
         self._not_before = time.monotonic() + pause_s
-        self._reason = reason
+        self._reason = reason = self._hide(reason)
         log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
 
     async def _disconnect(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rl_core.errors import SettingsError
+from rl_core.secret_settings import check_headers, redact_option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,10 +13,11 @@ class McpServerOptions:
 
     Attributes:
         command: Program and arguments; it speaks MCP over stdin and stdout. "python" is the interpreter that runs this.
-        env: Its environment, beside PATH, HOME, USER, SHELL, TERM and LOGNAME.
+        env: Its environment, beside PATH, HOME, USER, SHELL, TERM and LOGNAME; in settings, "$NAME" takes a variable of
+            this process.
         cwd: Its working directory.
         url: Address of a server that speaks streamable HTTP.
-        headers: HTTP headers, such as an authorization.
+        headers: HTTP headers, such as Authorization = "Bearer $NAME".
         tools: Names of the tools that the model gets; empty gives all.
         start_timeout_s: Longest time until its tools are known.
         probe_timeout_s: After a call that took too long, longest time for the server to say that it is alive; one that
@@ -25,10 +27,10 @@ class McpServerOptions:
     """
 
     command: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
     url: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     tools: tuple[str, ...] = ()
     start_timeout_s: float = 30.0
     probe_timeout_s: float = 5.0
@@ -43,8 +45,9 @@ class McpServerOptions:
         if bool(self.command) == bool(self.url):
             raise SettingsError(
                 f"an MCP server needs either command or url; found command = {list(self.command)} and "
-                f"url = {self.url!r}."
+                f"url = {redact_option('url', self.url)!r}."
             )
+        check_headers(self.headers, where="headers of an MCP server")
         if not self.start_timeout_s > 0 or not self.probe_timeout_s > 0 or not self.max_pause_s >= 0:
             raise SettingsError(
                 "an MCP server needs start_timeout_s > 0, probe_timeout_s > 0 and max_pause_s >= 0; found "

@@ -62,7 +62,7 @@ QUESTIONS = "questions"
 class RoleActor:
     """Holds one role's object. Calls made together begin together, and all begin in their order."""
 
-    def __init__(self, role: str, incarnation: int, mark: str, log: str | None) -> None:
+    def __init__(self, role: str, incarnation: int, mark: str, log: str | None, umask: int) -> None:
         """Have no object yet; print where it is said, and be watched.
 
         Args:
@@ -70,6 +70,7 @@ class RoleActor:
             incarnation: Its number.
             mark: Of its descendants; see `rl_core.cluster.processes.guard`.
             log: File on its node for what it prints; None leaves it to Ray.
+            umask: Of the caller: what this process writes is as private as what the caller writes.
         """
         self._name, self._mark = role, mark
         self._role = ServedRole()
@@ -79,6 +80,7 @@ class RoleActor:
         self._moved = asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         register_dump(mark)
+        os.umask(umask)
         if log is not None:
             print_into(Path(log))
         self._printed = printed_files()

@@ -26,6 +26,7 @@ from rl_core.cluster.ray.pools import free_pools_of, ray_nodes, say_free
 from rl_core.cluster.remote import RemoteIncarnation, role_environment
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import RoleError
+from rl_core.files.file_modes import current_umask
 
 MAX_WAITING = 100_000
 """Calls that may wait in an actor at once."""
@@ -205,7 +206,7 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         max_task_retries=0,
         runtime_env={"env_vars": role_environment(spec, mark)},
         **wanted,
-    ).remote(str(spec), birth.context.incarnation, mark, log)
+    ).remote(str(spec), birth.context.incarnation, mark, log, current_umask())
 
 
 def store(packed: Packed) -> Any:

@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 from rl_core.cluster.processes.guard import descendants, is_running, running_processes
 from rl_core.errors import MissingExtraError, RoleError, SettingsError
+from rl_core.files.locked_folders import make_locked_folder, remove_unlocked_folders
 
 LOOPBACK = "127.0.0.1"
 NUM_STARTS = 2
@@ -60,7 +60,10 @@ class RayOptions:
     object_store_bytes: int | None = None
 
 
-_folders: list[str] = []
+FOLDER_PREFIX = "rl-ray-head-"
+
+_folders: list[tuple[Path, int]] = []
+"""Of the Ray started here, with the lock that says that this process lives."""
 
 
 def start_ray(options: RayOptions | None = None) -> Any:
@@ -102,8 +105,11 @@ def start_ray(options: RayOptions | None = None) -> Any:
 
 def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> bool:
     """Start Ray on this machine; False where it took too long, which Ray cannot be told to allow."""
-    folder = tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp")
-    _folders.append(folder)
+    parent = Path("/tmp")  # noqa: S108 - a short path, since Ray puts sockets below it; the folder is private
+    remove_unlocked_folders(parent.glob(f"{FOLDER_PREFIX}*"))
+    path, lock = make_locked_folder(parent, FOLDER_PREFIX, mode=0o700)
+    _folders.append((path, lock))
+    folder = str(path)
     try:
         ray.init(
             num_cpus=options.num_cpus,
@@ -192,4 +198,6 @@ def stop_ray() -> None:
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     while _folders:
-        shutil.rmtree(_folders.pop(), ignore_errors=True)
+        path, lock = _folders.pop()
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)

@@ -6,7 +6,6 @@ import os
 import shutil
 import sqlite3
 import stat
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 
 from rl_core.data.segment import decode_segment, segment_size
 from rl_core.errors import JournalError, SegmentError
+from rl_core.files.locked_folders import temporary_folder
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import TaskSpec
 from rl_core.queue.journal.database import (
@@ -152,7 +152,7 @@ def _opened(database: Path) -> Iterator[sqlite3.Connection]:
             connection = stack.enter_context(contextlib.closing(_connect(database, "mode=ro")))
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-core-inspect-")))
+            folder = stack.enter_context(temporary_folder("rl-core-inspect-"))
             for path in (database, _log_of(database)):
                 shutil.copyfile(path, folder / path.name)
             connection = stack.enter_context(contextlib.closing(_connect(folder / database.name, "mode=ro")))

@@ -7,12 +7,9 @@ import math
 import os
 import random
 import secrets
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +18,7 @@ import structlog
 
 from rl_core.errors import RoleError, SettingsError
 from rl_rollout.rewards.outputs import cut
+from rl_rollout.rewards.sandbox.folder import FIRST_UID, NOBODY, NUM_UIDS, sandbox_folder
 from rl_rollout.rewards.sandbox.system_calls import system_call_filter
 
 log = structlog.get_logger(__name__)
@@ -30,7 +28,6 @@ PROGRAM = "program.py"
 GRACE_S = 10.0
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix")
 NETWORK_PATHS = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates", "/etc/pki")
-FIRST_UID, NUM_UIDS, NOBODY = 61184, 4096, 65534
 GUARANTEES = {
     "namespaces": "another user, in namespaces of its own: sees no file but Python and the system's, and no process",
     "user_namespaces": "in namespaces of its own: sees no file but Python and the system's, and no process",
@@ -210,7 +207,7 @@ class Sandbox:
 
     async def _run(self, level: Level, files: dict[str, str], limits: SandboxLimits, stdin: bytes) -> ProgramRun:
         uid = _free_uid() if os.geteuid() == 0 and level != "same_user" else None
-        with _folder(uid) as folder:
+        with sandbox_folder(uid) as folder:
             spec = self._specification(level, uid, folder)
             spec |= {"files": files, "limits": asdict(limits)}
             text = json.dumps(spec).encode()
@@ -357,21 +354,6 @@ def _levels(options: SandboxOptions) -> list[Level]:
     if os.geteuid() == 0:
         levels = ["namespaces", "user_namespaces", "other_user"]
     return [*levels, "same_user"] if options.isolation == "any" else levels
-
-
-@contextlib.contextmanager
-def _folder(uid: int | None) -> Iterator[str]:
-    """A temporary folder of a user, gone afterwards."""
-    folder = tempfile.mkdtemp(prefix="rl-sandbox-")
-    try:
-        if uid is not None:
-            os.chown(folder, uid, uid)
-        yield folder
-    finally:
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-        except RecursionError:  # folders in folders in folders
-            subprocess.run(["/bin/rm", "-rf", folder], check=False)  # noqa: S603 (our own folder)
 
 
 def _free_uid() -> int:

@@ -41,6 +41,7 @@ def main() -> None:
     status_fd = int(sys.argv[1])
     os.set_inheritable(status_fd, False)
     spec = read_spec()
+    os.umask(0o022)  # the program's user must be able to enter the folders that are made for it
     try:
         run = run_in_namespaces if spec["level"].endswith("namespaces") else run_without_namespaces
         run(spec, status_fd)

@@ -1,0 +1,39 @@
+"""Who may read a run's folder: its mode, and the umask of the run's processes."""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+from rl_trainer_parts.settings.schema import ReadableBy
+
+WITHHELD: Mapping[ReadableBy, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
+"""What is withheld from others, as a umask."""
+
+
+def make_run_folder(path: Path, umask: int) -> None:
+    """Make a folder that withholds as much from others as a umask does, or give the one that is there such a mode.
+
+    Raises:
+        SettingsError: It is another user's, who could read and change what is written there, or keeps another mode.
+        OSError: It cannot be made.
+    """
+    path.mkdir(exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise SettingsError(
+            f"run folder {path} must belong to user {os.geteuid()}; found user {found.st_uid}, who could read and "
+            "change the run. Choose another place with --run.directory=FOLDER or another name with --run.name=NAME."
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    wanted = (mode & ~0o777) | (0o777 & ~umask)
+    if mode == wanted:
+        return
+    path.chmod(wanted)
+    left = stat.S_IMODE(path.stat().st_mode) & umask
+    if left:
+        raise SettingsError(
+            f"run folder {path} must withhold {umask:03o} from others; its file system gives {left:03o} all the same. "
+            "Choose another place with --run.directory=FOLDER, or accept it with --run.readable_by=everyone."
+        )

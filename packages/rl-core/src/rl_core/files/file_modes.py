@@ -1,0 +1,18 @@
+"""Which rights new files get: the process's umask."""
+
+import os
+import re
+from pathlib import Path
+
+
+def current_umask() -> int:
+    """The umask of this process, read without changing it where the kernel tells."""
+    try:
+        match = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    if match is not None:
+        return int(match[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

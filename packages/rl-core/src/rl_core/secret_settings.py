@@ -1,0 +1,156 @@
+"""Settings that are secrets: read from the environment where they are used, and written nowhere.
+
+Secret are the values below `headers` and `env`, those whose name says so, such as `api_key` or `password`, and
+passwords and keys in URLs. A reference, `"$NAME"` or `"Bearer $NAME"`, names an environment variable; all else is a
+literal secret.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from rl_core.errors import SettingsError
+
+REDACTED = "(redacted)"
+"""Stands for a literal secret in what is written or shown."""
+
+MIN_HIDDEN = 6
+"""Shorter values, such as "1" or "C", are no secrets that could be told in a text."""
+
+_TABLES = ("headers", "env")
+_NAME = re.compile(
+    r"(?:.*[_-])?(?:api|access|private|secret|signing)[_-]?key(?:[_-]id)?|(?:.*[_-])?(?:secret|password|passwd|passphrase"
+    r"|credentials?|authorization|cookie)s?|(?:(?:.*[_-])?(?:api|access|auth|bearer|hf|session|refresh)[_-])?token",
+    re.IGNORECASE,
+)
+_REFERENCE = re.compile(r"((?:[A-Za-z][A-Za-z-]* )?)\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
+_IN_URL = re.compile(
+    r"(?P<user>://[^/?#\s:@]*:)(?P<password>[^/?#\s]+)(?=@)|(?P<key>[?&](?P<name>[\w-]+)=)(?P<value>[^&#\s]+)"
+)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+ValueT = TypeVar("ValueT")
+
+
+def resolve_secrets(values: ValueT, *, where: str) -> ValueT:
+    """Settings with each reference in a secret's place replaced by its environment variable.
+
+    Args:
+        values: Tables and lists of plain values; other text is left as it is, with dollar signs and all.
+        where: What they are settings of, for messages.
+
+    Raises:
+        SettingsError: A variable is not set.
+    """
+
+    def resolved(name: str, text: str) -> str:
+        match = _REFERENCE.fullmatch(text)
+        if match is None:
+            return text
+        variable = match[2] or match[3]
+        if variable not in os.environ:
+            raise SettingsError(
+                f"{where}: {name} refers to the environment variable {variable}, which is not set. Set it where the "
+                "run is started."
+            )
+        return match[1] + os.environ[variable]
+
+    return cast("ValueT", _replaced(values, "", resolved, is_secret=False))
+
+
+def redact(values: ValueT, *, keep_references: bool = True) -> ValueT:
+    """Settings as they may be written and shown: without literal secrets.
+
+    Args:
+        values: Tables and lists of plain values.
+        keep_references: False replaces references too, so that only the names of secrets are left to compare.
+    """
+
+    def redacted(_: str, text: str) -> str:
+        return text if keep_references and _REFERENCE.fullmatch(text) else REDACTED
+
+    return cast("ValueT", _replaced(values, "", redacted, is_secret=False))
+
+
+def redact_option(name: str, value: Any) -> Any:
+    """One option's value as a message may show it."""
+    return redact({name: value})[name]
+
+
+def hide(text: str, values: Any) -> str:
+    """A text of others, such as an error, without the secrets among these settings."""
+    for secret in sorted(set(_secrets(values)), key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
+    return text
+
+
+def check_headers(headers: Mapping[str, Any], *, where: str) -> None:
+    """Refuse values of HTTP headers that a client would refuse with the value in its message.
+
+    Raises:
+        SettingsError: A value is no text, or has a line break or another control character, or spaces at an end.
+    """
+    for name, value in headers.items():
+        if not isinstance(value, str) or value != value.strip() or _CONTROL.search(value):
+            raise SettingsError(
+                f"{where}: the value of the header {name!r} must be text without line breaks, control characters and "
+                "spaces at its ends; it is not shown. Does the environment variable or file that it came from end with "
+                "a line break?"
+            )
+
+
+def redacted_names(values: Any, name: str = "") -> Iterator[str]:
+    """Where values are redacted, such as `reward.options.headers.Authorization`: they were read from a run's file."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from redacted_names(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, list | tuple):
+        for index, value in enumerate(values):
+            yield from redacted_names(value, f"{name}[{index}]")
+    elif isinstance(values, str) and REDACTED in values:
+        yield name
+
+
+def _secrets(values: Any) -> Iterator[str]:
+    """Every literal secret that is long enough to be looked for."""
+    found: list[str] = []
+
+    def note(_: str, text: str) -> str:
+        found.append(text)
+        return text
+
+    _replaced(values, "", note, is_secret=False)
+    for text in found:
+        parts = (text, text.rpartition(" ")[2])  # with "Bearer", and alone
+        yield from (part for part in parts if len(part) >= MIN_HIDDEN and not _REFERENCE.fullmatch(part))
+
+
+def _in_url(match: re.Match[str], name: str, replace: Any) -> str:
+    """A password or a parameter of a URL, replaced where it is a secret."""
+    if match["user"]:
+        return f"{match['user']}{replace(name, match['password'])}"
+    return f"{match['key']}{replace(name, match['value'])}" if _NAME.fullmatch(match["name"]) else match[0]
+
+
+def _replaced(values: Any, name: str, replace: Any, *, is_secret: bool) -> Any:
+    """A copy, with what `replace(name, text)` gives in the place of each secret."""
+    if isinstance(values, Mapping):
+        return {
+            key: _replaced(
+                value,
+                f"{name}.{key}" if name else str(key),
+                replace,
+                is_secret=is_secret or str(key) in _TABLES or _NAME.fullmatch(str(key)) is not None,
+            )
+            for key, value in values.items()
+        }
+    if isinstance(values, list | tuple):
+        items = (
+            _replaced(value, f"{name}[{index}]", replace, is_secret=is_secret) for index, value in enumerate(values)
+        )
+        return tuple(items) if isinstance(values, tuple) else list(items)
+    if isinstance(values, str):
+        return replace(name, values) if is_secret else _IN_URL.sub(lambda match: _in_url(match, name, replace), values)
+    if is_secret and isinstance(values, int | float) and not isinstance(values, bool):
+        return values if replace(name, str(values)) == str(values) else REDACTED
+    return values
