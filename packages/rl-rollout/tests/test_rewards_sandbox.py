@@ -13,10 +13,10 @@ import uuid
 from pathlib import Path
 
 import pytest
-from rl_rollout.rewards.sandbox.folder import NOBODY, sandbox_folder
 
 from rl_core.errors import RoleError, SettingsError
 from rl_rollout.rewards.sandbox import Sandbox, SandboxLimits, SandboxOptions, _levels
+from rl_rollout.rewards.sandbox.folder import NOBODY, sandbox_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
