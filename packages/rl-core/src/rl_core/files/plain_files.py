@@ -43,10 +43,11 @@ def open_plain(
         is_link = not follows_links and file.is_symlink()
         reason = "it is a link" if is_link else getattr(problem, "strerror", None) or str(problem)
         raise error(f"{file} must be a plain file that can be read: {reason}.") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise error(f"{file} must be a plain file; it is a folder, a pipe, a socket or a device.")
     with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise error(f"{file} must be a plain file; it is a folder, a pipe, a socket or a device.")
         yield stream, status.st_size
 
 

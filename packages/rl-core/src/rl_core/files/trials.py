@@ -30,7 +30,8 @@ for limit, value in zip(sys.argv[2::2], sys.argv[3::2]):
     resource.setrlimit(int(limit), (int(value), int(value)))
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
-SCRIPT = Path(__file__).with_name("arrow_trial.py")
+PASSED = "passed"
+ARROW_SCRIPT = Path(__file__).with_name("arrow_trial.py")
 
 
 def run_trial(
@@ -38,7 +39,8 @@ def run_trial(
     request: Mapping[str, Json],
     *,
     files: Sequence[Path],
-    versions: Sequence[str],
+    libraries: Sequence[str],
+    cpu_s: int = BASE_CPU_S,
     error: type[RLError] = DataError,
 ) -> None:
     """Have a script read files in a child of limited memory and processor time, unless the same files passed before.
@@ -46,17 +48,18 @@ def run_trial(
     What passed is noted by a digest in the user's cache folder, so that files are tried once.
 
     Args:
-        script: Reads `request` from its standard input as JSON, and writes what is wrong with the files, if anything,
-            as its last line of output; what it raises is wrong, too.
+        script: Reads `request` from its standard input as JSON. Its last line of output is `PASSED`, or what is wrong;
+            what it says before tells what it is doing.
         request: What else the script needs to know.
         files: What it reads; the first one is named in messages.
-        versions: Distributions that read them: files are tried again with others.
+        libraries: Distributions that read them: files are tried again with other versions.
+        cpu_s: Seconds of a processor, beside those that the size of the files allows.
         error: What is raised where the files cannot be used.
     """
-    passed = _cache_folder() / _digest(script, request, files, versions, error=error)
+    passed = _cache_folder() / _digest(script, request, files, libraries, error=error)
     if passed.exists():
         return
-    cpu_s = BASE_CPU_S + sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
+    cpu_s += sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
     problem = _problem(script, request, cpu_s=cpu_s)
     if problem is not None:
         raise error(f"{files[0]} cannot be used: {problem}.")
@@ -74,7 +77,7 @@ def try_arrow_files(files: Sequence[Path], *, error: type[RLError] = DataError) 
         error: Such as for a hundred million rows, or a cell of a gigabyte.
     """
     request: dict[str, Json] = {"files": [str(file) for file in files]}
-    run_trial(SCRIPT, request, files=files, versions=("pyarrow",), error=error)
+    run_trial(ARROW_SCRIPT, request, files=files, libraries=["pyarrow"], error=error)
 
 
 def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | None:
@@ -93,21 +96,20 @@ def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | 
         return f"reading it took longer than {DEADLINE_S + 4 * cpu_s} s"
     said = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"reading it took longer than {cpu_s} s of processor time"
+        return f"{said or 'reading it'} took longer than {cpu_s} s of processor time"
     if done.returncode < 0:
-        return f"reading it ended the process that tried it, with {signal.Signals(-done.returncode).name}"
+        return f"{said or 'reading it'} ended the process that tried it, by {signal.Signals(-done.returncode).name}"
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"reading it failed: {shown(last, most=300)}"
-    return shown(said, most=500)[1:-1] if said else None
+        said = f"{said or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return None if said == PASSED else shown(said.rstrip("."), most=400)[1:-1]
 
 
 def _digest(
-    script: Path, request: Mapping[str, Json], files: Sequence[Path], versions: Sequence[str], *, error: type[RLError]
+    script: Path, request: Mapping[str, Json], files: Sequence[Path], libraries: Sequence[str], *, error: type[RLError]
 ) -> str:
     digest = hashlib.blake2b(script.read_bytes(), digest_size=20)
-    used = [f"{name} {importlib.metadata.version(name)}" for name in versions]
-    others = {name: value for name, value in request.items() if name != "files"}
+    used = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
+    others = {name: value for name, value in request.items() if name not in ("files", "folder")}  # copies are the same
     digest.update(json.dumps([used, others, [file.name for file in files]], sort_keys=True).encode())
     for file in files:
         with open_plain(file, error=error) as (stream, size):

@@ -21,6 +21,9 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
 """-1 for none."""
 
+Lease = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
+"""Below zero for what was finished without one."""
+
 
 class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock.
@@ -36,7 +39,7 @@ class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     failures: dict[Number, str]
     parts: list[tuple[Number, Number, Number, Number, Number, Version, Version, list[str]]]
     late: list[tuple[Number, Number, Number, Number, str, list[str]]]
-    acked: dict[str, Version]
+    acked: dict[str, Lease]
     partition: Literal["train"] = DEFAULT_PARTITION
 
 

@@ -30,7 +30,7 @@ def require_plain_files(directory: Path) -> None:
         JournalError: Names the file.
     """
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal"):
-        if os.path.lexists(directory / name):
+        if os.path.lexists(directory / name) and not (directory / name).is_dir():  # SQLite itself refuses folders
             require_plain(directory / name, error=JournalError)
 
 
@@ -49,7 +49,7 @@ def refuse_altered(connection: sqlite3.Connection, directory: Path) -> None:
     """
     differing = schema_of(connection) ^ model_schema()
     if differing:
-        named = shown(sorted({str(name) for _, name, *_ in differing}), most=200)
+        named = shown(sorted({str(name) for _, name, _, sql in differing if sql is not None}), most=200)
         raise JournalError(f"the queue in {directory} is damaged: {named} in {DATABASE} are not as they were made.")
     (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
