@@ -180,7 +180,8 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named or "(none)"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        found = architecture if isinstance(architecture, str) and architecture.isidentifier() else shown(architecture)
+        is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
+        found = architecture if is_name else shown(architecture)
         raise SettingsError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
     try:
         _refuse_unsupported(config)
@@ -201,6 +202,9 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         raise DataError(
             f"num_attention_heads must be divisible by num_key_value_heads; found {num_heads} and {groups}."
         )
+    head_dim = family.default_head_dim or hidden_size // num_heads
+    if config.get("head_dim"):
+        head_dim = _count(config, "head_dim")
     rope = _rope(config)
     return PolicyConfig(
         architecture=architecture,
@@ -209,9 +213,7 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         ffn_hidden_size=_count(config, "intermediate_size"),
         num_heads=num_heads,
         num_key_value_heads=groups,
-        head_dim=_count(config, "head_dim")
-        if config.get("head_dim")
-        else family.default_head_dim or hidden_size // num_heads,
+        head_dim=head_dim,
         vocab_size=_count(config, "vocab_size"),
         max_position_embeddings=_count(config, "max_position_embeddings"),
         norm_eps=_finite(config["rms_norm_eps"]),
@@ -226,8 +228,11 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
 def _count(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     most = MAX_COUNTS.get(name, MAX_COUNT)
-    if type(value) is not int or not 1 <= value <= most:
-        raise DataError(f"config.json must have {name} >= 1, and at most {most}; found {shown(value)}.")
+    if type(value) is not int:
+        raise TypeError(f"{name} must be a whole number; found {shown(value)}")
+    if not 1 <= value <= most:
+        bound = ">= 1" if value < 1 else f"<= {most}"
+        raise DataError(f"config.json must have {name} {bound}; found {shown(value)}.")
     return value
 
 

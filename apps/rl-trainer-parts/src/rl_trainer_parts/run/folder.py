@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import write_durably
+from rl_core.files import read_toml, write_durably
 from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.settings.fields import ENTRY, find_setting, leaves
 from rl_trainer_parts.settings.schema import Settings
@@ -127,8 +126,8 @@ class RunFolder:
         """
         file = self.path / "settings.toml"
         try:
-            before = _flat(tomllib.loads(file.read_text()), type(settings))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as error:
+            before = _flat(read_toml(file), type(settings))
+        except (DataError, AttributeError) as error:
             raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
         now = _flat(_without_none(plain_settings(settings)), type(settings))
         changeable = (*CHANGEABLE_ON_RESUME, *type(settings).also_changeable_on_resume)

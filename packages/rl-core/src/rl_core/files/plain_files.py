@@ -80,11 +80,11 @@ def read_json(
     raw = read_plain(file, max_bytes=max_bytes, error=error, follows_links=follows_links)
     num_values = count_values(raw)
     if num_values > max_values:
-        raise error(f"{file} must have at most {max_values} values; it may have {num_values}.")
+        raise error(f"{file} may have {num_values} values; at most {max_values} are read.")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as problem:
-        raise error(f"{file} is not JSON: {problem}.") from None
+        raise error(f"{file} must be JSON ({type(problem).__name__}: {problem}).") from None
 
 
 def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_links: bool = True) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> 
     with open_plain(file, error=error) as (stream, size):
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise error(f"{file} must have a header of at most {MAX_HEADER_BYTES} bytes, all of it there; it is torn.")
+            raise error(f"{file} is torn or no safetensors file: its header has {length} bytes of {size}.")
         raw = stream.read(length)
     if count_values(raw) > MAX_HEADER_VALUES:
         raise error(f"{file} must have a header of at most {MAX_HEADER_VALUES} values; it may have more.")
@@ -59,7 +59,7 @@ def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> 
         header.pop("__metadata__", None)
         return {name: _tensor(form, 8 + length, size) for name, form in header.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
-        raise error(f"{file} has no readable header of safetensors: {type(problem).__name__}: {problem}.") from None
+        raise error(f"{file} is torn or no safetensors file: {type(problem).__name__}: {problem}.") from None
 
 
 def _tensor(form: Any, behind_header: int, size: int) -> StoredTensor:

@@ -257,7 +257,7 @@ def _weight_files(policy_dir: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         weight_map = read_json_object(index)["weight_map"]
         listed = {str(name): str(file) for name, file in weight_map.items()}
-    except (KeyError, TypeError, AttributeError) as cause:
+    except (DataError, KeyError, TypeError, AttributeError) as cause:
         raise DataError(f"{index} is not an index of safetensors shards: {cause!r}.") from cause
     names = sorted(set(listed.values()))
     if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):

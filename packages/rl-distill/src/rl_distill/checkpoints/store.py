@@ -264,8 +264,8 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}.") from None
     if found != MANIFEST_FORMAT:
         raise _OtherFormatError(
-            f"checkpoint {folder} has a manifest of format {shown(found)}; this release reads {MANIFEST_FORMAT}. Use the "
-            "release that wrote it."
+            f"checkpoint {folder} has a manifest of format {shown(found)}; this release reads {MANIFEST_FORMAT}. Use "
+            "the release that wrote it."
         )
     if STATE_FILE not in files:
         raise CheckpointError(f"checkpoint {folder} has no {STATE_FILE} in its {MANIFEST}.")

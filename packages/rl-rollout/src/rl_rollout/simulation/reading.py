@@ -1,10 +1,11 @@
 """Workloads from TOML: those that ship, and a user's own."""
 
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_core.files import parse_toml, read_plain
+from rl_core.files.plain_files import MAX_TOML_BYTES
 from rl_rollout.loops.options import read_options
 from rl_rollout.simulation.workload import Workload
 
@@ -23,23 +24,17 @@ def read_workload(file: Path) -> Workload:
     Raises:
         SettingsError: The file cannot be read, is no TOML, or says something that cannot be.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the workload {file} cannot be read: {error}.") from error
+    text = read_plain(file, max_bytes=MAX_TOML_BYTES, error=SettingsError)
     return parse_workload(text, where=str(file))
 
 
-def parse_workload(text: str, *, where: str) -> Workload:
+def parse_workload(text: str | bytes, *, where: str) -> Workload:
     """A workload from TOML.
 
     Raises:
         SettingsError: It is no TOML, or says something that cannot be.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{where} is no TOML: {error}.") from error
+    table = parse_toml(text, where=where, error=SettingsError)
     try:
         return read_options(Workload, table, where="the workload")
     except SettingsError as error:
