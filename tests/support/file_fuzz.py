@@ -414,7 +414,15 @@ def hang_report(folder: Path) -> Format:
     return _of_run(folder, "hang.json", lambda _: read_hang_report(folder / "hang.json"), HANG)
 
 
-HANG = {"format": "rl-hang-1", "written": 1.0, "waited_s": 2.0, "roles": []}
+HANG = {
+    "at": "2026-01-01T00:00:00",
+    "run": "r",
+    "no_progress_s": 2.5,
+    "roles": [{"name": "learner", "rank": 0}],
+    "queue": {"rows": 3.0},
+    "causes": ["x"],
+    "format": "rl-hang-1",
+}
 
 
 def _of_run(folder: Path, name: str, read: Callable[[Any], object], content: object = None) -> Format:

@@ -44,7 +44,7 @@ def save_tokenizer(folder, *, pattern=".", chat_template=None):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("rl_rollout.prompts.tokenizer.BASE_CPU_S", 1)
+    monkeypatch.setattr("rl_core.files.trials.BASE_CPU_S", 1)
 
 
 @pytest.mark.parametrize(

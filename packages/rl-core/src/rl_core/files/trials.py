@@ -40,7 +40,7 @@ def run_trial(
     *,
     files: Sequence[Path],
     libraries: Sequence[str],
-    cpu_s: int = BASE_CPU_S,
+    extra_cpu_s: int = 0,
     error: type[RLError] = DataError,
 ) -> None:
     """Have a script read files in a child of limited memory and processor time, unless the same files passed before.
@@ -53,13 +53,13 @@ def run_trial(
         request: What else the script needs to know.
         files: What it reads; the first one is named in messages.
         libraries: Distributions that read them: files are tried again with other versions.
-        cpu_s: Seconds of a processor, beside those that the size of the files allows.
+        extra_cpu_s: Seconds of a processor, beside those that every script and the size of the files get.
         error: What is raised where the files cannot be used.
     """
     passed = _cache_folder() / _digest(script, request, files, libraries, error=error)
     if passed.exists():
         return
-    cpu_s += sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
+    cpu_s = BASE_CPU_S + extra_cpu_s + sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
     problem = _problem(script, request, cpu_s=cpu_s)
     if problem is not None:
         raise error(f"{files[0]} cannot be used: {problem}.")

@@ -12,7 +12,6 @@ import numpy as np
 from rl_core.data import IntArray, Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import count_values, read_plain, run_trial
-from rl_core.files.trials import BASE_CPU_S
 from rl_rollout.prompts.within import call_within
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -235,7 +234,7 @@ def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, J
         },
         files=files,
         libraries=["tokenizers", "jinja2"],
-        cpu_s=BASE_CPU_S if folder / "tokenizer.json" in contents else SLOW_CPU_S,
+        extra_cpu_s=0 if folder / "tokenizer.json" in contents else SLOW_CPU_S,
         error=SettingsError,
     )
 

@@ -2,10 +2,10 @@
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.files import parse_toml, read_plain
-from rl_core.files.plain_files import MAX_TOML_BYTES
+from rl_core.files import parse_toml, read_toml
 from rl_rollout.loops.options import read_options
 from rl_rollout.simulation.workload import Workload
 
@@ -24,17 +24,19 @@ def read_workload(file: Path) -> Workload:
     Raises:
         SettingsError: The file cannot be read, is no TOML, or says something that cannot be.
     """
-    text = read_plain(file, max_bytes=MAX_TOML_BYTES, error=SettingsError)
-    return parse_workload(text, where=str(file))
+    return _workload(read_toml(file, error=SettingsError), where=str(file))
 
 
-def parse_workload(text: str | bytes, *, where: str) -> Workload:
+def parse_workload(text: str, *, where: str) -> Workload:
     """A workload from TOML.
 
     Raises:
         SettingsError: It is no TOML, or says something that cannot be.
     """
-    table = parse_toml(text, where=where, error=SettingsError)
+    return _workload(parse_toml(text, where=where, error=SettingsError), where=where)
+
+
+def _workload(table: dict[str, Any], *, where: str) -> Workload:
     try:
         return read_options(Workload, table, where="the workload")
     except SettingsError as error:
