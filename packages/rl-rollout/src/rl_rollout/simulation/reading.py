@@ -39,5 +39,5 @@ def parse_workload(text: str, *, where: str) -> Workload:
 def _workload(table: dict[str, Any], *, where: str) -> Workload:
     try:
         return read_options(Workload, table, where="the workload")
-    except SettingsError as error:
+    except (SettingsError, ArithmeticError) as error:
         raise SettingsError(f"{where}: {error}") from error
