@@ -154,6 +154,17 @@ def test_a_saved_dataset_that_names_files_elsewhere_is_refused(tmp_path, state):
         open_rows(tmp_path / "set")
 
 
+def test_a_saved_dataset_with_offsets_below_zero_is_refused(tmp_path):
+    offsets = pa.array([0, -(1 << 30), 1], pa.int32()).buffers()[1]
+    texts = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"x"))
+    table = pa.table({"prompt": texts})
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(DataError, match=r"a\.arrow cannot be used: .*offset"):
+        open_rows(tmp_path)
+
+
 def test_a_file_that_passed_is_not_tried_again(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist([{"prompt": "x"}]), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "x"}))

@@ -24,6 +24,7 @@ def main() -> None:
     try:
         for file in json.load(sys.stdin)["files"]:
             for batch in _batches(file):
+                batch.validate(full=True)  # offsets, and that texts are UTF-8
                 num_rows += batch.num_rows
                 num_bytes += _checked_bytes(batch)
                 if num_rows > MAX_ROWS:
