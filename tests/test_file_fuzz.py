@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import structlog
-from file_fuzz import MAKERS, run_cases, watch
+from file_fuzz import MAKERS
+from file_mutation import run_cases, watch
 
 SUPPORT = Path(__file__).parent / "support"
 CASES = {False: 100_000, True: 1_000}
 """Of parsers of ours, and of readers of others."""
 
-SHORT_CASES = {False: 200, True: 4}
+SHORT_CASES = {False: 150, True: 4}
 OTHERS = ("safetensors", "tokenizer", "chat_template", "prompts_parquet", "prompts_arrow", "journal")
 NOT_SHORT = ("prompts_arrow", "tokenizer", "chat_template", "prompts_parquet")
 """Each case starts a process."""
