@@ -191,8 +191,8 @@ def greedy(run: TinyRun, step: int, inputs: list[str]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = run.run_folder / "checkpoints" / f"step_{step}" / "policy"
-    tokenizer = AutoTokenizer.from_pretrained(run.folder / "policy")
-    model = AutoModelForCausalLM.from_pretrained(folder).float()
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "policy", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).float()
     outputs = []
     for text in inputs:
         ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])

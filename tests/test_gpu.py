@@ -40,7 +40,7 @@ def test_learner_on_the_gpu_equals_transformers_on_the_cpu(tmp_path: Path) -> No
         found = learner.logprobs(Batch(keys, {"input_ids": Ragged.from_rows(rows, dtype="int32")}))
     finally:
         learner.close()
-    model = AutoModelForCausalLM.from_pretrained(run.folder / "policy", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "policy", dtype=torch.float32, trust_remote_code=False)
     for row, logprobs in zip(rows, found, strict=True):
         ids = torch.from_numpy(row).long()[None]
         with torch.no_grad():

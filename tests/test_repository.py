@@ -1,5 +1,6 @@
 """The house itself: licences, links and commands in the documents are true."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -101,3 +102,25 @@ def test_every_decision_is_in_the_index():
     index = (ROOT / "docs/decisions/README.md").read_text()
     missing = [page.name for page in ROOT.glob("docs/decisions/[0-9]*.md") if f"({page.name})" not in index]
     assert missing == []
+
+
+def loads_a_model(call: ast.Call) -> bool:
+    """True for what reads a model's folder with transformers or vLLM, which may bring code."""
+    name = ast.unparse(call.func)
+    kind, _, method = name.rpartition(".")
+    is_auto = method in ("from_pretrained", "from_config") and kind.rpartition(".")[2].startswith("Auto")
+    return is_auto or method in ("LLM", "EngineArgs")
+
+
+def test_every_load_of_a_model_refuses_its_code():
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    asking = [
+        f"{file}:{node.lineno}"
+        for file in files.split()
+        if re.search(r"from_pretrained|from_config|EngineArgs|LLM", text := (ROOT / file).read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and loads_a_model(node)
+        and "trust_remote_code=False" not in [f"{word.arg}={ast.unparse(word.value)}" for word in node.keywords]
+    ]
+    assert asking == [], "transformers asks whether to run the code of the folder; pass trust_remote_code=False"

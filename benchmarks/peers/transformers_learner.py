@@ -26,7 +26,10 @@ class Padded:
         self._device = torch.device("cuda" if has_gpu else "cpu")
         dtype = getattr(torch, preset.dtype)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            policy, dtype=dtype, attn_implementation=attention
+            policy,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
         )
         self._model = model.to(self._device).train()
         self._budget = preset.budget

@@ -18,7 +18,9 @@ class Transformers:
     def __init__(self, policy: Path, preset: Preset) -> None:
         """Load the model."""
         self._preset = preset
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(policy, attn_implementation="sdpa")
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            policy, attn_implementation="sdpa", trust_remote_code=False
+        )
         self._model = model.eval()
 
     @torch.inference_mode()

@@ -137,11 +137,11 @@ def config(job: Mapping[str, Any], folder: str) -> Any:
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train, and give what was measured."""
     torch.set_num_threads(job["num_threads"])
-    tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(job["policy"], padding_side="left", trust_remote_code=False)
     texts = [row["prompt"] for row in job["prompts"]]
     if tokenizer(text=texts)["input_ids"] != [row["input_ids"] for row in job["prompts"]]:
         raise SystemExit("TRL's tokenizer gives other prompt tokens than ours; the runs could not be compared.")
-    model = AutoModelForCausalLM.from_pretrained(job["policy"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(job["policy"], dtype=torch.float32, trust_remote_code=False)
     rewards, clock = Rewards(load_rule(*job["rule"]), tokenizer.eos_token_id), Clock()
     rows = [{"prompt": row["prompt"], "ground_truth": row["ground_truth"]} for row in job["prompts"]]
     with tempfile.TemporaryDirectory() as folder:

@@ -35,6 +35,7 @@ class VLLM:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             async_scheduling=False,
+            trust_remote_code=False,
         )
 
     def generate(self, prompts: NDArray[np.int32], *, seed: int) -> int:

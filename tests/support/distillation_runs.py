@@ -42,8 +42,10 @@ def make_teacher(folder: Path, *, like: Path, seed: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(like)).float().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(like).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(like, trust_remote_code=False), trust_remote_code=False
+    ).float().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(like, trust_remote_code=False).save_pretrained(folder)
 
 
 def teacher_tables(folder: Path, **engines: str) -> dict[str, dict[str, Any]]:
@@ -81,7 +83,7 @@ def expected_logprobs(model: Path, input_ids: np.ndarray[Any, Any]) -> np.ndarra
 def _loaded(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model).float()
+    return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False).float()
 
 
 def renumber(source: Path, target: Path) -> None:

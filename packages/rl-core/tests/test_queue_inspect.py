@@ -367,7 +367,7 @@ def groups_that_are_a_view(path):
         (an_empty_folder, "must hold a queue's queue.sqlite3; found no such file"),
         (a_text, "must be a queue's database; file is not a database"),
         (an_empty_file, "must be a queue's database; its tables are: none"),
-        (a_pipe, "must be a file; found something else"),
+        (a_pipe, "must be a plain file; it is a folder, a pipe"),
         (another_database, "must be a queue's database; its tables are: meta, users"),
         (a_view_that_never_ends, "must be a queue's database; its tables are: meta"),
         (another_format, "has format 99; this is rl-core for formats 1 and 2"),
@@ -375,7 +375,7 @@ def groups_that_are_a_view(path):
         (a_record_that_cannot_be_read, "is damaged: prompt 'p1' cannot be read"),
         (a_state_that_is_none, "is damaged: prompt 'p1' cannot be read"),
         (a_segment_that_is_not_listed, "is damaged: prompt 'p1' names segments"),
-        (groups_that_are_a_view, "is damaged: tables ['groups'] are not as they were made"),
+        (groups_that_are_a_view, "is damaged: ['groups'] in queue.sqlite3 are not as they were made"),
     ],
 )
 def test_what_is_no_queue_is_refused_in_one_line(tmp_path, capsys, make, expected):

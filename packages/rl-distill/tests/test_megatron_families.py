@@ -70,7 +70,7 @@ def packed_logits(model: GPTModel, policy_dir: Path, rows: list[torch.Tensor]) -
 
 
 def reference_logits(policy_dir: Path, rows: list[torch.Tensor]) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         return torch.cat([model(row[None]).logits[0] for row in rows])
 
@@ -150,7 +150,9 @@ def test_gradients_are_those_of_transformers(family_policy: Path):
     rows = random_rows(LENGTHS)
     model = build(family_policy)
     packed_logits(model, family_policy, rows).log_softmax(-1)[:, 3].sum().backward()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(family_policy, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        family_policy, dtype=torch.float32, trust_remote_code=False
+    )
     torch.cat([reference(row[None]).logits[0] for row in rows]).log_softmax(-1)[:, 3].sum().backward()
 
     def norm(parameters: Iterator[torch.nn.Parameter]) -> torch.Tensor:
@@ -195,7 +197,9 @@ def test_only_the_layer_before_the_head_leaves_tokens_out(family_policy: Path, m
 def test_bfloat16_is_as_exact_as_in_transformers(family_policy: Path):
     rows = random_rows(LENGTHS)
     exact = reference_logits(family_policy, rows)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(family_policy, dtype=torch.bfloat16)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        family_policy, dtype=torch.bfloat16, trust_remote_code=False
+    )
     with torch.no_grad():
         expected = torch.cat([reference(row[None]).logits[0] for row in rows]).float()
         found = packed_logits(build(family_policy, dtype=torch.bfloat16), family_policy, rows).float()

@@ -164,7 +164,9 @@ def test_others_choices_give_those_experts_outputs(mixture_policy: Path):
 def test_every_layer_replays_its_own_choices(mixture_policy: Path):
     experts = random_choices()
     experts[3], experts[5, 1] = -1, -1
-    reference = transformers.AutoModelForCausalLM.from_pretrained(mixture_policy, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        mixture_policy, dtype=torch.float32, trust_remote_code=False
+    )
 
     def replay(rows: torch.Tensor, index: int) -> Callable[..., Any]:
         def hook(_module: object, _inputs: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

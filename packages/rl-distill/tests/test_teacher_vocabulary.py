@@ -160,7 +160,7 @@ def test_a_file_of_too_much_is_refused_before_it_is_parsed(folder, monkeypatch):
     with pytest.raises(SettingsError, match="at most 10 are read"):
         read_vocabulary(folder("s", document()))
     monkeypatch.setattr(vocabulary, "MAX_BYTES", 50)
-    with pytest.raises(SettingsError, match="over 50 bytes"):
+    with pytest.raises(SettingsError, match="at most 50 bytes"):
         read_vocabulary(folder("t", document()))
 
 

@@ -23,7 +23,7 @@ MakeBatch = Callable[..., Batch]
 
 def test_logprobs_are_those_of_transformers(family_policy: Path, make_batch: MakeBatch):
     batch = make_batch((6, 2, 9, 1))
-    model = AutoModelForCausalLM.from_pretrained(family_policy)
+    model = AutoModelForCausalLM.from_pretrained(family_policy, trust_remote_code=False)
 
     found = TorchLearner(family_policy, LearnerOptions()).logprobs(batch)
 
@@ -46,7 +46,7 @@ def test_weights_go_by_the_names_of_the_folder(family_policy: Path):
 def test_gradients_of_experts_are_those_of_transformers(mixture_policy: Path, make_batch: MakeBatch):
     batch = make_batch((7, 5))
     learner = TorchLearner(mixture_policy, LearnerOptions())
-    reference = AutoModelForCausalLM.from_pretrained(mixture_policy)
+    reference = AutoModelForCausalLM.from_pretrained(mixture_policy, trust_remote_code=False)
     loss = torch.zeros(())
     for ids, weights in zip(batch.ragged("input_ids"), batch.ragged("loss_weights"), strict=True):
         tokens = torch.from_numpy(ids.astype("int64"))

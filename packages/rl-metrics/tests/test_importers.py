@@ -218,7 +218,7 @@ def test_completions_as_parquet(tmp_path):
     assert [(row.response, row.reward, row.session) for row in rows] == [("2", 1.5, 0), (SCRIPT, 0.25, 1)]
     assert json.loads(rows[0].prompt) == [{"role": "user", "content": "1 + 1"}]
     (tmp_path / "completions_00004.parquet").write_bytes(b"PAR1 and more")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
+    with pytest.raises(DataError, match="cannot be used: Parquet magic bytes not found"):
         import_trl([], tmp_path / "other", completions=tmp_path)
 
 

@@ -1,6 +1,8 @@
 """The transformers engine: conformance with tied and untied heads, and repeatability bit for bit."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +140,21 @@ def test_closing_fails_who_waits_and_may_be_repeated(tied_model_dir: Path) -> No
     assert "closed" in str(error)
     with pytest.raises(NotReadyError, match="closed"):
         generate(engine)
+
+
+def test_the_code_of_a_model_folder_is_neither_run_nor_asked_about(tied_model_dir, tmp_path, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    folder = tmp_path / "model"
+    shutil.copytree(tied_model_dir, folder)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "stranger",
+        "architectures": ["Stranger"],
+    }
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    with pytest.raises(EngineError, match="model"):
+        started(folder)
+    assert asked == []
+    assert not (tmp_path / "ran").exists()

@@ -1,10 +1,12 @@
 """What is read from a model's folder without loading it."""
 
 import json
+import os
 
 import pytest
 
-from rl_rollout.engines.model_folder import end_token_ids
+from rl_core.errors import EngineError
+from rl_rollout.engines.model_folder import end_token_ids, max_positions, require_model_folder
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,44 @@ def test_end_tokens_are_generation_configs_else_configs_or_none(tmp_path, genera
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert end_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"num_hidden_layers": 10000000}',
+        '{"text_config": {"num_experts": 100000000}}',
+        '{"head_dim": Infinity}',
+        '{"hidden_size": "64"}',
+        "[1]",
+        "[" * 200_000,
+    ],
+)
+def test_a_model_that_no_library_should_build_is_refused(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(EngineError, match=r"config\.json"):
+        require_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("eos", ['"</s>"', "[[1]]", "1.5", "{}", "true"])
+def test_end_tokens_are_numbers(tmp_path, eos):
+    (tmp_path / "config.json").write_text(f'{{"eos_token_id": {eos}}}')
+    with pytest.raises(EngineError, match="eos_token_id"):
+        end_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize("config", ['{"text_config": 5}', '{"max_position_embeddings": Infinity}', "{}"])
+def test_positions_are_a_number(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(EngineError, match="max_position_embeddings"):
+        max_positions(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_pipe_is_no_configuration(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(EngineError, match="must be a plain file"):
+        end_token_ids(tmp_path)

@@ -58,7 +58,8 @@ def test_there_are_examples() -> None:
         ("[[0, 10], [0.5, 100.5], [1, 1000]]", "[[0, 10], [0.5, 5]]", "lengths.quantiles must be pairs"),
         ("maximum = 800", "maximum = 800\ngroup_correlation = 1.5", "lengths.group_correlation must be from 0 to 1"),
         ("[learner]", "[learner]\nefficiency_per_doubling = 0", "learner.efficiency_per_doubling must be above 0"),
-        ("[engine]", "[engine", "is no TOML"),
+        ("[engine]", "[engine", "is not TOML"),
+        ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "a number that a float holds"),
         ("[engine]", "engine = 3\n[engines]", "engine"),
     ],
 )
@@ -70,7 +71,7 @@ def test_what_cannot_be_is_refused_with_its_place(old: str, new: str, message: s
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"gone\.toml cannot be read"):
+    with pytest.raises(SettingsError, match=r"gone\.toml does not exist"):
         read_workload(tmp_path / "gone.toml")
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import tomllib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import tomli_w
 
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
+from rl_core.files import read_toml
+from rl_metrics.run_files import read_json_lines
 from rl_rollout.simulation import (
     MEASURED_METRICS,
     Cluster,
@@ -212,8 +214,8 @@ def measure_run(run: Path, *, rollout_gpus: int, train_gpus: int) -> Workload:
 
 def _steps(file: Path) -> list[dict[str, float]]:
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+        lines = list(read_json_lines(file))
+    except (OSError, DataError) as error:
         raise SettingsError(f"the metrics {file} cannot be read: {error}.") from error
     steps = [line for line in lines if isinstance(line, dict) and "timing_s/update_actor" in line]
     steps = steps[1:] or steps  # the first one warms up
@@ -226,10 +228,7 @@ def _steps(file: Path) -> list[dict[str, float]]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"the settings {file} cannot be read: {error}.") from error
+    return read_toml(file, error=SettingsError) if os.path.lexists(file) else {}
 
 
 def workload_text(workload: Workload) -> str:

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.files import read_json_object, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,11 @@ FAMILIES = {
     "LlamaForCausalLM": Family(),
 }
 """Families by the architecture that config.json names; Qwen2ForCausalLM is also Qwen2.5's."""
+
+MAX_COUNT = 1 << 26
+MAX_COUNTS = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 40}
+MAX_EXPERTS = 1 << 18
+"""Of all layers: each has three tensors, whose names are made before any is looked for."""
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 """Architectures that the learners train."""
@@ -157,15 +165,9 @@ def read_policy_config(policy_dir: Path) -> dict[str, Any]:
         DataError: The file is missing or no JSON object.
     """
     path = policy_dir / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; give a Hugging Face model folder.") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path} must hold a JSON object; found {type(config).__name__}.")
-    return config
+    if not os.path.lexists(path):
+        raise DataError(f"{path} does not exist; give a Hugging Face model folder.")
+    return read_json_object(path)
 
 
 def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
@@ -175,19 +177,20 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
         SettingsError: The architecture, or something in it, is not supported.
         DataError: A field is missing, or impossible.
     """
-    architecture = (config.get("architectures") or ["(none)"])[0]
-    if architecture not in FAMILIES:
-        raise SettingsError(
-            f"architecture {architecture} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
-    _refuse_unsupported(config)
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named or "(none)"
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
+        found = architecture if is_name else shown(architecture)
+        raise SettingsError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
     try:
+        _refuse_unsupported(config)
         return _policy_config(config, architecture)
     except RLError:
         raise
     except KeyError as error:
         raise DataError(f"config.json has no field {error}; a {architecture} needs it.") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise DataError(f"config.json has a field of the wrong kind: {error}.") from error
 
 
@@ -199,6 +202,9 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         raise DataError(
             f"num_attention_heads must be divisible by num_key_value_heads; found {num_heads} and {groups}."
         )
+    head_dim = family.default_head_dim or hidden_size // num_heads
+    if config.get("head_dim"):
+        head_dim = _count(config, "head_dim")
     rope = _rope(config)
     return PolicyConfig(
         architecture=architecture,
@@ -207,32 +213,44 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         ffn_hidden_size=_count(config, "intermediate_size"),
         num_heads=num_heads,
         num_key_value_heads=groups,
-        head_dim=int(config.get("head_dim") or family.default_head_dim or hidden_size // num_heads),
+        head_dim=head_dim,
         vocab_size=_count(config, "vocab_size"),
         max_position_embeddings=_count(config, "max_position_embeddings"),
-        norm_eps=float(config["rms_norm_eps"]),
-        rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        norm_eps=_finite(config["rms_norm_eps"]),
+        rope_base=_finite(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_scaling=_rope_scaling(rope),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        initializer_range=float(config.get("initializer_range", 0.02)),
+        initializer_range=_finite(config.get("initializer_range", 0.02)),
         mixture=_mixture(config) if family.has_experts else None,
     )
 
 
 def _count(config: Mapping[str, Any], name: str) -> int:
-    value = int(config[name])
-    if value < 1:
-        raise DataError(f"config.json must have {name} >= 1; found {config[name]!r}.")
+    value = config[name]
+    most = MAX_COUNTS.get(name, MAX_COUNT)
+    if type(value) is not int:
+        raise TypeError(f"{name} must be a whole number; found {shown(value)}")
+    if not 1 <= value <= most:
+        bound = ">= 1" if value < 1 else f"<= {most}"
+        raise DataError(f"config.json must have {name} {bound}; found {shown(value)}.")
     return value
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"numbers must be finite; found {number}")
+    return number
 
 
 def _mixture(config: Mapping[str, Any]) -> MixtureConfig | None:
     # transformers 5 calls num_local_experts what Qwen3's own files call num_experts.
     name = "num_experts" if "num_experts" in config else "num_local_experts"
-    every, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    every = _count(config, "decoder_sparse_step") if config.get("decoder_sparse_step") else 1
+    dense = set(config.get("mlp_only_layers") or ())
     num_layers = _count(config, "num_hidden_layers")
     layers = tuple(index for index in range(num_layers) if index not in dense and (index + 1) % every == 0)
-    if not layers or int(config[name]) == 0:
+    if not layers or config[name] == 0:
         return None
     mixture = MixtureConfig(
         num_experts=_count(config, name),
@@ -241,6 +259,8 @@ def _mixture(config: Mapping[str, Any]) -> MixtureConfig | None:
         ffn_hidden_size=_count(config, "moe_intermediate_size"),
         layers=layers,
     )
+    if len(layers) * mixture.num_experts > MAX_EXPERTS:
+        raise DataError(f"config.json must have at most {MAX_EXPERTS} experts in all layers together.")
     if mixture.top_k > mixture.num_experts:
         raise DataError(f"num_experts_per_tok must be <= {name} = {mixture.num_experts}; found {mixture.top_k}.")
     if mixture.top_k == 1 and mixture.norm_topk_prob:
@@ -260,17 +280,17 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "linear":
-        return LinearRopeScaling(factor=float(rope["factor"]))
+        return LinearRopeScaling(factor=_finite(rope["factor"]))
     if kind == "llama3":
         return Llama3RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
+            factor=_finite(rope["factor"]),
+            low_freq_factor=_finite(rope["low_freq_factor"]),
+            high_freq_factor=_finite(rope["high_freq_factor"]),
             original_max_position_embeddings=_count(rope, "original_max_position_embeddings"),
         )
     if kind != "default":
         raise SettingsError(
-            f"rope_type {kind!r} is not supported by the learners; supported: default, linear, llama3. "
+            f"rope_type {shown(kind)} is not supported by the learners; supported: default, linear, llama3. "
             "Remove the scaling from config.json to train on lengths that need none."
         )
     return None
@@ -289,4 +309,4 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:
-            raise SettingsError(f"{name} must be {wanted!r} for the learners; config.json has {found!r}.")
+            raise SettingsError(f"{name} must be {wanted!r} for the learners; config.json has {shown(found)}.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DeadlineError, NotReadyError, RLError
-from rl_core.files import temporary_folder, write_durably
+from rl_core.files import read_json_object, temporary_folder, write_durably
 
 FILE = "control.json"
 MAX_LINE_BYTES = 1 << 20
@@ -61,7 +61,7 @@ class ControlSocket:
             if not isinstance(request, dict):
                 return {"error": "a request is a JSON object with a field `do`."}
             return {"answer": await self._handle(request)}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return {"error": f"a request is one line of JSON: {error}."}
         except RLError as error:
             return {"error": str(error)}
@@ -81,7 +81,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
     """
     file = folder / FILE
     try:
-        place = json.loads(file.read_text())["socket"]
+        place = read_json_object(file)["socket"]
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(deadline_s)
             connection.connect(place)
@@ -92,10 +92,12 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
         raise DeadlineError(
             f"the run in {folder} did not answer within {deadline_s:g} s; see hang.json there."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotReadyError(f"no run lives in {folder} that could be asked ({error!r}).") from None
-    if "error" in answer:
-        raise NotReadyError(str(answer["error"]))
+    if not isinstance(answer, dict) or "answer" not in answer:
+        raise NotReadyError(
+            str(answer["error"]) if isinstance(answer, dict) and "error" in answer else f"{file} answered none."
+        )
     return answer["answer"]
 
 

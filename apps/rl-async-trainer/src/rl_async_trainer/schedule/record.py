@@ -21,6 +21,7 @@ from typing import Any
 
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_core.files import shown
 from rl_metrics.run_files import JsonLinesWriter, read_json_lines
 
 FILE = "record.jsonl"
@@ -86,8 +87,8 @@ def read_history(folder: Path) -> History:
     for line in read_json_lines(file):
         try:
             _apply(history, line)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{file} has a line that is no record of a run: {line!r} ({error!r}).") from None
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise DataError(f"{file} has a line that is no record of a run: {shown(line)} ({error!r}).") from None
     return history
 
 

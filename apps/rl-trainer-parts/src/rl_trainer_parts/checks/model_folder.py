@@ -1,8 +1,10 @@
 """What can be refused of a model's folder before it is loaded."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+
+from rl_core.errors import DataError
+from rl_core.files import read_json_object
 
 
 def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
@@ -15,9 +17,9 @@ def check_policy_folder(path: Path, *, setting: str) -> Iterator[str]:
         yield f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder."
     else:
         try:
-            json.loads(config.read_text())
-        except ValueError as error:
-            yield f"{setting}: {config} is not JSON: {error}."
+            read_json_object(config)
+        except DataError as error:
+            yield f"{setting}: {error}"
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         yield (
             f"{setting}: {path} has no tokenizer (tokenizer.json); copy the tokenizer's files of the model that it "

@@ -1,12 +1,12 @@
 """What `train --dry-run` prints: roles, batch arithmetic, memory, and what will be written."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
+from rl_core.files import read_safetensors_header
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
@@ -52,14 +52,8 @@ def describe_plan(
 
 def count_parameters(folder: Path) -> int:
     """Parameters in a folder's safetensors files, read from their headers."""
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                total += math.prod(entry["shape"])
-    return total
+    headers = map(read_safetensors_header, sorted(folder.glob("*.safetensors")))
+    return sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
 
 
 def _roles(settings: Settings, inline_engine: str, inline_rank: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from rl_core.files import read_json_object
 from rl_metrics.health import (
     GUIDE,
     SEVERITY_RANKS,
@@ -204,6 +205,6 @@ class HealthWatch:
 
 def _findings_before(folder: Path) -> tuple[Finding, ...]:
     """The findings that an earlier launch told; none where its file is missing or torn."""
-    with suppress(OSError, ValueError, RecursionError):
-        return Verdict.from_json(json.loads((folder / FILE).read_bytes())).findings
+    with suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        return Verdict.from_json(read_json_object(folder / FILE)).findings
     return ()

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import open_lock_file, write_durably
+from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
@@ -146,8 +145,8 @@ class RunFolder:
         """
         file = self.path / "settings.toml"
         try:
-            before = _flat(redact(tomllib.loads(file.read_text()), keep_references=False), type(settings))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as error:
+            before = _flat(redact(read_toml(file), keep_references=False), type(settings))
+        except (DataError, AttributeError) as error:
             raise SettingsError(f"{file}, with which the run was begun, is not readable: {error}.") from None
         plain = redact(plain_settings(settings), keep_references=False)
         now = _flat(_without_none(plain), type(settings))

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import os
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core.data import encodable_json
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
+from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
@@ -160,14 +160,12 @@ def _explain_entry(
 def _from_file(file: Path | None, kind: type[Settings]) -> dict[str, Any]:
     if file is None:
         return {}
+    if not os.path.lexists(file):
+        raise SettingsError(f"settings file {file} does not exist (looked in {Path.cwd()}).")
     try:
-        document = tomllib.loads(file.read_text())
-    except FileNotFoundError:
-        raise SettingsError(f"settings file {file} does not exist (looked in {Path.cwd()}).") from None
-    except OSError as error:
-        raise SettingsError(f"settings file {file} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"settings file {file} is not TOML: {error}.") from None
+        document = read_toml(file)
+    except DataError as error:
+        raise SettingsError(f"settings file {error}") from None
     flat: dict[str, Any] = {}
     for section, values in document.items():
         if not isinstance(values, dict):
@@ -214,8 +212,8 @@ def parse_text(name: str, text: str, kind: type[Settings] = Settings) -> Any:
     if setting.is_text:
         return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}", where=name)["value"]
+    except DataError:
         return text
 
 

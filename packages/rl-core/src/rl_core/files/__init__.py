@@ -1,4 +1,4 @@
-"""Files: durable writes, checksums, zarr arrays, JSON from strangers."""
+"""Files: durable writes, checksums, zarr arrays, and files of strangers, bounded before they are read."""
 
 from rl_core.files.bounded_json import count_values, load_json, load_json_as, shown, shown_path
 from rl_core.files.checksums import checksum
@@ -11,8 +11,20 @@ from rl_core.files.locked_folders import (
     remove_unlocked_folders,
     temporary_folder,
 )
+from rl_core.files.plain_files import (
+    open_plain,
+    parse_toml,
+    read_json,
+    read_json_object,
+    read_plain,
+    read_toml,
+    require_plain,
+)
+from rl_core.files.safetensors_header import StoredTensor, read_safetensors_header
+from rl_core.files.trials import run_trial, try_arrow_files
 
 __all__ = [
+    "StoredTensor",
     "checksum",
     "count_values",
     "current_umask",
@@ -21,11 +33,21 @@ __all__ = [
     "locked_folder",
     "make_locked_folder",
     "open_lock_file",
+    "open_plain",
+    "parse_toml",
+    "read_json",
+    "read_json_object",
+    "read_plain",
+    "read_safetensors_header",
+    "read_toml",
     "remove_unlocked_folders",
+    "require_plain",
+    "run_trial",
     "shown",
     "shown_path",
     "sync_file",
     "sync_folder",
     "temporary_folder",
+    "try_arrow_files",
     "write_durably",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError
-from rl_core.queue.group import LatePart, Part, QueuedGroup
+from rl_core.queue.group import MAX_SESSIONS, LatePart, Part, QueuedGroup
 from rl_core.queue.index import SPARE_ENTRIES, GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import GENERATE, Ack, Finish, LeaseRequest, Put, part_numbers
@@ -56,8 +56,8 @@ class QueueCore:
 
     def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, now: float) -> None:
         """Enter prompts, all or none."""
-        if num_sessions < 1:
-            raise DataError(f"num_sessions must be at least 1; found {num_sessions}.")
+        if not 1 <= num_sessions <= MAX_SESSIONS:
+            raise DataError(f"num_sessions must be at least 1, and at most {MAX_SESSIONS}; found {num_sessions}.")
         counts = Counter(uid for uid, _ in prompts)
         doubled = [uid for uid in counts if counts[uid] > 1 or uid in self.groups]
         if doubled:

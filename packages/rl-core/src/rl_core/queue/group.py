@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from rl_core.queue.interface import LedgerEntry, PromptState
 
 NO_COLUMNS: frozenset[str] = frozenset()
+MAX_SESSIONS = 4096
+"""Of a prompt."""
 
 
 class Part(NamedTuple):

@@ -151,7 +151,8 @@ def _differences(folder: Path, config: PolicyConfig) -> str:
     """Such as "num_layers is 4, this policy's 2", from a saved policy's config.json."""
     try:
         config_json = read_policy_config(folder)
-        names = [str(name) for name in config_json.get("architectures") or []]
+        named = config_json.get("architectures")
+        names = [str(name) for name in named] if isinstance(named, list) else []
         config_json["architectures"] = [name.replace("ForTokenClassification", "ForCausalLM") for name in names]
         saved = asdict(parse_policy_config(config_json))
     except (SettingsError, DataError):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.files import current_umask
+from rl_core.files import current_umask, read_json_object, read_safetensors_header
 from rl_distill.policy_config import PolicyConfig
 
 _log = structlog.get_logger(__name__)
@@ -131,7 +132,7 @@ class PolicyTensors:
         paths, listed = _weight_files(policy_dir)
         self._files = {path: _open(path) for path in paths}
         stored = _stored_tensors(self._files, listed)
-        self._stored = {**stored, **_unfused(stored)}
+        self._stored = {**stored, **_unfused(stored, num_experts=config.num_experts)}
         shapes = tensor_shapes(config)
         where = paths[0] if len(paths) == 1 else policy_dir
         _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional})
@@ -187,10 +188,9 @@ def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.
 
 
 def _open(path: Path) -> Any:
+    read_safetensors_header(path)
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as cause:
         raise DataError(f"{path} is torn or no safetensors file: {cause}") from cause
 
@@ -209,14 +209,16 @@ def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str]) -> dic
     return stored
 
 
-def _unfused(stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+def _unfused(stored: Mapping[str, _Stored], *, num_experts: int) -> dict[str, _Stored]:
     """The experts of layers that hold them in two tensors: [experts, 2 * ffn, hidden], [experts, hidden, ffn]."""
     parts: dict[str, _Stored] = {}
     for name, tensor in stored.items():
         prefix, _, kind = name.rpartition(".mlp.experts.")
         if kind not in ("gate_up_proj", "down_proj") or len(tensor.shape) != 3:
             continue
-        num_experts, rows, columns = tensor.shape
+        found, rows, columns = tensor.shape
+        if found != num_experts:
+            raise DataError(f"{tensor.path}: tensor {name!r} must be of {num_experts} experts; found {found}.")
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         size = rows // len(names)
         for expert in range(num_experts):
@@ -248,14 +250,14 @@ def _check_dtype(name: str, found: _Stored) -> None:
 def _weight_files(policy_dir: Path) -> tuple[list[Path], dict[str, str]]:
     """Files with weights, and the file of each tensor that an index lists."""
     index = policy_dir / INDEX_FILE
-    if not index.exists():
-        if not (policy_dir / WEIGHTS_FILE).exists():
+    if not os.path.lexists(index):
+        if not os.path.lexists(policy_dir / WEIGHTS_FILE):
             raise DataError(f"{policy_dir} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights must be safetensors.")
         return [policy_dir / WEIGHTS_FILE], {}
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json_object(index)["weight_map"]
         listed = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+    except (DataError, KeyError, TypeError, AttributeError) as cause:
         raise DataError(f"{index} is not an index of safetensors shards: {cause!r}.") from cause
     names = sorted(set(listed.values()))
     if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):

@@ -1,11 +1,13 @@
 """A run's checkpoints: written aside while training goes on, checked by a manifest, renamed into place."""
 
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
-from rl_core.files import sync_file, sync_folder, write_durably
+from rl_core.files import shown, sync_file, sync_folder, write_durably
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
 from rl_distill.daemon_thread import in_daemon_thread
@@ -85,12 +87,13 @@ class CheckpointStore:
         self.wait()
         started = time.perf_counter()
         content = json.dumps(dict(state), indent=2).encode()
-        if not self._directory.is_dir():
-            self._directory.mkdir(parents=True)
-            sync_folder(self._directory.parent)
-        self._sweep()
-        aside = self._directory / f".step_{step}.part"
-        aside.mkdir()
+        with self._told_as_errors():
+            if not self._directory.is_dir():
+                self._directory.mkdir(parents=True)
+                sync_folder(self._directory.parent)
+            self._sweep()
+            aside = self._directory / f".step_{step}.part"
+            aside.mkdir()
         pending = write(aside)
 
         def finish() -> None:
@@ -136,7 +139,10 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, rising."""
-        names = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
+        try:
+            names = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(f"{self._directory} cannot be read: {error.strerror}.") from error
         return sorted(int(found[1]) for name in names if (found := _STEP_FOLDER.fullmatch(name)))
 
     def newest(self, on_broken: Callable[[CheckpointError], None]) -> Path | None:
@@ -150,7 +156,8 @@ class CheckpointStore:
             CheckpointError: The newest is of another release; it stays as it is.
         """
         self.wait()
-        self._sweep()
+        with self._told_as_errors():
+            self._sweep()
         for step in reversed(self.steps()):
             folder = self._folder(step)
             try:
@@ -159,8 +166,9 @@ class CheckpointStore:
                 raise
             except CheckpointError as error:
                 aside = self._directory / f"broken_step_{step}"
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
+                with self._told_as_errors():
+                    _remove(aside)
+                    folder.rename(aside)
                 on_broken(error)
             else:
                 return folder
@@ -177,7 +185,7 @@ class CheckpointStore:
             sync_folder(folder)
         write_durably(aside / MANIFEST, json.dumps({"format": MANIFEST_FORMAT, "files": files}, indent=2).encode())
         final = self._folder(step)
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(self._directory / f".step_{step}.old")
         aside.rename(final)
         sync_folder(self._directory)
@@ -189,13 +197,31 @@ class CheckpointStore:
         """Clear up what a crash left: half a checkpoint goes, one that was being replaced comes back."""
         for pattern in (".step_*.part", ".step_*.gone"):
             for part in self._directory.glob(pattern):
-                shutil.rmtree(part)
+                _remove(part)
         for old in self._directory.glob(".step_*.old"):
             final = self._directory / old.name.removeprefix(".").removesuffix(".old")
-            if final.exists():
-                shutil.rmtree(old)
+            if os.path.lexists(final) or old.is_symlink() or not old.is_dir():
+                _remove(old)
             else:
                 old.rename(final)
+
+    @contextmanager
+    def _told_as_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoints in {self._directory} cannot be put in order: {error}. Make it a folder that can be "
+                "written."
+            ) from error
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or what is in its place; a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -233,17 +259,23 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
     try:
         manifest = read_json_object(folder / MANIFEST)
         found, records = manifest["format"], manifest["files"].items()
-        files = {name: (int(record["size_bytes"]), int(record["crc32c"])) for name, record in records}
+        files = {name: (_number(record["size_bytes"]), _number(record["crc32c"])) for name, record in records}
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}.") from None
     if found != MANIFEST_FORMAT:
         raise _OtherFormatError(
-            f"checkpoint {folder} has a manifest of format {found!r}; this release reads {MANIFEST_FORMAT}. Use the "
-            "release that wrote it."
+            f"checkpoint {folder} has a manifest of format {shown(found)}; this release reads {MANIFEST_FORMAT}. Use "
+            "the release that wrote it."
         )
     if STATE_FILE not in files:
         raise CheckpointError(f"checkpoint {folder} has no {STATE_FILE} in its {MANIFEST}.")
     return files
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError("sizes and checksums must be whole numbers from 0")
+    return value
 
 
 def _is_plain(file: Path, folder: Path) -> bool:

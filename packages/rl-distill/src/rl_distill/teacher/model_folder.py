@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_core.files import open_plain, read_json_object, read_plain, read_safetensors_header
 from rl_distill.teacher.protocol import TeacherTraits
 
 SAMPLE_BYTES = 4096
-MAX_HEADER_BYTES = 100_000_000
-"""What safetensors allows."""
+MAX_CONFIG_BYTES = 1 << 26
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -26,7 +26,8 @@ def model_fingerprint(folder: Path) -> str:
     try:
         if not files or not all(file.is_file() for file in (*files, folder / "config.json")):
             raise ValueError("a file is missing")
-        digest.update(hashlib.sha256((folder / "config.json").read_bytes()).digest())
+        config = read_plain(folder / "config.json", max_bytes=MAX_CONFIG_BYTES, error=SettingsError)
+        digest.update(hashlib.sha256(config).digest())
         tensors: dict[str, bytes] = {}
         for file in files:
             tensors |= _tensors(file)
@@ -42,26 +43,13 @@ def model_fingerprint(folder: Path) -> str:
 def _tensors(file: Path) -> dict[str, bytes]:
     """[32] of each tensor of a file, by name."""
     found = {}
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > min(MAX_HEADER_BYTES, size):
-            raise ValueError(f"{file} has a header of {length} bytes")
-        header = json.loads(stream.read(length))
-        if not isinstance(header, dict):
-            raise ValueError(f"{file} has a header that is no object")
-        for name, form in header.items():
-            if name == "__metadata__":
-                continue
-            try:
-                start, stop = map(int, form["data_offsets"])
-            except (TypeError, KeyError, ValueError):
-                raise ValueError(f"{file} has a header that says no place of {name[:100]!a}") from None
-            if not 0 <= start <= stop <= size - 8 - length:
-                raise ValueError(f"{file} is shorter than its header says")
-            digest = hashlib.sha256(json.dumps([form.get("dtype"), form.get("shape")]).encode())
+    header = read_safetensors_header(file)
+    with open_plain(file) as (stream, _):
+        for name, tensor in header.items():
+            digest = hashlib.sha256(json.dumps([tensor.dtype, tensor.shape]).encode())
+            start, stop = tensor.start, tensor.stop
             for place in (start, (start + stop - SAMPLE_BYTES) // 2, stop - SAMPLE_BYTES):
-                stream.seek(8 + length + max(place, start))
+                stream.seek(max(place, start))
                 digest.update(stream.read(min(SAMPLE_BYTES, stop - start)))
             found[name] = digest.digest()
     return found
@@ -75,7 +63,7 @@ def model_traits(folder: Path) -> TeacherTraits:
     """
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "max_tokens": "max_position_embeddings"}
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json_object(folder / "config.json")
         found = {ours: config[theirs] for ours, theirs in names.items()}
         if not all(type(value) is int and value > 0 for value in found.values()):
             raise ValueError(f"they must be whole numbers of at least 1; found {found}")

@@ -4,7 +4,6 @@ A teacher that scores the student's token ids must mean the same by each of them
 JSON within bounds: no tokenizer is loaded, and no code of the folder runs.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import MappingProxyType
 
 from rl_core.data import Json
 from rl_core.errors import SettingsError
-from rl_core.files import count_values, shown
+from rl_core.files import read_json, shown
 from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"
@@ -158,17 +157,7 @@ def _load(file: Path) -> dict[str, Json]:
             f"{file} is missing, so that the vocabularies of student and teacher cannot be compared. Save the "
             "tokenizer in this form: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
-    try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-        num_values = count_values(raw)
-        if len(raw) > MAX_BYTES or num_values > MAX_VALUES:
-            raise ValueError(f"it has over {MAX_BYTES} bytes, or {num_values} values; at most {MAX_VALUES} are read")
-        document = json.loads(raw)
-    except OSError as error:
-        raise SettingsError(f"{file} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{file} must be JSON ({type(error).__name__}: {error}).") from None
+    document = read_json(file, max_bytes=MAX_BYTES, max_values=MAX_VALUES, error=SettingsError)
     if not isinstance(document, dict):
         raise SettingsError(f"{file} must be a JSON object; found {type(document).__name__}.")
     return document

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import RoleReport
+from rl_core.errors import DataError
+from rl_core.files import open_plain
 from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
 from rl_metrics.hang.report import HANG_FILE, HangReport
 from rl_metrics.hang.stack_places import innermost_frames
@@ -191,9 +193,9 @@ def _usual_step_s(run: RunRecord) -> float:
 def holder_of(folder: Path) -> int | None:
     """The process that the run's lock names; None where there is none."""
     try:
-        with (folder / ".lock").open("rb") as file:
+        with open_plain(folder / ".lock") as (file, _):
             content = file.read(32)
-    except OSError:
+    except (OSError, DataError):
         return None
     text = content.decode(errors="replace").strip()
     return int(text) if re.fullmatch(r"[1-9][0-9]{0,9}", text) else None

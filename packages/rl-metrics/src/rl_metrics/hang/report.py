@@ -13,7 +13,7 @@ import msgspec
 
 from rl_core.cluster import RoleReport, Wait, cut_middle
 from rl_core.errors import DataError
-from rl_core.files import write_durably
+from rl_core.files import read_plain, write_durably
 
 HANG_FILE = "hang.json"
 MAX_GROUPS = 50
@@ -93,12 +93,7 @@ def read_hang_report(path: Path) -> HangReport:
         DataError: The file is missing, too large, or no such report.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise DataError(f"{path} must be a hang report of at most {MAX_FILE_BYTES} bytes; it has {size}.")
-        return bounded(msgspec.json.decode(path.read_bytes(), type=HangReport))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read as a hang report: {error.strerror}.") from error
+        return bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {error}."

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from rl_core.errors import DataError, NotReadyError
+from rl_core.files import read_plain, try_arrow_files
 from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
 from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import Imported, RunWriter
@@ -26,6 +27,7 @@ from rl_metrics.trackers.jsonl import as_step
 log = structlog.get_logger(__name__)
 
 STATE = "trainer_state.json"
+BATCH_ROWS = 256
 MAX_STATE_BYTES = 1 << 30
 COMPLETIONS = r"completions_([0-9]{1,18})\.(?:parquet|jsonl)"
 NOT_METRICS = frozenset({"step", "epoch"})
@@ -78,9 +80,7 @@ def _history(path: Path) -> list[dict[str, Any]]:
         DataError: There is no such file, or it is no state of a trainer.
     """
     file = _newest_state(path) if path.is_dir() else path
-    if file.stat().st_size > MAX_STATE_BYTES:
-        raise DataError(f"{file} must be a {STATE} of at most {MAX_STATE_BYTES} bytes.")
-    state = parse_line(file.read_bytes())
+    state = parse_line(read_plain(file, max_bytes=MAX_STATE_BYTES))
     history = None if state is None else state.get("log_history")
     if not isinstance(history, list):
         raise DataError(f"{file} must be a {STATE}, with a log_history; a file that is torn cannot be read.")
@@ -131,9 +131,10 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise NotReadyError(PARQUET.format(path=file)) from error
+    try_arrow_files([file])
     try:
         with parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(batch_size=1024):
+            for batch in opened.iter_batches(batch_size=BATCH_ROWS):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}.") from error

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import msgspec
 import structlog
 
 from rl_core.data import Json
-from rl_core.errors import NotReadyError
+from rl_core.errors import DataError, NotReadyError
+from rl_core.files import require_plain
 
 log = structlog.get_logger(__name__)
 
@@ -32,10 +34,16 @@ class JsonLinesWriter:
 
         Args:
             path: The file; what is in it stays.
+
+        Raises:
+            DataError: It is a pipe or a device.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise DataError(f"{path} must be a plain file to append to; it is a pipe or a device. Remove it.")
         self._is_torn = _ends_torn(self._file)
 
     def append(self, row: Mapping[str, Json]) -> None:
@@ -86,6 +94,7 @@ def read_json_lines(
         decode: Gives the object of a line, or None; `parse_line` when left out.
 
     Raises:
+        DataError: It is a pipe or a device.
         OSError: The file cannot be read.
     """
     decode = parse_line if decode is None else decode
@@ -123,6 +132,8 @@ def _parsed_leniently(line: bytes) -> Any:
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
     """Lines without their ends, and whether they have one; of a line that is too long, what stands for it."""
+    if path.exists():
+        require_plain(path)
     with path.open("rb") as file:
         missing = os.fstat(file.fileno()).st_size
         rest = b""

@@ -2,10 +2,10 @@
 
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -15,6 +15,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_core.files import open_plain
 from rl_metrics.run_files.json_lines import MAX_LINE_BYTES, JsonLinesWriter
 
 log = structlog.get_logger(__name__)
@@ -196,7 +197,9 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
     end, without one: it may be on its way. A resumed run repeats steps: what it wrote takes the place of what was there
     of the first of them and of later ones. U+FFFD stands for a lone surrogate, which is no text.
     """
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    if not os.path.lexists(path):
+        return
+    with open_plain(path) as (file, _):
         batches, num_bad = _standing_batches(file)
         for batch in batches:
             file.seek(batch.start)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import stat
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ import numpy as np
 import structlog
 
 from rl_core.errors import DataError
+from rl_core.files import parse_toml
 from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
 from rl_metrics.run_files.events import BEGUN, ENDED, read_events
 from rl_metrics.run_files.history import History, read_history
@@ -138,8 +138,8 @@ class RunRecord:
         """The settings of the run; tables are dicts."""
         content = self._document("settings.toml")
         try:
-            return tomllib.loads(content.decode())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            return parse_toml(content, where="it")
+        except DataError as error:
             log.warning("unreadable_file", path=str(self.folder / "settings.toml"), error=str(error))
             return {}
 

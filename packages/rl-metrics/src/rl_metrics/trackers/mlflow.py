@@ -15,7 +15,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_core.files import write_durably
+from rl_core.files import read_plain, write_durably
 from rl_core.secret_settings import hide, redact_option
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
@@ -274,7 +274,7 @@ def _artifacts(uri: str) -> str | None:
 
 
 def _read_run_id(file: Path) -> str:
-    found = file.read_bytes().decode("utf-8", errors="replace").strip()
+    found = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
     if not RUN_ID.fullmatch(found):
         raise DataError(
             f"{file} must hold the id of MLflow's run; found {found[:80]!r}. Write the id into it, or remove it to "

@@ -11,7 +11,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_core.files import write_durably
+from rl_core.files import read_plain, write_durably
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.tables import COLUMNS, table_row
@@ -168,7 +168,7 @@ def _run_id(file: Path) -> str:
     """The id in the file; a new one is there before wandb knows of it."""
     if not file.exists():
         write_durably(file, secrets.token_hex(8).encode())
-    found = file.read_bytes().decode("utf-8", errors="replace").strip()
+    found = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
     if not RUN_ID.fullmatch(found):
         raise DataError(
             f"{file} must hold the id of wandb's run, small letters and digits; found {found[:80]!r}. Write the id "

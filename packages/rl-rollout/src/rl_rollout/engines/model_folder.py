@@ -1,33 +1,70 @@
 """What an engine reads from a Hugging Face folder, without loading the model."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import EngineError
+from rl_core.files import read_json_object, read_safetensors_header, shown
+
+MAX_SIZES = {
+    "num_hidden_layers": 4096,
+    "num_experts": 65536,
+    "num_local_experts": 65536,
+    "num_attention_heads": 65536,
+    "num_key_value_heads": 65536,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 40,
+}
+"""Libraries make a module for each layer and expert before they look for weights."""
 
 
 def require_model_folder(model_dir: Path) -> None:
-    """Refuse a folder that holds no model.
+    """Refuse a folder that holds no model, or files that no library should open.
 
     Raises:
-        EngineError: config.json or the safetensors files are missing.
+        EngineError: config.json or the safetensors files are missing, torn, or say what cannot be.
     """
     if not (model_dir / "config.json").is_file():
         raise EngineError(f"a model folder has a config.json; found none in {model_dir}.")
-    if not any(model_dir.glob("*.safetensors")):
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
         raise EngineError(
             f"a model folder has *.safetensors files; found none in {model_dir}. Other formats can run code when they "
             "are read: convert them with transformers' save_pretrained."
         )
+    for file in files:
+        read_safetensors_header(file, error=EngineError)
+    config = _read(model_dir / "config.json")
+    for name in ("generation_config.json", "model.safetensors.index.json"):
+        if (model_dir / name).exists():
+            _read(model_dir / name)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, most in MAX_SIZES.items():
+            found = part.get(name)
+            if found is not None and (type(found) is not int or not 0 <= found <= most):
+                raise EngineError(
+                    f"{model_dir / 'config.json'} must have {name} from 0 to {most}; found {shown(found)}."
+                )
 
 
 def end_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Tokens with which the model ends a response: generation_config.json's, else config.json's."""
+    """Tokens with which the model ends a response: generation_config.json's, else config.json's.
+
+    Raises:
+        EngineError: A file cannot be read, or names what is no token.
+    """
     for name in ("generation_config.json", "config.json"):
         file = model_dir / name
-        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found = _read(file).get("eos_token_id") if file.exists() else None
         if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
+            several = found if isinstance(found, list) else [found]
+            if any(type(token) is not int for token in several):
+                raise EngineError(f"{file} must have whole numbers as eos_token_id; found {shown(found)}.")
+            return tuple(several)
     return ()
 
 
@@ -37,8 +74,14 @@ def max_positions(model_dir: Path) -> int:
     Raises:
         EngineError: config.json does not say.
     """
-    config = json.loads((model_dir / "config.json").read_text())
-    found = config.get("text_config", config).get("max_position_embeddings")
-    if not isinstance(found, int):
-        raise EngineError(f"{model_dir / 'config.json'} has no max_position_embeddings. Set max_model_len.")
+    file = model_dir / "config.json"
+    config = _read(file)
+    text = config.get("text_config", config)
+    found = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    if type(found) is not int or not 1 <= found <= MAX_SIZES["max_position_embeddings"]:
+        raise EngineError(f"{file} has no max_position_embeddings. Set max_model_len.")
     return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json_object(file, error=EngineError)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from rl_core.errors import EngineError
 from rl_core.weights import WeightReceipt, WeightUpdate, probe_tensor, tensor_crc32c
 from rl_rollout.engines.model_folder import end_token_ids, max_positions
 from rl_rollout.engines.options import TransformersOptions
@@ -23,13 +24,22 @@ class TransformersStepper:
     """A model and the batches under way; samples admitted together are one batch with a KV cache of its own."""
 
     def __init__(self, model_dir: Path, options: TransformersOptions) -> None:
-        """Load the model."""
+        """Load the model; no code of the folder runs.
+
+        Raises:
+            EngineError: transformers cannot load it.
+        """
         self._options = options
         dtype: torch.dtype = getattr(torch, options.dtype)
-        with _no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=dtype, use_safetensors=True, local_files_only=True
-            )
+        try:
+            with _no_progress_bar():
+                model = AutoModelForCausalLM.from_pretrained(
+                    model_dir, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+                )
+        except Exception as error:  # of many kinds for a damaged folder
+            raise EngineError(
+                f"{model_dir}: transformers cannot load the model ({type(error).__name__}: {error})."
+            ) from error
         self._model = model.to(options.device).eval().requires_grad_(False)
         self._end_token_ids = frozenset(end_token_ids(model_dir))
         self._seeds = np.random.default_rng(options.seed)

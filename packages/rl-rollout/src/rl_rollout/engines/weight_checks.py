@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightsGoneError
+from rl_core.files import read_safetensors_header, require_plain
 from rl_core.weights import WeightUpdate
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,6 +40,7 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
     """
     if update.file is None:
         raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
+    require_plain(update.file, error=WeightsGoneError)
     try:
         yield update.file
     except (OSError, SafetensorError) as error:
@@ -50,11 +52,9 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
 
 def tensor_shapes(model_dir: Path) -> Shapes:
     """Shapes of the folder's tensors, from the files' headers."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118 - not a mapping
-    return shapes
+    files = sorted(model_dir.glob("*.safetensors"))
+    headers = [read_safetensors_header(file, error=EngineError) for file in files]
+    return {name: tensor.shape for header in headers for name, tensor in header.items()}
 
 
 def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes) -> None:

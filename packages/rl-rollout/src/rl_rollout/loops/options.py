@@ -15,6 +15,9 @@ from rl_core.secret_settings import redact_option
 OptionsT = TypeVar("OptionsT")
 
 
+MAX_FLOAT_BITS = 1023
+
+
 def read_options(kind: type[OptionsT], table: Mapping[str, Any], *, where: str) -> OptionsT:
     """A dataclass from a table.
 
@@ -60,6 +63,8 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {str(key): _value(arguments[1], item, where=f"{where}.{key}") for key, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() > MAX_FLOAT_BITS:
+            raise SettingsError(f"{where} must be a number that a float holds; found one of {value.bit_length()} bits.")
         return float(value)
     if kind is Path and isinstance(value, str):
         return Path(value)

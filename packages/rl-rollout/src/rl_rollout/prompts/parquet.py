@@ -5,8 +5,10 @@ from pathlib import Path
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError
+from rl_core.files import try_arrow_files
 
-BATCH_ROWS = 1024
+BATCH_ROWS = 256
+"""As many as the trial sets memory aside for."""
 
 
 class ParquetTable:
@@ -16,7 +18,7 @@ class ParquetTable:
         """Read the table.
 
         Raises:
-            DataError: pyarrow cannot read the file.
+            DataError: pyarrow cannot read the file, or it takes more memory than there may be.
             MissingExtraError: pyarrow is not installed.
         """
         try:
@@ -24,6 +26,7 @@ class ParquetTable:
             import pyarrow.parquet as pq
         except ImportError as error:
             raise MissingExtraError(f"{path}: parquet files need pyarrow. Run: pip install pyarrow") from error
+        try_arrow_files([path])
         try:
             self._table = pq.read_table(path, memory_map=True)
         except (pa.ArrowException, OSError) as error:

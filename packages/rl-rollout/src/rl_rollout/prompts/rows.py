@@ -8,10 +8,15 @@ from typing import NoReturn
 
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_core.files import count_values, open_plain
 from rl_rollout.prompts.hf_dataset import is_hf_dataset, read_hf_dataset
 from rl_rollout.prompts.parquet import ParquetTable
 
 EXTENSIONS = (".parquet", ".jsonl")
+MAX_ROWS = 1 << 24
+MAX_FILE_BYTES = 1 << 34
+MAX_LINE_BYTES = 1 << 26
+MAX_LINE_VALUES = 1 << 20
 
 RowTable = Sequence[dict[str, Json]] | ParquetTable
 """Rows by their index from 0, and in order."""
@@ -64,11 +69,17 @@ def read_jsonl(path: Path) -> Rows:
     """
     rows: list[dict[str, Json]] = []
     lines: list[int] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_plain(path) as (file, size):
+        if size > MAX_FILE_BYTES:
+            raise DataError(f"{path} must have at most {MAX_FILE_BYTES} bytes; it has {size}. Split it.")
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
             if line.strip():
                 rows.append(_parse_line(line, where=f"{path}, line {number}"))
                 lines.append(number)
+            if len(rows) > MAX_ROWS:
+                raise DataError(f"{path} must have at most {MAX_ROWS} rows. Split it.")
     return Rows(path, rows, lines=lines)
 
 
@@ -103,11 +114,13 @@ def open_rows(path: Path) -> Rows:
 
 
 def _parse_line(line: bytes, *, where: str) -> dict[str, Json]:
+    if len(line) > MAX_LINE_BYTES or count_values(line) > MAX_LINE_VALUES:
+        raise DataError(f"{where}: a row has at most {MAX_LINE_BYTES} bytes and {MAX_LINE_VALUES} values.")
     try:
         value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}). Expected one object a line.") from None
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}.")

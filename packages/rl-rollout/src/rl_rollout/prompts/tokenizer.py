@@ -1,7 +1,8 @@
 """Text to tokens and back, by the tokenizer in a model folder."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,34 @@ import numpy as np
 
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.files import count_values, read_plain, run_trial
+from rl_rollout.prompts.within import call_within
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+COMPANION_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+"""What transformers reads beside them."""
+
+UNTRIED = ("config.json", "processor_config.json", "preprocessor_config.json")
+MAX_FILE_BYTES = 1 << 27
+MAX_FILE_VALUES = 1 << 23
+TRIAL = Path(__file__).with_name("tokenizer_trial.py")
+SLOW_CPU_S = 60
+"""A tokenizer without tokenizer.json is made by transformers, whose import takes seconds."""
+
+DEADLINE_S = 30.0
+BYTES_PER_S = 100_000
+"""Tokenizers are ten times as fast."""
 
 
 class PromptTokenizer:
@@ -32,6 +59,7 @@ class PromptTokenizer:
             template_options: Variables of the template, such as {"enable_thinking": False}.
         """
         self._tokenizer = tokenizer
+        self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         self._chat_template = chat_template or tokenizer.chat_template
         self._template_options = dict(template_options or {})
 
@@ -57,6 +85,7 @@ class PromptTokenizer:
                 f"{folder} has no tokenizer; expected one of {', '.join(VOCABULARY_FILES)}. "
                 "Copy the tokenizer's files into the model folder."
             )
+        _try_folder(folder, chat_template, template_options)
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -65,7 +94,9 @@ class PromptTokenizer:
             ) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises many kinds for a damaged folder
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # many kinds for a damaged folder; a panic of Rust is no Exception
             raise SettingsError(
                 f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {error})."
             ) from error
@@ -128,19 +159,20 @@ class PromptTokenizer:
                 f"{where}: the prompt is a list of messages, but the tokenizer has no chat template. "
                 "Give a chat template, or plain string prompts."
             )
-        try:
-            text = self._tokenizer.apply_chat_template(
+        text = call_within(
+            DEADLINE_S,
+            lambda: self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self._chat_template,
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self._template_options,
-            )
-        except Exception as error:  # a template can raise anything
-            raise DataError(
-                f"{where}: the chat template refuses the messages ({type(error).__name__}: {error})."
-            ) from error
+            ),
+            what=f"{where}: the chat template",
+            error=DataError,
+            fails="refuses the messages",
+        )
         return encodable(str(text))
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -153,7 +185,12 @@ class PromptTokenizer:
         """
         if not texts:
             return []
-        encoded = self._tokenizer(list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False)
+        encoded = call_within(
+            DEADLINE_S + sum(map(len, texts)) / BYTES_PER_S,
+            lambda: self._tokenizer(list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False),
+            what=f"the tokenizer of {self._name}, with {len(texts)} texts,",
+            error=DataError,
+        )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
@@ -162,7 +199,55 @@ class PromptTokenizer:
         if not sequences:
             return []
         ids = [np.asarray(sequence).tolist() for sequence in sequences]
-        texts: list[str] = self._tokenizer.batch_decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        texts: list[str] = call_within(
+            DEADLINE_S + sum(map(len, ids)) / BYTES_PER_S,
+            lambda: self._tokenizer.batch_decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            ),
+            what=f"the tokenizer of {self._name}, with {len(ids)} sequences of tokens,",
+            error=DataError,
         )
         return list(map(encodable, texts))
+
+
+def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, Json] | None) -> None:
+    """Refuse files that no tokenizer has, and have what is left used once by a child.
+
+    Raises:
+        SettingsError: Names a file.
+    """
+    names = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if os.path.lexists(folder / name)]
+    others = [*folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
+    contents = {}
+    for file in [*(folder / name for name in names), *sorted(others)]:
+        raw = read_plain(file, max_bytes=MAX_FILE_BYTES, error=SettingsError)
+        if file.suffix == ".json" and count_values(raw) > MAX_FILE_VALUES:
+            raise SettingsError(f"{file} must have at most {MAX_FILE_VALUES} values.")
+        contents[file] = raw
+    files = [file for file in contents if file.name not in UNTRIED]
+    run_trial(
+        TRIAL,
+        {
+            "folder": str(folder),
+            "templates": [text for text in (chat_template, *_templates(contents)) if text],
+            "options": dict(options or {}),
+        },
+        files=files,
+        libraries=["tokenizers", "jinja2"],
+        extra_cpu_s=0 if folder / "tokenizer.json" in contents else SLOW_CPU_S,
+        error=SettingsError,
+    )
+
+
+def _templates(contents: Mapping[Path, bytes]) -> Iterator[str]:
+    """The chat templates in a folder's files."""
+    for file, raw in contents.items():
+        if file.suffix == ".jinja":
+            yield raw.decode(errors="replace")
+        elif file.name in ("tokenizer_config.json", "chat_template.json"):
+            try:
+                found = json.loads(raw).get("chat_template")
+            except (ValueError, RecursionError, AttributeError) as error:
+                raise SettingsError(f"{file} must hold a JSON object; found: {error}.") from None
+            several = found if isinstance(found, list) else [{"template": found}]
+            yield from (str(one["template"]) for one in several if isinstance(one, dict) and one.get("template"))

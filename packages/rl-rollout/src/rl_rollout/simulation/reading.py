@@ -1,10 +1,11 @@
 """Workloads from TOML: those that ship, and a user's own."""
 
-import tomllib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.files import parse_toml, read_toml
 from rl_rollout.loops.options import read_options
 from rl_rollout.simulation.workload import Workload
 
@@ -23,11 +24,7 @@ def read_workload(file: Path) -> Workload:
     Raises:
         SettingsError: The file cannot be read, is no TOML, or says something that cannot be.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the workload {file} cannot be read: {error}.") from error
-    return parse_workload(text, where=str(file))
+    return _workload(read_toml(file, error=SettingsError), where=str(file))
 
 
 def parse_workload(text: str, *, where: str) -> Workload:
@@ -36,11 +33,11 @@ def parse_workload(text: str, *, where: str) -> Workload:
     Raises:
         SettingsError: It is no TOML, or says something that cannot be.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{where} is no TOML: {error}.") from error
+    return _workload(parse_toml(text, where=where, error=SettingsError), where=where)
+
+
+def _workload(table: dict[str, Any], *, where: str) -> Workload:
     try:
         return read_options(Workload, table, where="the workload")
-    except SettingsError as error:
+    except (SettingsError, ArithmeticError) as error:
         raise SettingsError(f"{where}: {error}") from error

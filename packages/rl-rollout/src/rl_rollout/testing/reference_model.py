@@ -18,7 +18,9 @@ def reference_logprobs(
     model_dir: Path, sequence: IntArray, *, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> FloatArray:
     """[T, V] logprobs after each token, by transformers in float32; with other weights where given."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     if tensors is not None:
         model.load_state_dict(dict(tensors), strict=False)
         model.tie_weights()

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
 
 import msgspec
 
@@ -23,36 +22,41 @@ from rl_core.errors import JournalError, RLError, SegmentError
 from rl_core.files.lock_files import open_lock_file
 from rl_core.queue.capacity import SegmentStore
 from rl_core.queue.core import QueueCore
-from rl_core.queue.group import LatePart, Part, QueuedGroup
-from rl_core.queue.interface import PromptState, QueueOptions, TaskSpec
+from rl_core.queue.group import QueuedGroup
+from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.journal.records import (
+    UNREADABLE,
+    Counts,
+    GroupRecord,
+    read_journal,
+    read_meta,
+    refuse_partitions,
+)
+from rl_core.queue.journal.schema import (
+    DATABASE,
+    SEGMENTS,
+    TABLES,
+    guarded,
+    refuse_altered,
+    require_plain_files,
+    schema_of,
+)
 from rl_core.queue.journal.wal import read_wal
 from rl_core.queue.prompts import encode_prompt
 
-DATABASE = "queue.sqlite3"
-SEGMENTS = "segments"
 FORMAT_VERSION = 3
 """The second had partitions; a queue that used none but the default one is still resumed."""
 
 READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
-DEFAULT_PARTITION: Final = "train"
-"""Of format 2."""
 EPOCH_LEASES = 1 << 40
 """Numbers of leases, and of segments, of one life of a queue; those of the next follow."""
+
+MAX_EPOCH = 1 << 21
+"""Lives of a queue; leases and segments have numbers of 62 bits."""
 
 LOCK_DEADLINE_S = 1.0
 """A process that was just killed lets go of its lock in a moment."""
 
-UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError)
-"""What a record raises that was altered."""
-
-TABLES = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (
-    number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
-    prompt BLOB NOT NULL, record BLOB NOT NULL
-);
-CREATE TABLE IF NOT EXISTS segments (number INTEGER PRIMARY KEY, place BLOB NOT NULL);
-"""
 WRITE_GROUP = """
 INSERT INTO groups VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.record
@@ -60,32 +64,6 @@ ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.rec
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-
-class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock.
-
-    `partition` is of format 2, and never written.
-    """
-
-    num_sessions: int
-    issued_at: float
-    attempt: int
-    reason: str | None
-    settled: dict[int, str]
-    failures: dict[int, str]
-    parts: list[tuple[int, int, int, int, int, int, int, list[str]]]
-    late: list[tuple[int, int, int, int, str, list[str]]]
-    acked: dict[str, int]
-    partition: Literal["train"] = DEFAULT_PARTITION
-
-
-class Counts(msgspec.Struct, forbid_unknown_fields=True):
-    """Numbers of the whole queue."""
-
-    policy_version: int
-    drops: dict[str, int]
-    counts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +104,7 @@ class SqliteJournal:
             self._lock = lock_directory(directory)
         try:
             with _translated(directory):
+                require_plain_files(directory)
                 _, self.torn_bytes = read_wal(directory / f"{DATABASE}-wal")
                 self._connection = connect(directory / DATABASE)
         except BaseException:
@@ -241,6 +220,8 @@ class SqliteJournal:
             raise JournalError(f"{self._directory} has a record that cannot be read: {error}.") from error
         if version not in READABLE_VERSIONS:
             raise JournalError(f"{self._directory} has format {version}; expected one of {READABLE_VERSIONS}.")
+        if not 1 <= epoch <= MAX_EPOCH:
+            raise JournalError(f"{self._directory} must have been opened at most {MAX_EPOCH} times; found {epoch}.")
         refuse_partitions(meta.get("tasks", tasks), self._directory)
         if names != expected:
             raise JournalError(
@@ -268,31 +249,8 @@ class SqliteJournal:
 def connect(path: Path) -> sqlite3.Connection:
     """A connection without transactions of its own, usable from several threads one after the other."""
     uri = f"{path.resolve().as_uri()}?mode=rwc"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
-
-
-def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
-    """What the queue as a whole notes."""
-    return dict(connection.execute("SELECT key, value FROM meta").fetchall())
-
-
-def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
-    """Groups in the order of issue, places of segments, and counts.
-
-    Raises:
-        JournalError: Something in it cannot be read.
-    """
-    try:
-        groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
-        places = {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT * FROM segments")}
-        meta = read_meta(connection)
-        counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
-    except UNREADABLE as error:
-        raise JournalError(f"the journal has a record that cannot be read: {error}.") from error
-    missing = {number for group in groups for number in group.segments()} - places.keys()
-    if missing:
-        raise JournalError(f"the journal's groups name segments {sorted(missing)[:5]} that it does not have.")
-    return groups, places, counts
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
+    return guarded(connection)
 
 
 def lock_directory(directory: Path) -> int:
@@ -329,29 +287,6 @@ def _translated(directory: Path) -> Iterator[None]:
         raise JournalError(f"the journal in {directory} cannot be used: {text}.") from error
 
 
-def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
-    """A row of the table of groups, checked."""
-    found = msgspec.json.decode(record, type=GroupRecord)
-    group = QueuedGroup(
-        uid=msgspec.convert(uid, str),
-        order=number,
-        num_sessions=found.num_sessions,
-        prompt=prompt,
-        issued_at=found.issued_at,
-        attempt=found.attempt,
-        state=msgspec.convert(state, PromptState),
-        reason=found.reason,
-        settled=found.settled,
-        failures=found.failures,
-        acked=found.acked,
-    )
-    for part in found.parts:
-        group.add_part(Part(*part[:7], frozenset(part[7])))
-    for late in found.late:
-        group.add_late(LatePart(*late[:5], frozenset(late[5])))
-    return group
-
-
 def _task_names(encoded: bytes) -> list[str]:
     return sorted(
         task["name"] + (f" (gives {', '.join(sorted(task['gives']))})" if task["gives"] else "")
@@ -359,36 +294,18 @@ def _task_names(encoded: bytes) -> list[str]:
     )
 
 
-def refuse_partitions(tasks: bytes, directory: Path) -> None:
-    """Refuse a queue of format 2 whose tasks were of several partitions.
-
-    Args:
-        tasks: As the journal has them.
-        directory: Of the queue.
-
-    Raises:
-        JournalError: It is one.
-    """
-    found = msgspec.json.decode(tasks, type=list[dict[str, Any]])
-    others = {str(task.get("partition", DEFAULT_PARTITION)) for task in found} - {DEFAULT_PARTITION}
-    if others:
-        raise JournalError(
-            f"{directory} must be a queue without partitions; found tasks of partitions {sorted(others)}. Finish "
-            "its prompts with the version of rl-core that wrote it, or choose another directory, and give each "
-            "partition a queue of its own."
-        )
-
-
 def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
-    """Write nothing into a database of another program."""
-    found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    """Write nothing into a database of another program, or one that would do more than what it is told."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     segments = [path for path in (directory / SEGMENTS).glob("*") if path.is_file()]
-    if not found and segments:
+    if not tables and segments:
         raise JournalError(
             f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Bring it back, "
             "or remove the segments to begin anew."
         )
-    if found and not found >= {"meta", "groups", "segments"}:
+    if tables and not tables >= {"meta", "groups", "segments"}:
         raise JournalError(
-            f"{directory / DATABASE} is no queue's journal: it has tables {sorted(found)}. Choose another directory."
+            f"{directory / DATABASE} is no queue's journal: it has tables {sorted(tables)}. Choose another directory."
         )
+    if schema_of(connection):
+        refuse_altered(connection, directory)

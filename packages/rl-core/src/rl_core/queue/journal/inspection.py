@@ -5,7 +5,6 @@ import mmap
 import os
 import shutil
 import sqlite3
-import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +13,30 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_core.data.segment import decode_segment, segment_size
-from rl_core.errors import JournalError, SegmentError
+from rl_core.errors import JournalError, RLError, SegmentError
 from rl_core.files.locked_folders import temporary_folder
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import TaskSpec
-from rl_core.queue.journal.database import (
-    DATABASE,
-    READABLE_VERSIONS,
-    SEGMENTS,
-    TABLES,
+from rl_core.queue.journal.database import READABLE_VERSIONS, Recovery
+from rl_core.queue.journal.records import (
+    MAX_TOTAL_SESSIONS,
+    UNREADABLE,
     Counts,
-    Recovery,
     group_of,
     read_meta,
+    read_places,
     refuse_partitions,
 )
 from rl_core.queue.journal.report import DamagedSegment, InspectedPrompt, JournalReport, SegmentsReport
+from rl_core.queue.journal.schema import (
+    DATABASE,
+    SEGMENTS,
+    guarded,
+    model_schema,
+    refuse_altered,
+    require_plain_files,
+    schema_of,
+)
 from rl_core.queue.journal.wal import read_wal
 
 ADVICE = "Name the directory that the queue was given in QueueOptions(directory=...)."
@@ -56,7 +63,9 @@ def inspect_journal(directory: Path, *, is_verified: bool = False, limit: int | 
             found = _read(connection, directory)
         damaged = _damaged(directory, found, is_verified=is_verified)
         segments = _segments_report(directory, found, damaged, is_verified=is_verified)
-    except (sqlite3.Error, msgspec.MsgspecError, RecursionError) as error:
+    except (sqlite3.Error, *UNREADABLE) as error:
+        if isinstance(error, RLError):
+            raise
         raise JournalError(f"the queue in {directory} is damaged: {error}.") from error
     except OSError as error:
         if isinstance(error, JournalError):
@@ -120,9 +129,7 @@ def _require_queue(directory: Path) -> None:
         raise JournalError(f"{directory} must be a queue's directory; found {found} there. {ADVICE}")
     if not (directory / DATABASE).exists():
         raise JournalError(f"{directory} must hold a queue's {DATABASE}; found no such file in it. {ADVICE}")
-    for name in (DATABASE, f"{DATABASE}-wal"):
-        if (directory / name).exists() and not stat.S_ISREG((directory / name).stat().st_mode):
-            raise JournalError(f"{directory / name} must be a file; found something else. {ADVICE}")
+    require_plain_files(directory)
 
 
 def _log_of(database: Path) -> Path:
@@ -171,8 +178,7 @@ def _connect(database: Path, mode: str) -> sqlite3.Connection:
     uri = f"{database.resolve().as_uri()}?mode=ro&{mode}"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
     connection.execute("PRAGMA query_only = ON")
-    connection.execute("PRAGMA trusted_schema = OFF")
-    return connection
+    return guarded(connection)
 
 
 def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
@@ -183,25 +189,21 @@ def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
         if error.sqlite_errorname != "SQLITE_NOTADB":
             raise
         raise JournalError(f"{directory / DATABASE} must be a queue's database; {error}. {ADVICE}") from error
-    with contextlib.closing(sqlite3.connect(":memory:")) as model:
-        model.executescript(TABLES)
-        expected = _tables(model)
-    if found.get("meta") != expected["meta"]:
+    model = next(sql for kind, name, _, sql in model_schema() if (kind, name) == ("table", "meta"))
+    if found.get("meta") != model:
         named = ", ".join(sorted(found)) or "none"
         raise JournalError(f"{directory / DATABASE} must be a queue's database; its tables are: {named}. {ADVICE}")
     version = read_meta(connection).get("format", b"none")
     if version not in [str(readable).encode() for readable in READABLE_VERSIONS]:
         raise JournalError(
-            f"{directory} has format {bytes(version).decode(errors='backslashreplace')}; this is rl-core for formats "
+            f"{directory} has format {version[:80].decode(errors='backslashreplace')}; this is rl-core for formats "
             f"{' and '.join(map(str, READABLE_VERSIONS))}. Inspect it with the version that wrote it."
         )
-    differing = sorted(name for name in expected if found.get(name) != expected[name])
-    if differing:
-        raise JournalError(f"the queue in {directory} is damaged: tables {differing} are not as they were made.")
+    refuse_altered(connection, directory)
 
 
 def _tables(connection: sqlite3.Connection) -> dict[str, str]:
-    return dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view')").fetchall())
+    return {str(name): sql for kind, name, _, sql in schema_of(connection) if kind in ("table", "view")}
 
 
 def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
@@ -212,13 +214,14 @@ def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
     recovery = msgspec.json.decode(meta["recovery"], type=Recovery) if "recovery" in meta else None
-    places = _read_places(connection)
+    places = read_places(connection)
     prompts: list[InspectedPrompt] = []
+    num_sessions = 0
     uids: dict[int, list[str]] = {}
     for row in connection.execute("SELECT number, uid, state, x'', record FROM groups ORDER BY number"):
         try:
             group = group_of(*row)
-        except (msgspec.MsgspecError, TypeError) as error:
+        except UNREADABLE as error:
             raise JournalError(
                 f"the queue in {directory} is damaged: prompt {row[1]!r} cannot be read: {error}."
             ) from error
@@ -229,13 +232,12 @@ def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
             )
         for number in set(group.segments()):
             uids.setdefault(number, []).append(group.uid)
+        num_sessions += group.num_sessions
+        if num_sessions > MAX_TOTAL_SESSIONS:
+            raise JournalError(f"the queue in {directory} is damaged: it has over {MAX_TOTAL_SESSIONS} sessions.")
         prompts.append(_prompt_of(group))
     needed = {number: place for number, place in places.items() if number in uids}
     return _Found(int(meta["format"]), tasks, counts, recovery, prompts, needed, uids)
-
-
-def _read_places(connection: sqlite3.Connection) -> dict[int, Any]:
-    return {n: msgspec.msgpack.decode(place) for n, place in connection.execute("SELECT number, place FROM segments")}
 
 
 def _prompt_of(group: QueuedGroup) -> InspectedPrompt:
@@ -271,7 +273,7 @@ def _damaged(directory: Path, found: _Found, *, is_verified: bool) -> list[Damag
     if not reasons:
         return []
     with _opened(directory / DATABASE) as connection:  # a server may have freed some meanwhile
-        now = _read_places(connection)
+        now = read_places(connection)
     return [
         DamagedSegment(number=number, prompts=tuple(found.uids[number][:MAX_NAMED]), reason=reason)
         for number, reason in reasons.items()

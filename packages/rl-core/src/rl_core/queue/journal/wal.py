@@ -5,8 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_core.errors import JournalError
+from rl_core.files import read_plain
+
 WAL_HEADER = struct.Struct(">8I")
 FRAME_HEADER = struct.Struct(">6I")
+MAX_BYTES = 1 << 30
+PAGE_BYTES = tuple(1 << power for power in range(9, 17))
 MAGICS = (0x377F0682, 0x377F0683)
 """The last bit says in which byte order checksums are taken."""
 
@@ -18,18 +23,23 @@ def read_wal(path: Path) -> tuple[int, int]:
         The whole transactions, and the bytes after the last one that belong to one that was being written; SQLite
         leaves them out.
 
+    Raises:
+        JournalError: It is no plain file, or too large.
+
     Source: the SQLite file format, section 4, the write-ahead log.
     """
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+        content = read_plain(path, max_bytes=MAX_BYTES, error=JournalError)
+    except JournalError:
+        if path.exists():
+            raise
         return 0, 0
     if len(content) < WAL_HEADER.size:
         return 0, len(content)
     magic, _, page_bytes, _, salt_1, salt_2, *expected = WAL_HEADER.unpack_from(content)
     order = ">" if magic & 1 else "<"
     sums = _sums((0, 0), content[:24], order)
-    if magic not in MAGICS or sums != tuple(expected):
+    if magic not in MAGICS or sums != tuple(expected) or page_bytes not in PAGE_BYTES:
         return 0, len(content)
     place, num_transactions, last_whole = WAL_HEADER.size, 0, WAL_HEADER.size
     frame_bytes = FRAME_HEADER.size + page_bytes

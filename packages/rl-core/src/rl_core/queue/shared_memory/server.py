@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal.database import SEGMENTS, lock_directory
+from rl_core.queue.journal.database import lock_directory
+from rl_core.queue.journal.schema import SEGMENTS
 from rl_core.queue.messages import (
     FRAME,
     MAX_FRAME_BYTES,

@@ -326,6 +326,7 @@ def _engine_args(model_dir: Path, options: VLLMOptions) -> EngineArgs:
         disable_log_stats=True,
         worker_extension_cls="rl_rollout.engines.vllm.worker.WorkerExtension",
         kv_transfer_config=_prompt_sharing() if is_cpu and options.enable_prefix_caching else None,
+        trust_remote_code=False,
     )
 
 

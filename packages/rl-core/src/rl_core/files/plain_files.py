@@ -1,0 +1,121 @@
+"""Files of strangers: opened without waiting, bounded before they are read, refused by name."""
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rl_core.data.records import Json
+from rl_core.errors import DataError, RLError
+from rl_core.files.bounded_json import count_values
+
+MAX_JSON_BYTES = 1 << 26
+MAX_JSON_VALUES = 1 << 21
+"""Each takes up to 200 bytes beside its text."""
+
+MAX_TOML_BYTES = 1 << 20
+MAX_TOML_STEPS = 1 << 21
+"""tomllib takes the product of lines and of parts of a dotted key."""
+
+
+@contextmanager
+def open_plain(
+    file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
+) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file to read, and say its size.
+
+    Args:
+        file: Which.
+        error: What is raised where it cannot be.
+        follows_links: False refuses a link in its place.
+    """
+    try:
+        # A pipe without a writer would wait for ever.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        descriptor = os.open(file, flags if follows_links else flags | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise error(f"{file} does not exist.") from None
+    except (OSError, ValueError) as problem:
+        is_link = not follows_links and file.is_symlink()
+        reason = "it is a link" if is_link else getattr(problem, "strerror", None) or str(problem)
+        raise error(f"{file} must be a plain file that can be read: {reason}.") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise error(f"{file} must be a plain file; it is a folder, a pipe, a socket or a device.")
+    with os.fdopen(descriptor, "rb") as stream:
+        yield stream, status.st_size
+
+
+def read_plain(file: Path, *, max_bytes: int, error: type[RLError] = DataError, follows_links: bool = True) -> bytes:
+    """The bytes of a regular file that has at most so many; see `open_plain`."""
+    with open_plain(file, error=error, follows_links=follows_links) as (stream, size):
+        if size > max_bytes:
+            raise error(f"{file} must have at most {max_bytes} bytes; it has {size}.")
+        try:
+            return stream.read(size)
+        except OSError as problem:
+            raise error(f"{file} cannot be read: {problem.strerror}.") from None
+
+
+def require_plain(file: Path, *, error: type[RLError] = DataError) -> int:
+    """Refuse what is no regular file, before a library that would wait for a pipe opens it; gives its size."""
+    with open_plain(file, error=error) as (_, size):
+        return size
+
+
+def read_json(
+    file: Path,
+    *,
+    max_bytes: int = MAX_JSON_BYTES,
+    max_values: int = MAX_JSON_VALUES,
+    error: type[RLError] = DataError,
+    follows_links: bool = True,
+) -> Json:
+    """The JSON document in a file, refused before it becomes objects where it could have more than so many values."""
+    raw = read_plain(file, max_bytes=max_bytes, error=error, follows_links=follows_links)
+    num_values = count_values(raw)
+    if num_values > max_values:
+        raise error(f"{file} may have {num_values} values; at most {max_values} are read.")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{file} must be JSON ({type(problem).__name__}: {problem}).") from None
+
+
+def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_links: bool = True) -> dict[str, Any]:
+    """The JSON object in a file; see `read_json`."""
+    found = read_json(file, error=error, follows_links=follows_links)
+    if not isinstance(found, dict):
+        raise error(f"{file} must hold a JSON object; found {type(found).__name__}.")
+    return found
+
+
+def read_toml(file: Path, *, error: type[RLError] = DataError) -> dict[str, Any]:
+    """The TOML document in a file."""
+    return parse_toml(read_plain(file, max_bytes=MAX_TOML_BYTES, error=error), where=str(file), error=error)
+
+
+def parse_toml(raw: bytes | str, *, where: str, error: type[RLError] = DataError) -> dict[str, Any]:
+    """A TOML document.
+
+    Args:
+        raw: The document.
+        where: What it is called in messages.
+        error: What is raised where it cannot be read.
+    """
+    try:
+        text = raw.decode() if isinstance(raw, bytes) else raw
+        lines = text.split("\n")
+        most_dots = max(line.count(".") for line in lines)
+        if most_dots * (len(lines) + most_dots) > MAX_TOML_STEPS:
+            raise error(f"{where} must not have {most_dots} dots in one of its {len(lines)} lines; use several keys.")
+        return tomllib.loads(text)
+    except (UnicodeDecodeError, ValueError, RecursionError) as problem:
+        if isinstance(problem, RLError):
+            raise
+        raise error(f"{where} is not TOML: {problem}.") from None

@@ -1,0 +1,75 @@
+"""What a safetensors file says of itself, checked against its length before any library maps it."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError, RLError
+from rl_core.files.bounded_json import count_values
+from rl_core.files.plain_files import open_plain
+
+MAX_HEADER_BYTES = 1 << 25
+MAX_HEADER_VALUES = 1 << 22
+MAX_AXES = 16
+_DTYPES_BY_BITS = {
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "I16 U16 F16 BF16",
+    32: "I32 U32 F32",
+    64: "I64 U64 F64 C64",
+}
+ITEM_BITS = {name: bits for bits, names in _DTYPES_BY_BITS.items() for name in names.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a header says of a tensor.
+
+    Attributes:
+        dtype: As safetensors names it, such as "BF16".
+        shape: Sizes of its axes.
+        start: Of its bytes in the file.
+        stop: Behind them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        error: It is no regular file, its header is too long or says what cannot be, or it is shorter than that says.
+    """
+    with open_plain(file, error=error) as (stream, size):
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise error(f"{file} is torn or no safetensors file: its header has {length} bytes of {size}.")
+        raw = stream.read(length)
+    if count_values(raw) > MAX_HEADER_VALUES:
+        raise error(f"{file} must have a header of at most {MAX_HEADER_VALUES} values; it may have more.")
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        return {name: _tensor(form, 8 + length, size) for name, form in header.items()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
+        raise error(f"{file} is torn or no safetensors file: {type(problem).__name__}: {problem}.") from None
+
+
+def _tensor(form: Any, behind_header: int, size: int) -> StoredTensor:
+    dtype, shape, (start, stop) = form["dtype"], form["shape"], form["data_offsets"]
+    if dtype not in ITEM_BITS:
+        raise ValueError(f"a tensor's dtype must be one of {', '.join(ITEM_BITS)}")
+    if not isinstance(shape, list) or len(shape) > MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"a tensor's shape must be at most {MAX_AXES} whole numbers from 0")
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= size - behind_header:
+        raise ValueError("a tensor must lie within the file; it is torn")
+    if (stop - start) * 8 != math.prod(shape) * ITEM_BITS[dtype]:
+        raise ValueError("a tensor must have as many bytes as its shape and dtype say")
+    return StoredTensor(dtype, tuple(shape), behind_header + start, behind_header + stop)

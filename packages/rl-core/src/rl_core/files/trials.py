@@ -1,0 +1,123 @@
+"""Files of strangers, read by a child process before this one reads them: what can end a process ends that one."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_core.data.records import Json
+from rl_core.errors import DataError, RLError
+from rl_core.files.bounded_json import shown
+from rl_core.files.plain_files import open_plain
+
+MEMORY_BYTES = 1 << 31
+BASE_CPU_S = 4
+BYTES_PER_CPU_S = 1 << 22
+"""Tokenizers and Parquet files of users are read five times as fast."""
+
+DEADLINE_S = 60
+CHUNK_BYTES = 1 << 24
+CACHE = "rl-core/tried"
+LIMITED = """
+import resource, runpy, sys
+for limit, value in zip(sys.argv[2::2], sys.argv[3::2]):
+    resource.setrlimit(int(limit), (int(value), int(value)))
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+PASSED = "passed"
+ARROW_SCRIPT = Path(__file__).with_name("arrow_trial.py")
+
+
+def run_trial(
+    script: Path,
+    request: Mapping[str, Json],
+    *,
+    files: Sequence[Path],
+    libraries: Sequence[str],
+    extra_cpu_s: int = 0,
+    error: type[RLError] = DataError,
+) -> None:
+    """Have a script read files in a child of limited memory and processor time, unless the same files passed before.
+
+    What passed is noted by a digest in the user's cache folder, so that files are tried once.
+
+    Args:
+        script: Reads `request` from its standard input as JSON. Its last line of output is `PASSED`, or what is wrong;
+            what it says before tells what it is doing.
+        request: What else the script needs to know.
+        files: What it reads; the first one is named in messages.
+        libraries: Distributions that read them: files are tried again with other versions.
+        extra_cpu_s: Seconds of a processor, beside those that every script and the size of the files get.
+        error: What is raised where the files cannot be used.
+    """
+    passed = _cache_folder() / _digest(script, request, files, libraries, error=error)
+    if passed.exists():
+        return
+    cpu_s = BASE_CPU_S + extra_cpu_s + sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
+    problem = _problem(script, request, cpu_s=cpu_s)
+    if problem is not None:
+        raise error(f"{files[0]} cannot be used: {problem}.")
+    try:
+        passed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        passed.touch()
+    except OSError:  # it will be tried again
+        return
+
+
+def try_arrow_files(files: Sequence[Path], *, error: type[RLError] = DataError) -> None:
+    """Refuse Parquet and Arrow files that do not decode, or to more than a machine can hold.
+
+    Raises:
+        error: Such as for a hundred million rows, or a cell of a gigabyte.
+    """
+    request: dict[str, Json] = {"files": [str(file) for file in files]}
+    run_trial(ARROW_SCRIPT, request, files=files, libraries=["pyarrow"], error=error)
+
+
+def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | None:
+    limits = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_DATA: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
+    command = [sys.executable, "-P", "-c", LIMITED, str(script), *(str(n) for pair in limits.items() for n in pair)]
+    own = {"ARROW_DEFAULT_MEMORY_POOL": "system", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(  # noqa: S603 - a script of ours, and numbers
+            command,
+            input=json.dumps(dict(request)).encode(),
+            capture_output=True,
+            timeout=DEADLINE_S + 4 * cpu_s,
+            env=os.environ | own,
+        )
+    except subprocess.TimeoutExpired:
+        return f"reading it took longer than {DEADLINE_S + 4 * cpu_s} s"
+    said = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"{said or 'reading it'} took longer than {cpu_s} s of processor time"
+    if done.returncode < 0:
+        return f"{said or 'reading it'} ended the process that tried it, by {signal.Signals(-done.returncode).name}"
+    if done.returncode:
+        said = f"{said or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return None if said == PASSED else shown(said.rstrip("."), most=400)[1:-1]
+
+
+def _digest(
+    script: Path, request: Mapping[str, Json], files: Sequence[Path], libraries: Sequence[str], *, error: type[RLError]
+) -> str:
+    digest = hashlib.blake2b(script.read_bytes(), digest_size=20)
+    used = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
+    others = {name: value for name, value in request.items() if name not in ("files", "folder")}  # copies are the same
+    digest.update(json.dumps([used, others, [file.name for file in files]], sort_keys=True).encode())
+    for file in files:
+        with open_plain(file, error=error) as (stream, size):
+            digest.update(size.to_bytes(8, "little"))
+            while chunk := stream.read(CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE

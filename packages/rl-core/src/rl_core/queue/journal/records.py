@@ -1,0 +1,152 @@
+"""The records of a queue's database, bounded where they are read."""
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from rl_core.errors import JournalError
+from rl_core.queue.group import MAX_SESSIONS, LatePart, Part, QueuedGroup
+from rl_core.queue.interface import PromptState
+
+DEFAULT_PARTITION: Final = "train"
+"""Of format 2."""
+MAX_TOTAL_SESSIONS = 1 << 24
+UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, ArithmeticError)
+"""What a record raises that was altered."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Version = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
+"""-1 for none."""
+
+Lease = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
+"""Below zero for what was finished without one."""
+
+
+class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What is kept of a group besides its uid, state and prompt; times are seconds of the wall clock.
+
+    `partition` is of format 2, and never written.
+    """
+
+    num_sessions: Annotated[int, msgspec.Meta(ge=1, le=MAX_SESSIONS)]
+    issued_at: float
+    attempt: Number
+    reason: str | None
+    settled: dict[Number, str]
+    failures: dict[Number, str]
+    parts: list[tuple[Number, Number, Number, Number, Number, Version, Version, list[str]]]
+    late: list[tuple[Number, Number, Number, Number, str, list[str]]]
+    acked: dict[str, Lease]
+    partition: Literal["train"] = DEFAULT_PARTITION
+
+
+class Counts(msgspec.Struct, forbid_unknown_fields=True):
+    """Numbers of the whole queue."""
+
+    policy_version: Version
+    drops: dict[str, Number]
+    counts: dict[str, Number]
+
+
+def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
+    """What the queue as a whole notes.
+
+    Raises:
+        JournalError: It is of another kind.
+    """
+    found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in found.items()):
+        raise JournalError("the journal's table meta must have texts and bytes; it is damaged.")
+    return found
+
+
+def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
+    """Groups in the order of issue, places of segments, and counts.
+
+    Raises:
+        JournalError: Something in it cannot be read.
+    """
+    try:
+        groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
+        places = read_places(connection)
+        meta = read_meta(connection)
+        counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+    except UNREADABLE as error:
+        raise JournalError(f"the journal has a record that cannot be read: {error}.") from error
+    refuse_many_sessions(groups)
+    missing = {number for group in groups for number in group.segments()} - places.keys()
+    if missing:
+        raise JournalError(f"the journal's groups name segments {sorted(missing)[:5]} that it does not have.")
+    return groups, places, counts
+
+
+def read_places(connection: sqlite3.Connection) -> dict[int, Any]:
+    """Where each segment lies, by its number."""
+    rows = connection.execute("SELECT number, place FROM segments")
+    return {checked_number(number): msgspec.msgpack.decode(place) for number, place in rows}
+
+
+def checked_number(number: int) -> int:
+    """A number of the journal's, after which there are others.
+
+    Raises:
+        ValidationError: There are not.
+    """
+    return msgspec.convert(number, Number)
+
+
+def refuse_many_sessions(groups: Sequence[QueuedGroup]) -> None:
+    """Refuse a journal whose sessions would take minutes to list.
+
+    Raises:
+        JournalError: There are too many.
+    """
+    total = sum(group.num_sessions for group in groups)
+    if total > MAX_TOTAL_SESSIONS:
+        raise JournalError(f"the journal must have at most {MAX_TOTAL_SESSIONS} sessions; found {total}.")
+
+
+def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
+    """A row of the table of groups, checked."""
+    found = msgspec.json.decode(record, type=GroupRecord)
+    group = QueuedGroup(
+        uid=msgspec.convert(uid, str),
+        order=checked_number(number),
+        num_sessions=found.num_sessions,
+        prompt=msgspec.convert(prompt, bytes),
+        issued_at=found.issued_at,
+        attempt=found.attempt,
+        state=msgspec.convert(state, PromptState),
+        reason=found.reason,
+        settled=found.settled,
+        failures=found.failures,
+        acked=found.acked,
+    )
+    for part in found.parts:
+        group.add_part(Part(*part[:7], frozenset(part[7])))
+    for late in found.late:
+        group.add_late(LatePart(*late[:5], frozenset(late[5])))
+    return group
+
+
+def refuse_partitions(tasks: bytes, directory: Path) -> None:
+    """Refuse a queue of format 2 whose tasks were of several partitions.
+
+    Args:
+        tasks: As the journal has them.
+        directory: Of the queue.
+
+    Raises:
+        JournalError: It is one.
+    """
+    found = msgspec.json.decode(tasks, type=list[dict[str, Any]])
+    others = {str(task.get("partition", DEFAULT_PARTITION)) for task in found} - {DEFAULT_PARTITION}
+    if others:
+        raise JournalError(
+            f"{directory} must be a queue without partitions; found tasks of partitions {sorted(others)}. Finish "
+            "its prompts with the version of rl-core that wrote it, or choose another directory, and give each "
+            "partition a queue of its own."
+        )
