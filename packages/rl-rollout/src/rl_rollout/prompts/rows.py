@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,19 +41,10 @@ class Rows:
 
     def __getitem__(self, row: int) -> dict[str, Json]:
         """A row by its index from 0."""
-        with self._reading():
-            return self._rows[row]
+        return self._rows[row]
 
     def __iter__(self) -> Iterator[dict[str, Json]]:
-        with self._reading():
-            yield from self._rows
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except UnicodeDecodeError as error:  # Arrow takes any bytes for text
-            raise DataError(f"{self.path} has a text that is not UTF-8 ({error}). Write the file again.") from error
+        yield from self._rows
 
     def locate(self, row: int) -> str:
         """Where a row is, in the user's words; rows and lines are counted from 1."""
