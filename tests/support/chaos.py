@@ -1,0 +1,168 @@
+"""Faults drawn from a seed: processes that are killed or stopped for a while, a full disk, a clock that jumps.
+
+What a machine cannot do is left out: a disk that can be filled needs the right to mount, a clock libfaketime.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+KINDS = ("kill", "kill", "stop", "stop", "clock", "disk")
+"""A fault is one of these; those that stand here twice come twice as often."""
+LONGEST_S = 1.0
+"""Most seconds that a process is stopped, or that a disk stays full."""
+LONGEST_JUMP_S = 100_000
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+"""From `apt-get install faketime`."""
+
+
+class Clock:
+    """The wall clock of processes that start with `environment`; their monotonic clock and file times are real."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.set(0)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables for these processes."""
+        return {
+            "LD_PRELOAD": str(FAKETIME),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DISABLE_SHM": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+        }
+
+    def set(self, offset_s: int) -> None:
+        """Make it differ from the true time by this much."""
+        part = self._file.with_suffix(".part")
+        part.write_text(f"{offset_s:+d}s")
+        part.replace(self._file)
+
+
+class Disk:
+    """A small disk of memory, which is full on demand."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._ballast = place / ".ballast"
+
+    def fill(self) -> None:
+        """Leave no block free; those that a process frees meanwhile are taken, too."""
+        with self._ballast.open("ab") as file:
+            for _ in range(3):
+                free = os.statvfs(self.place)
+                with suppress(OSError):  # others write meanwhile
+                    if free.f_bavail:
+                        os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free.f_bavail * free.f_bsize)
+
+    def free(self) -> None:
+        """Give the blocks back."""
+        self._ballast.unlink(missing_ok=True)
+
+
+@contextmanager
+def small_disk(place: Path, *, size_mib: int) -> Iterator[Disk | None]:
+    """A disk mounted at a folder, which is made; None where this process may not mount."""
+    place.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "none", str(place)]
+    try:
+        is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        is_mounted = False
+    try:
+        yield Disk(place) if is_mounted else None
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@dataclass(slots=True)
+class Chaos:
+    """Makes faults, ends those that last, and keeps the books.
+
+    Attributes:
+        seed: Draws everything.
+        clock: Of the processes; None where it cannot be changed.
+        disk: Theirs; None where it cannot be filled.
+        faults: Kind and victim of each fault so far.
+    """
+
+    seed: int
+    clock: Clock | None
+    disk: Disk | None
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    draw: random.Random = field(init=False)
+    _lasting: list[threading.Timer] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Faults by kind and victim."""
+        return dict(sorted(Counter(" ".join(fault).strip() for fault in self.faults).items()))
+
+    def draw_kind(self) -> str:
+        """The next fault's kind, of those that this machine can do."""
+        can = [
+            kind
+            for kind in KINDS
+            if not (kind == "clock" and self.clock is None) and not (kind == "disk" and self.disk is None)
+        ]
+        return self.draw.choice(can)
+
+    def make(self, kind: str, pid: int = 0, victim: str = "") -> bool:
+        """Make a fault; False where the process was gone already."""
+        lasts_s = self.draw.uniform(0.0, LONGEST_S)
+        match kind:
+            case "clock" if self.clock is not None:
+                self.clock.set(round(self.draw.choice((-1, 1)) * LONGEST_JUMP_S ** self.draw.random()))
+            case "disk" if self.disk is not None:
+                self.disk.fill()
+                self._end_after(lasts_s, self.disk.free)
+            case "kill" | "stop":
+                try:
+                    os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                except ProcessLookupError:
+                    return False
+                if kind == "stop":
+                    self._end_after(lasts_s, lambda: _continue(pid))
+        self.faults.append((kind, victim))
+        print(f"seed {self.seed}, fault {len(self.faults)}: {kind} {victim}")  # noqa: T201 - shown when a test fails
+        return True
+
+    def end_all(self) -> None:
+        """Wait until no process is stopped and the disk has room."""
+        for timer in self._lasting:
+            timer.join()
+        self._lasting.clear()
+
+    def _end_after(self, lasts_s: float, end: Callable[[], object]) -> None:
+        """End a fault by a thread: whoever made it may wait for the process that is stopped."""
+        timer = threading.Timer(lasts_s, end)
+        timer.start()
+        self._lasting.append(timer)
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not only waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
