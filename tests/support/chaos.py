@@ -1,6 +1,6 @@
 """Faults drawn from a seed: processes that are killed or stopped for a while, a full disk, a clock that jumps.
 
-What a machine cannot do is left out: a disk that can be filled needs the right to mount, a clock libfaketime.
+Where this process may not mount, no disk is filled.
 """
 
 import os
@@ -14,40 +14,32 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chaos_clock import OFFSET_S, VARIABLE
+
 KINDS = ("kill", "kill", "stop", "stop", "clock", "disk")
 """A fault is one of these; those that stand here twice come twice as often."""
 LONGEST_S = 1.0
 """Most seconds that a process is stopped, or that a disk stays full."""
 LONGEST_JUMP_S = 100_000
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-"""From `apt-get install faketime`."""
+SITE = Path(__file__).with_name("chaos_site")
 
 
 class Clock:
-    """The wall clock of processes that start with `environment`; their monotonic clock and file times are real."""
+    """The wall clock of processes that start with `environment` (see `chaos_clock`)."""
 
     def __init__(self, file: Path) -> None:
+        file.write_bytes(OFFSET_S.pack(0))
         self._file = file
-        self.set(0)
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Variables for these processes."""
-        return {
-            "LD_PRELOAD": str(FAKETIME),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DISABLE_SHM": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-            "NO_FAKE_STAT": "1",
-        }
+        return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parent)])}
 
     def set(self, offset_s: int) -> None:
         """Make it differ from the true time by this much."""
-        part = self._file.with_suffix(".part")
-        part.write_text(f"{offset_s:+d}s")
-        part.replace(self._file)
+        with self._file.open("r+b") as file:
+            file.write(OFFSET_S.pack(offset_s))
 
 
 class Disk:
@@ -93,13 +85,13 @@ class Chaos:
 
     Attributes:
         seed: Draws everything.
-        clock: Of the processes; None where it cannot be changed.
+        clock: Of the processes.
         disk: Theirs; None where it cannot be filled.
         faults: Kind and victim of each fault so far.
     """
 
     seed: int
-    clock: Clock | None
+    clock: Clock
     disk: Disk | None
     faults: list[tuple[str, str]] = field(default_factory=list)
     draw: random.Random = field(init=False)
@@ -115,18 +107,13 @@ class Chaos:
 
     def draw_kind(self) -> str:
         """The next fault's kind, of those that this machine can do."""
-        can = [
-            kind
-            for kind in KINDS
-            if not (kind == "clock" and self.clock is None) and not (kind == "disk" and self.disk is None)
-        ]
-        return self.draw.choice(can)
+        return self.draw.choice([kind for kind in KINDS if kind != "disk" or self.disk is not None])
 
     def make(self, kind: str, pid: int = 0, victim: str = "") -> bool:
         """Make a fault; False where the process was gone already."""
         lasts_s = self.draw.uniform(0.0, LONGEST_S)
         match kind:
-            case "clock" if self.clock is not None:
+            case "clock":
                 self.clock.set(round(self.draw.choice((-1, 1)) * LONGEST_JUMP_S ** self.draw.random()))
             case "disk" if self.disk is not None:
                 self.disk.fill()

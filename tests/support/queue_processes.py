@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 from rl_core.testing import wait_until
@@ -16,14 +15,14 @@ DEADLINE_S = 60.0
 class Worker:
     """A process that says what it does, line by line."""
 
-    def __init__(self, role: str, address: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, role: str, address: str) -> None:
         self.role = role
         self.lines: list[str] = []
 
         command = [sys.executable, str(WORKER), role, address]
         path = os.pathsep.join(p for p in sys.path if p)
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {}), "PYTHONPATH": path}
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )
         self.thread = threading.Thread(target=self._read)
         self.thread.start()

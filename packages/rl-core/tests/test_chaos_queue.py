@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import FAKETIME, Chaos, Clock, is_running, small_disk
+from chaos import SITE, Chaos, Clock, is_running, small_disk
 from queue_processes import Worker
 
 from rl_core import QueueOptions, TaskSpec
@@ -34,7 +34,6 @@ class QueueUnderFaults:
     def __init__(self, directory: Path, *, num_groups: int, chaos: Chaos) -> None:
         self.chaos, self.num_groups = chaos, num_groups
         self._options = QueueOptions(directory=directory, capacity_rows=num_groups // 2 * NUM_SESSIONS)
-        self._environment = {} if chaos.clock is None else chaos.clock.environment
         self.workers: list[Worker] = []
         self.everyone: list[Worker] = []
         self.servers: set[int] = set()
@@ -45,16 +44,13 @@ class QueueUnderFaults:
         self.workers = [self._start(role) for role in ROLES]
 
     def _open(self) -> SharedMemoryQueue:
-        with pytest.MonkeyPatch.context() as patch:  # a server gets the environment of its owner
-            for name, value in self._environment.items():
-                patch.setenv(name, value)
-            queue = SharedMemoryQueue(TASKS, options=self._options)
+        queue = SharedMemoryQueue(TASKS, options=self._options)
         self.servers.add(queue.server_pid)
         self.addresses.add(queue.address)
         return queue
 
     def _start(self, role: str) -> Worker:
-        worker = Worker(role, self.queue.address, self._environment)
+        worker = Worker(role, self.queue.address)
         self.everyone.append(worker)
         return worker
 
@@ -138,8 +134,11 @@ class QueueUnderFaults:
 
 def run_chaos(seed: int, folder: Path, *, num_faults: int, num_groups: int) -> str:
     """Let a queue's groups go through while the faults strike, spread over all acks."""
-    clock = Clock(folder / "clock") if FAKETIME else None
-    with small_disk(folder / "disk", size_mib=DISK_MIB) as disk:
+    clock = Clock(folder / "clock")
+    with small_disk(folder / "disk", size_mib=DISK_MIB) as disk, pytest.MonkeyPatch.context() as patch:
+        for name, value in clock.environment.items():
+            patch.setenv(name, value)
+        patch.syspath_prepend(SITE)  # workers and server get it
         chaos = Chaos(seed, clock=clock, disk=disk)
         run = QueueUnderFaults(folder / "disk" / "queue", num_groups=num_groups, chaos=chaos)
         try:
