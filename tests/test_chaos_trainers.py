@@ -174,11 +174,13 @@ def chaos_async(run: TinyRun, seed: int, *, num_faults: int) -> str:
 def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int) -> str:
     """Faults in every phase of synchronous runs, one after the other until there were enough."""
     phases = run.folder / "phases"
-    num_runs = 0
+    num_runs = len_at_start = 0
     with chaotic(seed, run) as chaos:
         environment = {**chaos.clock.environment, VARIABLE: str(phases)}
 
         def start() -> TrainProcess:
+            nonlocal len_at_start
+            len_at_start = len(seen())
             words = ["--resume"] if (run.run_folder / "settings.toml").exists() else []
             placement = chaos.draw.choice(["inline", "process"])
             settings = run.train_words(*words, trainer__checkpoint_every=1, rollout__placement=placement)
@@ -192,12 +194,15 @@ def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int
             return phases.read_text().splitlines() if phases.exists() else []
 
         def wait_for_point(process: TrainProcess) -> str:
-            wanted, begun = chaos.draw.choice(PHASES), len(seen())
-            if wanted == "start-up":
-                begun = 0
-            wait_for(process, lambda: wanted in seen()[begun:], longest_s=LONGEST_WAIT_S)
-            wait_for(process, lambda: False, longest_s=chaos.draw.uniform(0.0, 2.0 if wanted == "start-up" else 0.2))
-            return f"in {[*seen(), 'start-up'][-1]}"
+            begun = seen()
+            is_starting = len(begun) == len_at_start or begun[-1] == PHASES[0]
+            wanted = chaos.draw.choice(PHASES if is_starting else PHASES[1:])
+            if wanted == PHASES[0]:
+                wait_for(process, lambda: len(seen()) > len_at_start, longest_s=LONGEST_WAIT_S)
+            else:
+                wait_for(process, lambda: wanted in seen()[len(begun) :], longest_s=LONGEST_WAIT_S)
+            wait_for(process, lambda: False, longest_s=chaos.draw.uniform(0.0, 2.0 if wanted == PHASES[0] else 0.1))
+            return f"in {[*seen(), PHASES[0]][-1]}"
 
         trainer = TrainerUnderFaults(chaos, start=start, victims=victims, wait_for_point=wait_for_point)
         while len(chaos.faults) < num_faults:
