@@ -170,6 +170,74 @@ sys.stdin.read()
     assert not Path(address).exists()
 
 
+ANOTHER_RUN = """
+from rl_core import TaskSpec
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
+SharedMemoryQueue([TaskSpec(name="train", needs=frozenset())]).close()
+"""
+
+
+def start_another_run():
+    """A process that makes a queue, which sweeps what killed owners left, and closes it."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    subprocess.run([sys.executable, "-c", ANOTHER_RUN], check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_a_run_that_starts_leaves_the_queue_whose_killed_server_is_started_again(started, tmp_path, monkeypatch):
+    queue = started(SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path)))
+    queue.issue(make_prompts(1), num_sessions=1)
+    server = queue._server
+    start, is_restarting, go_on = server._start, threading.Event(), threading.Event()
+
+    def start_late():
+        is_restarting.set()
+        assert go_on.wait(DEADLINE_S)
+        return start()
+
+    monkeypatch.setattr(server, "_start", start_late)
+    os.kill(queue.server_pid, signal.SIGKILL)
+    try:
+        assert is_restarting.wait(DEADLINE_S)  # the server's process is gone, and no other is there yet
+        start_another_run()
+        assert Path(queue.address).is_dir()
+    finally:
+        go_on.set()
+    assert [entry.prompt_uid for entry in queue.ledger()] == ["p0"]
+
+
+def test_what_a_killed_owner_left_is_swept_once_its_server_is_gone_too(tmp_path):
+    source = f"""
+import sys
+from rl_core import QueueOptions, TaskSpec
+from rl_core.queue.shared_memory.queue import SharedMemoryQueue
+queue = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset())],
+                          options=QueueOptions(directory={str(tmp_path)!r}))
+print(queue.server_pid, queue.address, flush=True)
+sys.stdin.read()
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    with owner:
+        pid, address = owner.stdout.readline().split()
+        os.kill(int(pid), signal.SIGSTOP)  # so that it cannot end in order when its owner is gone
+        try:
+            owner.kill()
+            owner.wait(DEADLINE_S)
+            start_another_run()
+            assert Path(address).is_dir()  # its server may still write there
+        finally:
+            os.kill(int(pid), signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the server to be gone", deadline_s=DEADLINE_S)
+    start_another_run()
+    assert not Path(address).exists()
+
+
 def test_a_server_ends_with_its_owner(tmp_path):
     source = """
 from rl_core import TaskSpec

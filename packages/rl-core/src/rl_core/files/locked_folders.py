@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -13,27 +13,37 @@ FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @contextmanager
 def locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """A new folder under a lock; what is left of it at the end goes."""
-    folder, lock = _make_locked(parent, prefix, mode)
+    """A new folder under a lock; what is left of it at the end goes, unless this is a fork of the process that made it.
+
+    Args:
+        parent: Where to make it.
+        prefix: What its name begins with.
+        mode: Of the folder; 0o700 keeps other users out.
+    """
+    folder, lock = make_locked_folder(parent, prefix, mode=mode)
+    maker = os.getpid()
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if os.getpid() == maker:
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
-def _make_locked(parent: Path, prefix: str, mode: int) -> tuple[Path, int]:
-    """A folder and its lock; another one where the first was swept before it was locked."""
+def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple[Path, int]:
+    """A new folder, and the descriptor that locks it; another folder where the first one was taken before that."""
     while True:
         folder = parent / f"{prefix}{secrets.token_hex(8)}"
         folder.mkdir(mode=mode)
         with suppress(FileNotFoundError):
             lock = os.open(folder, FLAGS | os.O_DIRECTORY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, BlockingIOError):  # swept, or locked by whoever may read it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.lstat(folder), os.fstat(lock)):
                     return folder, lock
             os.close(lock)
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "") -> None:
@@ -41,13 +51,25 @@ def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "") -> 
 
     Args:
         folders: Those of live processes, of other users, and those that are gone meanwhile stay as they are.
-        lock_file: The file in each that has the lock; the folder itself where it is empty.
+        lock_file: A file in each that a second process locks beside the one that made the folder: both must be gone.
     """
     for folder in folders:
-        with suppress(OSError):
-            lock = os.open(folder / lock_file, FLAGS)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+        with suppress(OSError), ExitStack() as stack:
+            _lock(folder, FLAGS | os.O_DIRECTORY, stack)
+            if lock_file:
+                with suppress(FileNotFoundError):
+                    _lock(folder / lock_file, FLAGS, stack)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(path: Path, flags: int, stack: ExitStack) -> None:
+    """Hold the lock of a path of this user.
+
+    Raises:
+        OSError: Another process holds it, or it is another user's.
+    """
+    descriptor = os.open(path, flags)
+    stack.callback(os.close, descriptor)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        raise PermissionError(f"{path} is another user's")
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files import shown_path, sync_folder
+from rl_core.files import make_locked_folder, shown_path, sync_folder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
 MAX_DEPTH = 4
@@ -86,7 +86,8 @@ class LocalFolder:
             CacheError: It cannot be written.
         """
         try:
-            aside, lock = self._make_aside(name)
+            self._root.mkdir(parents=True, exist_ok=True)
+            aside, lock = make_locked_folder(self._root, f"{WRITING}{name}-")
         except OSError as error:
             raise CacheError(
                 f"rollouts cannot be stored in {self._root}: {error}. Give a skip.directory that can be written."
@@ -101,18 +102,6 @@ class LocalFolder:
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # published, it is no longer there
             os.close(lock)
-
-    def _make_aside(self, name: str) -> tuple[Path, int]:
-        """A new folder under a lock; another one where a sweep took the first before it was locked."""
-        while True:
-            aside = self._root / f"{WRITING}{name}-{secrets.token_hex(TOKEN_BYTES)}"
-            aside.mkdir(parents=True)
-            with contextlib.suppress(FileNotFoundError):
-                lock = os.open(aside, FOLDER_FLAGS)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if _is_at(aside, lock):
-                    return aside, lock
-                os.close(lock)
 
     def remove(self, name: str) -> None:
         """Rename an entry, then remove it: it is never seen by half."""

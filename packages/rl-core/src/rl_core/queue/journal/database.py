@@ -20,6 +20,7 @@ import msgspec
 
 from rl_core.data.records import Prompt
 from rl_core.errors import JournalError, RLError, SegmentError
+from rl_core.files.lock_files import open_lock_file
 from rl_core.queue.capacity import SegmentStore
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import LatePart, Part, QueuedGroup
@@ -299,8 +300,9 @@ def lock_directory(directory: Path) -> int:
 
     Raises:
         JournalError: Another process has it.
+        OSError: Its file is a link, or belongs to another user.
     """
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_lock_file(directory / "lock")
     ends_at = time.monotonic() + LOCK_DEADLINE_S
     while True:
         try:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -21,7 +20,7 @@ import msgspec
 
 from rl_core import errors
 from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError
-from rl_core.files.locked_folders import remove_unlocked_folders
+from rl_core.files.locked_folders import make_locked_folder, remove_unlocked_folders
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.messages import (
@@ -253,22 +252,28 @@ class SharedMemoryQueue(TransferQueue):
 
 
 class _ServerProcess:
-    """The server's process, as its owner sees it: started again when it dies and has a journal."""
+    """The server's process, as its owner sees it: started again when it dies and has a journal.
+
+    The owner holds the folder's lock, so that nobody takes the folder for left behind while there is no server.
+    """
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
         if not SHARED_MEMORY.is_dir():
             raise SettingsError(f"a shared-memory queue needs {SHARED_MEMORY}; this host has none.")
         remove_unlocked_folders(SHARED_MEMORY.glob(f"{PREFIX}*"), lock_file="lock")  # killed with their owners
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
-        self.folder = Path(folder)
+        self.folder, self._folder_lock = make_locked_folder(SHARED_MEMORY, PREFIX, mode=0o700)
         directory = None if options.directory is None else str(Path(options.directory).resolve())
-        config = (folder, list(tasks), {**asdict(options), "directory": directory})
+        config = (str(self.folder), list(tasks), {**asdict(options), "directory": directory})
         self._config = msgspec.json.encode(config) + b"\n"
         self._has_journal = options.directory is not None
         self._lock = threading.Lock()
         self.is_closing = False
         self._error: Exception | None = None
-        self._process, self._socket = self._start()
+        try:
+            self._process, self._socket = self._start()
+        except BaseException:
+            self._remove_folder()
+            raise
         threading.Thread(target=self._watch, name="watch queue server", daemon=True).start()
 
     def how_it_ended(self) -> str:
@@ -293,7 +298,13 @@ class _ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        lock, self._folder_lock = self._folder_lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def _start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
         ours, theirs = socket.socketpair()

@@ -1,0 +1,30 @@
+"""Lock files that only their user can lock."""
+
+import os
+import stat
+from pathlib import Path
+
+
+def open_lock_file(path: Path) -> int:
+    """Open a file that is there to be locked, or make it; gives the descriptor, not yet locked.
+
+    Other users can neither open it, and so not lock it, nor have put it there.
+
+    Raises:
+        OSError: It is a link, has several names, is no file, or belongs to another user, or it cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        found, folder = os.fstat(descriptor), path.parent.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise PermissionError(f"{path} must be a file of its own; found another kind, or a second name of a file")
+        own = (os.geteuid(), folder.st_uid) if os.geteuid() == 0 else (os.geteuid(),)
+        if found.st_uid not in own:
+            raise PermissionError(f"{path} must belong to user {os.geteuid()}; found user {found.st_uid}")
+        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != 0o600:
+            os.fchmod(descriptor, 0o600)  # made by an earlier version, or under another name
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

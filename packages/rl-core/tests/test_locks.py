@@ -1,0 +1,125 @@
+"""Locks of folders and files that other users, forks and sweeps cannot take."""
+
+import fcntl
+import gc
+import os
+import shutil
+import stat
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import JournalError
+from rl_core.files import locked_folder, make_locked_folder, open_lock_file, remove_unlocked_folders
+from rl_core.queue.journal.database import lock_directory
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+def in_a_fork(act, *, user=None):
+    """Run something in a forked child, of another user if wanted; gives its exit status, 1 where it raised."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if user is not None:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            act()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_that_lets_its_copy_go_leaves_the_folder_to_its_maker(tmp_path: Path):
+    stack = ExitStack()
+    folder = stack.enter_context(locked_folder(tmp_path, "own-"))
+    assert in_a_fork(lambda: (stack.close(), gc.collect())) == 0
+    assert folder.is_dir()
+    remove_unlocked_folders([folder])
+    assert folder.is_dir()  # its maker still holds the lock
+    stack.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("held", ["folder", "file"])
+def test_a_folder_with_a_second_lock_stays_while_either_is_held(tmp_path: Path, held: str):
+    folder, lock = make_locked_folder(tmp_path, "two-")
+    (folder / "lock").touch()
+    second = os.open(folder / "lock", os.O_RDWR)
+    if held == "file":
+        fcntl.flock(second, fcntl.LOCK_EX)
+        os.close(lock)
+    remove_unlocked_folders([folder], lock_file="lock")
+    assert folder.is_dir()
+    os.close(second if held == "file" else lock)
+    remove_unlocked_folders([folder], lock_file="lock")
+    assert not folder.exists()
+    if held == "folder":
+        os.close(second)
+
+
+def test_a_folder_whose_second_lock_was_never_made_goes(tmp_path: Path):
+    folder, lock = make_locked_folder(tmp_path, "two-")
+    os.close(lock)
+    remove_unlocked_folders([folder], lock_file="lock")
+    assert not folder.exists()
+
+
+@needs_root
+def test_the_folder_of_another_user_is_not_swept(tmp_path: Path):
+    folder, lock = make_locked_folder(tmp_path, "theirs-")
+    os.close(lock)
+    os.chown(folder, NOBODY, NOBODY)
+    remove_unlocked_folders([folder])
+    assert folder.is_dir()
+
+
+def test_a_lock_file_that_others_could_lock_is_made_private(tmp_path: Path):
+    path = tmp_path / ".lock"
+    path.touch(mode=0o644)
+    path.chmod(0o644)
+    descriptor = open_lock_file(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    os.close(descriptor)
+
+
+@needs_root
+def test_another_user_cannot_lock_a_lock_file():
+    parent = Path("/tmp") / f"locks-{os.getpid()}"  # noqa: S108 - a folder that the other user can reach
+    parent.mkdir(mode=0o755)
+    try:
+        os.close(open_lock_file(parent / ".lock"))
+        assert in_a_fork(lambda: os.open(parent / ".lock", os.O_RDONLY), user=NOBODY) == 1
+        assert in_a_fork(lambda: os.listdir(parent), user=NOBODY) == 0  # it does reach the folder
+    finally:
+        shutil.rmtree(parent)
+
+
+def _link(path: Path):
+    path.with_name("other").touch()
+    path.symlink_to("other")
+
+
+def _second_name(path: Path):
+    path.with_name("other").touch()
+    path.hardlink_to(path.with_name("other"))
+
+
+def _of_another_user(path: Path):
+    path.touch()
+    os.chown(path, NOBODY, NOBODY)
+
+
+@pytest.mark.parametrize(
+    "make", [_link, _second_name, os.mkfifo, pytest.param(_of_another_user, marks=needs_root)]
+)
+def test_a_lock_file_that_somebody_else_put_there_is_refused(tmp_path: Path, make):
+    make(tmp_path / "lock")
+    with pytest.raises(OSError, match=r"lock|symbolic"):
+        open_lock_file(tmp_path / "lock")
+    with pytest.raises((OSError, JournalError)):
+        os.close(lock_directory(tmp_path))
