@@ -202,7 +202,7 @@ def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int
             else:
                 wait_for(process, lambda: wanted in seen()[len(begun) :], longest_s=LONGEST_WAIT_S)
             wait_for(process, lambda: False, longest_s=chaos.draw.uniform(0.0, 2.0 if wanted == PHASES[0] else 0.1))
-            return f"in {[*seen(), PHASES[0]][-1]}"
+            return f"in {(seen() or PHASES[:1])[-1]}"
 
         trainer = TrainerUnderFaults(chaos, start=start, victims=victims, wait_for_point=wait_for_point)
         while len(chaos.faults) < num_faults:

@@ -66,7 +66,8 @@ def scripted_training(run: TinyRun, *words: str, fault: str = "", **settings: An
 
 def start_scripted(run: TinyRun, *words: str, environment: Mapping[str, str], **settings: Any) -> TrainProcess:
     """The process of `scripted_training`, with more variables."""
-    environment = {"PYTHONPATH": str(SUPPORT), **environment}
+    path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"PYTHONPATH": path, **environment}
     if sys.dont_write_bytecode:  # each of many processes would compile what it imports
         environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(run.folder.parent / "bytecode")}
     return TrainProcess(

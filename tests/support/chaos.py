@@ -34,7 +34,8 @@ class Clock:
     @property
     def environment(self) -> Mapping[str, str]:
         """Variables for these processes."""
-        return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parent)])}
+        path = [str(SITE), str(SITE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(path)}
 
     def set(self, offset_s: int) -> None:
         """Make it differ from the true time by this much."""
