@@ -2,7 +2,7 @@
 
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -20,6 +20,9 @@ TICK_S = 0.005
 LONGEST_WAIT_S = 20.0
 """A point that does not come, as the run is at its end or starts anew, is given up."""
 END_S = 600.0
+Fault = tuple[str, str]
+EACH_ROLE: list[Fault] = [*(("kill", role) for role in ROLES), ("stop", "learner"), ("clock", "main")]
+IN_TURNS: list[Fault] = [("kill", "main"), ("stop", "main"), ("clock", "main"), ("kill", "main")]
 LOCKS = Path("/dev/shm")
 
 
@@ -31,8 +34,9 @@ class TrainerUnderFaults:
         chaos: Chaos,
         *,
         start: Callable[[], TrainProcess],
-        victims: Callable[[TrainProcess], Mapping[str, int | None]],
+        victims: Callable[[TrainProcess], Mapping[str, int]],
         wait_for_point: Callable[[TrainProcess], str],
+        deck: Sequence[Fault] = (),
     ) -> None:
         """Strike nothing yet.
 
@@ -41,7 +45,9 @@ class TrainerUnderFaults:
             start: Starts the trainer, or resumes it.
             victims: Its processes by name; "main" is the one that `start` gave.
             wait_for_point: Returns the place at which to strike, when it has come.
+            deck: The faults, kind and name each, in whatever order; drawn at random where there are none.
         """
+        self._deck = chaos.draw.sample(deck, len(deck))
         self._chaos, self._start, self._victims, self._wait_for_point = chaos, start, victims, wait_for_point
         self._shared: set[Path] = set()
         self.num_starts = 0
@@ -80,9 +86,15 @@ class TrainerUnderFaults:
             place = self._wait_for_point(process)
             if process.status is not None:
                 break
-            victims = {name: pid for name, pid in self._victims(process).items() if pid is not None}
+            victims = self._victims(process)
             self._shared |= {folder for pid in victims.values() for folder in queue_folders(pid)}
-            kind, name = self._chaos.draw_kind(), self._chaos.draw.choice(sorted(victims))
+            if self._deck:
+                kind, name = self._deck[-1]
+                if name not in victims:
+                    continue  # it is being started
+                self._deck.pop()
+            else:
+                kind, name = self._chaos.draw_kind(), self._chaos.draw.choice(sorted(victims))
             if kind in ("clock", "disk"):
                 self._chaos.make(kind, victim=place)
             else:
@@ -145,7 +157,7 @@ def run(undisturbed: TinyRun, tmp_path: Path) -> TinyRun:
     return copy_tiny_run(undisturbed, tmp_path / "run")
 
 
-def chaos_async(run: TinyRun, seed: int, *, num_faults: int) -> str:
+def chaos_async(run: TinyRun, seed: int, *, num_faults: int, deck: Sequence[Fault] = ()) -> str:
     """Faults over every process of an asynchronous run."""
     steps = 2 * num_faults
     with chaotic(seed, run) as chaos:
@@ -154,10 +166,10 @@ def chaos_async(run: TinyRun, seed: int, *, num_faults: int) -> str:
             words = ["--resume"] if (run.run_folder / "settings.toml").exists() else []
             return start_scripted(run, *words, environment=chaos.clock.environment, trainer__steps=steps)
 
-        def victims(process: TrainProcess) -> dict[str, int | None]:
+        def victims(process: TrainProcess) -> dict[str, int]:
             children = process.children()
             found = {role: pid_of(run, role) for role in ROLES}
-            return {"main": process.pid, **{role: pid for role, pid in found.items() if pid in children}}
+            return {"main": process.pid, **{role: pid for role, pid in found.items() if pid and pid in children}}
 
         def wait_for_point(process: TrainProcess) -> str:
             lines = num_record_lines(run) + chaos.draw.randint(1, 12)
@@ -165,13 +177,13 @@ def chaos_async(run: TinyRun, seed: int, *, num_faults: int) -> str:
             wait_for(process, lambda: num_record_lines(run) >= lines, longest_s=longest_s)
             return ""
 
-        trainer = TrainerUnderFaults(chaos, start=start, victims=victims, wait_for_point=wait_for_point)
+        trainer = TrainerUnderFaults(chaos, start=start, victims=victims, wait_for_point=wait_for_point, deck=deck)
         trainer.run(num_faults=num_faults)
         assert_trained_exactly_once(run, steps=steps, misses_metrics=chaos.disk is not None)
         return f"async, {trainer.books()}; {PROMPTS_PER_STEP * steps} prompts trained once each in {steps} steps"
 
 
-def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int) -> str:
+def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int, deck: Sequence[Fault] = ()) -> str:
     """Faults in every phase of synchronous runs, one after the other until there were enough."""
     phases = run.folder / "phases"
     num_runs = len_at_start = 0
@@ -187,7 +199,7 @@ def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int
             output = run.folder / f"output-{len(list(run.folder.glob('output-*.txt')))}.txt"
             return TrainProcess(settings, output=output, environment=environment, module="chaos_driver")
 
-        def victims(process: TrainProcess) -> dict[str, int | None]:
+        def victims(process: TrainProcess) -> dict[str, int]:
             return {"main": process.pid, **dict(zip(["engine"], process.children(), strict=False))}
 
         def seen() -> list[str]:
@@ -204,7 +216,7 @@ def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int
             wait_for(process, lambda: False, longest_s=chaos.draw.uniform(0.0, 2.0 if wanted == PHASES[0] else 0.1))
             return f"in {(seen() or PHASES[:1])[-1]}"
 
-        trainer = TrainerUnderFaults(chaos, start=start, victims=victims, wait_for_point=wait_for_point)
+        trainer = TrainerUnderFaults(chaos, start=start, victims=victims, wait_for_point=wait_for_point, deck=deck)
         while len(chaos.faults) < num_faults:
             shutil.rmtree(run.run_folder, ignore_errors=True)
             trainer.run(num_faults=num_faults)
@@ -217,11 +229,11 @@ def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int
 
 
 def test_chaos_of_the_asynchronous_trainer(run: TinyRun, seed: int) -> None:
-    print(chaos_async(run, seed, num_faults=4))  # noqa: T201
+    print(chaos_async(run, seed, num_faults=len(EACH_ROLE), deck=EACH_ROLE))  # noqa: T201
 
 
 def test_chaos_of_the_synchronous_trainer(run: TinyRun, undisturbed: TinyRun, seed: int) -> None:
-    print(chaos_sync(run, undisturbed, seed, num_faults=4))  # noqa: T201
+    print(chaos_sync(run, undisturbed, seed, num_faults=len(IN_TURNS), deck=IN_TURNS))  # noqa: T201
 
 
 @pytest.mark.soak

@@ -114,9 +114,7 @@ def _of_another_user(path: Path):
     os.chown(path, NOBODY, NOBODY)
 
 
-@pytest.mark.parametrize(
-    "make", [_link, _second_name, os.mkfifo, pytest.param(_of_another_user, marks=needs_root)]
-)
+@pytest.mark.parametrize("make", [_link, _second_name, os.mkfifo, pytest.param(_of_another_user, marks=needs_root)])
 def test_a_lock_file_that_somebody_else_put_there_is_refused(tmp_path: Path, make):
     make(tmp_path / "lock")
     with pytest.raises(OSError, match=r"lock|symbolic"):
