@@ -55,10 +55,6 @@ def kill_everything(run: TinyRun, *, num_kills: int, steps: int, seed: int, kind
     print(f"seed {seed}: {killer.kills} in {monotonic() - started:.0f} s")  # noqa: T201
 
 
-def test_async_roles_killed_at_random_points_of_one_run(run: TinyRun, seed: int) -> None:
-    kill_roles(run, num_kills=5, steps=14, seed=seed, kind="process")
-
-
 def test_async_everything_killed_at_random_points(run: TinyRun, seed: int) -> None:
     kill_everything(run, num_kills=3, steps=10, seed=seed, kind="process")
 

@@ -41,12 +41,6 @@ def kill_and_go_on(run: TinyRun, *, num_kills: int, seed: int) -> None:
     assert train_here(run, "--resume", trainer__checkpoint_every=1) == 0
 
 
-def test_killed_twice_at_random_points(undisturbed: TinyRun, tmp_path: Path, seed: int) -> None:
-    run = copy_tiny_run(undisturbed, tmp_path / "run")
-    kill_and_go_on(run, num_kills=2, seed=seed)
-    assert_equal_runs(run, undisturbed)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("round_index", range(5))
 def test_killed_many_times_at_random_points(undisturbed: TinyRun, tmp_path: Path, seed: int, round_index: int) -> None:

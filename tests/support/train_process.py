@@ -69,6 +69,11 @@ class TrainProcess:
         """What it said so far."""
         return self.output.read_text(errors="replace")
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
+
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Its exit status, negative where a signal ended it."""
         try:

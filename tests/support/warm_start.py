@@ -33,10 +33,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chaos_clock
+
 from rl_core.files.file_modes import current_umask
 
 MODULES = {
     "async_driver",
+    "chaos_driver",
     "rl_async_trainer.main",
     "rl_core.cluster.processes.child",
     "rl_core.queue.shared_memory.server_process",
@@ -301,5 +304,6 @@ def _become(request: Request, marks: Mapping[str, int]) -> None:
         faulthandler.enable()
     first = [request.directory, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*first, *(path for path in sys.path if path not in first and path)]
+    chaos_clock.install()
     sys.argv = ["-m", *request.words[1:]]
     runpy.run_module(request.words[0], run_name="__main__", alter_sys=True)

@@ -171,6 +171,20 @@ def test_a_start_that_is_broken_off_leaves_nothing():
     assert [pid for pid in asyncio.run(run()) if is_running(pid)] == []
 
 
+def test_a_start_that_outlasts_its_cluster_is_broken_off_without_an_error_of_its_own():
+    async def run():
+        async with open_cluster(ClusterOptions()) as cluster:
+            starting = asyncio.create_task(cluster.start(spec_of(), deadline_s=START_S))
+            await asyncio.to_thread(wait_until, lambda: len(children()) == 1, "its process")
+            raised = asyncio.create_task(cluster.close())  # as where another role's start failed
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            await raised
+
+    asyncio.run(run())
+
+
 def children():
     """Roles of this process, by their mark; the server of warm starts has an empty one."""
     return [pid for pid, _ in descendants(os.getpid()) if is_marked(pid)]

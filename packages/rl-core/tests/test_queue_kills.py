@@ -2,16 +2,15 @@
 
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from queue_processes import Worker
 
 from rl_core import QueueOptions, TaskSpec
 from rl_core.errors import DeadlineError, JournalError, OutdatedLeaseError, RoleError
@@ -20,46 +19,9 @@ from rl_core.queue.shared_memory import queue as shared_memory
 from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 from rl_core.testing import make_prompts, make_trajectory, wait_until
 
-WORKER = Path(__file__).with_name("queue_worker.py")
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
-FAULT_TASKS = (
-    TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"})),
-    TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"})),
-    TaskSpec(name="train", needs=frozenset({"reference_logprobs", "teacher_logprobs"})),
-)
 DEADLINE_S = 60.0
 LONG = 20_000
-
-
-class Worker:
-    """A process that says what it does, line by line."""
-
-    def __init__(self, role, address):
-        self.role, self.lines = role, []
-        command = [sys.executable, str(WORKER), role, address]
-        path = os.pathsep.join(p for p in sys.path if p)
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-        )
-        self.thread = threading.Thread(target=self._read)
-        self.thread.start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
-
-    def wait_for(self, word):
-        wait_until(lambda: any(line.startswith(word) for line in self.lines), f"{word!r}", deadline_s=DEADLINE_S)
-        return next(line for line in self.lines if line.startswith(word))
-
-    def kill(self):
-        self.process.kill()
-        self.end()
-
-    def end(self):
-        self.process.wait(DEADLINE_S)
-        self.thread.join(DEADLINE_S)
-        self.process.stdout.close()
 
 
 @pytest.fixture
@@ -340,76 +302,6 @@ def test_a_journal_in_use_is_refused(started, tmp_path):
     started(SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path)))
     with pytest.raises(JournalError, match="open in another process"):
         SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path))
-
-
-def run_faults(seed, directory, *, num_groups, num_sessions=2, deadline_s=300.0):
-    """8 producers and 2 consumers of each of 3 tasks, killed at random with the server; gives what was acked."""
-    sys.stdout.write(f"seed {seed}\n")
-    choose = random.Random(seed)
-    queue = SharedMemoryQueue(
-        FAULT_TASKS, options=QueueOptions(directory=directory, capacity_rows=num_groups // 2 * num_sessions)
-    )
-    roles = ["producer"] * 8 + ["reference", "teacher", "train"] * 2
-    workers, ended = [], []
-    kills = {"producer": 0, "consumer": 0, "server": 0}
-    try:
-        queue.issue(make_prompts(num_groups), num_sessions=num_sessions)
-        workers = [Worker(role, queue.address) for role in roles]
-        ends_at = time.monotonic() + deadline_s
-        acked = 0.0
-        next_kill = num_groups * 3 / 40
-        while queue.stats().get("groups/done", 0) < num_groups:
-            assert time.monotonic() < ends_at, f"seed {seed}: {queue.stats()}"
-            wait_until(lambda seen=acked: _num_acked(queue) > seen, "an ack", deadline_s=DEADLINE_S)
-            acked = _num_acked(queue)
-            if acked < next_kill:
-                continue
-            next_kill += choose.uniform(0.5, 1.5) * num_groups * 3 / 25
-            victim = choose.randrange(len(workers) + 2)
-            if victim >= len(workers):
-                os.kill(queue.server_pid, signal.SIGKILL)
-                kills["server"] += 1
-                continue
-            worker = workers[victim]
-            kills["producer" if worker.role == "producer" else "consumer"] += 1
-            worker.kill()
-            ended.append(worker)
-            workers[victim] = Worker(worker.role, queue.address)
-        stats, ledger = queue.stats(), queue.ledger()
-    finally:
-        for worker in workers:
-            worker.kill()
-        queue.close()
-    return stats, ledger, [*workers, *ended], kills
-
-
-def _num_acked(queue):
-    return sum(value for name, value in queue.stats().items() if name.startswith("acks/"))
-
-
-def check_faults(num_groups, stats, ledger, workers):
-    assert {entry.state for entry in ledger} == {"done"}
-    assert all(entry.acked_by == {"reference", "teacher", "train"} for entry in ledger)
-    for task in ("reference", "teacher", "train"):
-        assert stats[f"acks/{task}"] == num_groups  # each group once
-        lines = [line for worker in workers if worker.role == task for line in worker.lines]
-        assert not [line for line in lines if line.startswith("wrong")]
-        uids = [uid for line in lines if line.startswith("acked") for uid in line.split()[1:]]
-        assert len(uids) == len(set(uids))
-    assert stats.get("rows", 0) == 0
-
-
-def test_random_faults_lose_nothing_and_count_nothing_twice(tmp_path, seed):
-    stats, ledger, workers, kills = run_faults(seed, tmp_path, num_groups=2_000)
-    check_faults(2_000, stats, ledger, workers)
-    assert sum(kills.values()) >= 10
-
-
-@pytest.mark.soak
-def test_transfer_random_faults_for_long(tmp_path, seed):
-    for turn in range(10):
-        stats, ledger, workers, _ = run_faults(seed + turn, tmp_path / str(turn), num_groups=4_000, deadline_s=1200.0)
-        check_faults(4_000, stats, ledger, workers)
 
 
 def test_what_one_process_writes_another_reads_bit_for_bit(started):

@@ -58,7 +58,8 @@ class Cluster:
         try:
             await group.start(left_s, deadline_s=deadline_s)
         except BaseException:
-            self._groups.remove(group)
+            if group in self._groups:  # `close`, or another start, may have let go of it
+                self._groups.remove(group)
             raise
         return group
 

@@ -10,6 +10,7 @@ from rl_core.errors import (
     AlreadySettledError,
     DataError,
     DeadlineError,
+    JournalError,
     NothingToLeaseError,
     NotReadyError,
     OutdatedLeaseError,
@@ -31,16 +32,26 @@ def say(line):
     sys.stdout.flush()
 
 
+def insist(call, *arguments, **options):
+    """Call again while the journal's disk is full."""
+    while True:
+        try:
+            return call(*arguments, **options)
+        except JournalError as error:
+            say(f"refused {error}")
+            threading.Event().wait(0.05)  # for room
+
+
 def produce(queue):
     """Claim prompts and put their sessions; every third put is large enough for a slot."""
     while True:
-        claim = queue.claim(prompts=3, deadline_s=DEADLINE_S, claim_s=DEADLINE_S)
+        claim = insist(queue.claim, prompts=3, deadline_s=DEADLINE_S, claim_s=DEADLINE_S)
         for prompt, sessions in zip(claim.prompts, claim.sessions, strict=True):
             for session in sessions:
                 tokens = 4_000 if int(prompt.uid[1:]) % 3 == 0 else 5
                 row = make_trajectory(prompt.uid, session, num_response_tokens=tokens)
                 try:
-                    queue.put(prompt.uid, session, [row], deadline_s=DEADLINE_S)
+                    insist(queue.put, prompt.uid, session, [row], deadline_s=DEADLINE_S)
                 except (AlreadySettledError, DataError):
                     continue  # another producer was faster, after this one was taken for dead
 
@@ -49,7 +60,7 @@ def consume(queue, task):
     """Lease, check, give a column where the task does, ack or, at every other turn, finish; say what was acked."""
     for turn in itertools.count():
         try:
-            lease = queue.lease(task, groups=4, deadline_s=DEADLINE_S, lease_s=DEADLINE_S, allow_fewer=True)
+            lease = insist(queue.lease, task, groups=4, deadline_s=DEADLINE_S, lease_s=DEADLINE_S, allow_fewer=True)
         except NothingToLeaseError:
             say("over")
             return
@@ -64,10 +75,10 @@ def consume(queue, task):
                     sys.exit(3)
         try:
             if task == "train" and turn % 2:
-                queue.release(lease)
-                queue.finish(task, [prompt.uid for prompt in lease.prompts])
+                insist(queue.release, lease)
+                insist(queue.finish, task, [prompt.uid for prompt in lease.prompts])
             else:
-                queue.ack(lease, given)
+                insist(queue.ack, lease, given)
         except (OutdatedLeaseError, DataError):
             continue  # somebody else has it, or had it
         say("acked " + " ".join(prompt.uid for prompt in lease.prompts))
