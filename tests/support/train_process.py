@@ -124,7 +124,7 @@ class TrainProcess:
 
     def leftovers(self) -> list[str]:
         """Processes of its that outlive it, with their commands; those that the kernel is killing get a moment."""
-        end = monotonic() + 30.0  # agents of Ray look now and then whether their raylet lives
+        end = monotonic() + DEADLINE_S  # Ray's agents look now and then for their raylet; roles may take 10 s to end
         while (left := marked_processes(self._mark)) and monotonic() < end:
             signal.sigtimedwait([], TICK_S)
         return [f"{pid} {command_of(pid)}" for pid in left]
