@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import re
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,10 @@ def test_rl_core_needs_no_torch():
 def test_everything_installed_is_ours_or_locked():
     locks = Path(__file__).resolve().parents[1] / "locks"
     locked = {line for name in ("cpu.txt", "dev.txt") for line in (locks / name).read_text().split()}
-    installed = {re.sub(r"[-_.]+", "-", found.name.lower()): found for found in importlib.metadata.distributions()}
-    others = {f"{name}=={found.version}" for name, found in installed.items() if name not in (*DISTRIBUTIONS, "pip")}
+    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]  # sys.path may have what setuptools bundles
+    found = importlib.metadata.distributions(path=folders)
+    installed = {re.sub(r"[-_.]+", "-", one.name.lower()): one for one in found}
+    others = {f"{name}=={one.version}" for name, one in installed.items() if name not in (*DISTRIBUTIONS, "pip")}
     assert others - locked == set()
 
 

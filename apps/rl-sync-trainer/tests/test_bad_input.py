@@ -126,7 +126,8 @@ NAMES = {
     "not TOML": Mistake(spoil=in_file("[run]", "[run"), says=("settings.toml is not TOML", "line 1")),
     "no settings file": Mistake(spoil=without("settings.toml"), says=("settings.toml does not exist",)),
     "a folder as settings file": Mistake(
-        spoil=lambda run: (run.settings_file.unlink(), run.settings_file.mkdir()), says=("cannot be read: Is a dir",)
+        spoil=lambda run: (run.settings_file.unlink(), run.settings_file.mkdir()),
+        says=("must be a plain file; it is a folder",),
     ),
 }
 
@@ -195,7 +196,8 @@ PROMPTS = {
         says=("prompts.validation: ", "prompts.test: "),
     ),
     "torn file": Mistake(
-        spoil=lambda run: os.truncate(run.folder / "test.parquet", 100), says=("test.parquet: not a readable parquet",)
+        spoil=lambda run: os.truncate(run.folder / "test.parquet", 100),
+        says=("test.parquet cannot be used: Parquet magic bytes not found",),
     ),
     "empty file": Mistake(spoil=jsonl(), says=("bad.jsonl", "no rows")),
     "line that is no JSON": Mistake(
@@ -231,7 +233,7 @@ MODELS = {
         spoil=replaced("policy/tokenizer.json", "{"), says=("transformers cannot load the tokenizer",)
     ),
     "no config.json": Mistake(spoil=without("policy/config.json"), says=("has no config.json",)),
-    "config.json is no JSON": Mistake(spoil=replaced("policy/config.json", "{"), says=("config.json is not JSON",)),
+    "config.json is no JSON": Mistake(spoil=replaced("policy/config.json", "{"), says=("config.json must be JSON",)),
     "no weights": Mistake(spoil=without("policy/model.safetensors"), says=("has no *.safetensors weights",)),
     "another architecture": Mistake(
         spoil=config(architectures=["GPT2LMHeadModel"]),

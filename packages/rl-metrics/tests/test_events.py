@@ -1,4 +1,4 @@
-from pathlib import Path
+import os
 
 import pytest
 import structlog
@@ -19,8 +19,11 @@ def test_events_are_appended_over_restarts(tmp_path):
     ]
 
 
-def test_a_full_disk_warns_once_and_stops_nothing():
-    events = EventLog(Path("/dev/full"))
+def test_a_full_disk_warns_once_and_stops_nothing(tmp_path):
+    events = EventLog(tmp_path / "events.jsonl")
+    full = os.open("/dev/full", os.O_WRONLY)  # the disk fills up under an open file
+    os.dup2(full, events._writer._file)
+    os.close(full)
     with structlog.testing.capture_logs() as logs:
         events.write("checkpoint_saved", step=1)
         events.write("checkpoint_saved", step=2)

@@ -20,7 +20,7 @@ class LocalLauncher:
         """Start roles as these options say."""
         self._options = options
         self._is_inline = options.kind == "inline"
-        self.settle_s = 0.0 if self._is_inline else 1.0  # nobody dies here
+        self.settle_s = 0.0 if self._is_inline else 3.0  # nobody dies here
 
     async def open(self) -> None:
         """See `Launcher.open`."""
