@@ -26,6 +26,7 @@ SCRIPTS = (
     "distributions.js",
     "step_timeline.js",
     "times.js",
+    "outcome.js",
     "text_chunks.js",
     "trajectories.js",
     "filters.js",
