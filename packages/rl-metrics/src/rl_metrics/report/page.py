@@ -22,6 +22,7 @@ SCRIPTS = (
     "chart.js",
     "hang.js",
     "verdict.js",
+    "step_links.js",
     "curves.js",
     "distributions.js",
     "step_timeline.js",
