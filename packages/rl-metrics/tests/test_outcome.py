@@ -105,10 +105,15 @@ def test_each_way_to_end(tmp_path, events, said):
         (
             [{SCORE: 0.5}],
             FINISHED,
-            "Step 1: the training reward is 0.5, and one value does not tell whether it learns.",
+            "The training reward is 0.5 at step 1, and one value does not tell whether it learns.",
         ),
         ([{"a": 1.0}], (), "Step 1: no reward, loss or validation was recorded."),
         ([{"other/loss": value} for value in (3.0, 2.0, 2.0, 1.0)], (), "The loss fell from 3 to 1 in 4 steps."),
+        (
+            [*rising(8), {VALIDATION: 0.4}],
+            FINISHED,
+            "Validation on math (acc) is 0.4 at step 9 and the training reward rose from 0.525 to 0.825 in 9 steps.",
+        ),
         ([{SCORE: 0.0}] * 9, (), "The training reward stayed at 0 in 9 steps."),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_metrics.comparison.intervals import (
     UNKNOWN,
@@ -23,6 +24,9 @@ from rl_metrics.run_files.history import FloatColumn, History
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.run_record import RunRecord
 from rl_metrics.validation.summary import HEADLINE
+
+Rows = NDArray[np.intp]
+"""Of a history."""
 
 State = Literal["finished", "stopped", "failed", "open", "imported", "unknown"]
 """How a run ended: "open" while it goes on, and after a kill; "unknown" where no events tell."""
@@ -89,7 +93,7 @@ class Figure:
         """Such as "the reward rose from 0.5 to 0.8"."""
         now = f"{self.last.value:.3g}"
         if self.first is None:
-            return f"{self.label} is {now}"
+            return f"{self.label} is {now} at step {self.last.steps[1]}"
         before = f"{self.first.value:.3g}"
         if before == now:
             return f"{self.label} stayed at {now}"
@@ -159,7 +163,7 @@ def _of_training(history: History, name: str, label: str, *, is_up_better: bool 
     return _figure(label, name, estimates, how=intervals[-1][1], is_up_better=is_up_better, still=still)
 
 
-def _over_steps(history: History, name: str, rows: Sequence[int]) -> tuple[Interval, str]:
+def _over_steps(history: History, name: str, rows: Rows) -> tuple[Interval, str]:
     """The interval of a mean over steps, and where it comes from."""
     values = history.values[name][rows]
     groups = _column(history, "rollout/num_groups")[rows].sum()
@@ -175,13 +179,11 @@ def _of_validation(history: History, name: str, label: str) -> Figure | None:
     rows = np.flatnonzero(np.isfinite(values))
     if not len(rows):
         return None
-    low, high = (_column(history, f"{name}/{end}") for end in ("ci_low", "ci_high"))
-    estimates = [
-        Estimate(
-            value=float(values[row]), interval=Interval(float(low[row]), float(high[row])), steps=_span(history, [row])
-        )
-        for row in (rows[[0, -1]] if len(rows) > 1 else rows)
-    ]
+    columns = [values, *(_column(history, f"{name}/{end}") for end in ("ci_low", "ci_high"))]
+    estimates = []
+    for row in [rows[:1], rows[-1:]] if len(rows) > 1 else [rows]:
+        value, low, high = (column[row].item() for column in columns)
+        estimates.append(Estimate(value=value, interval=Interval(low, high), steps=_span(history, row)))
     how = BY_RECORD if estimates[-1].interval.is_known else BY_NOTHING
     return _figure(label, name, estimates, how=how, is_validation=True)
 
@@ -201,7 +203,7 @@ def _column(history: History, name: str) -> FloatColumn:
     return np.full(len(history.steps), np.nan) if column is None else column
 
 
-def _span(history: History, rows: Sequence[int]) -> tuple[int, int]:
+def _span(history: History, rows: Rows) -> tuple[int, int]:
     return int(history.steps[rows[0]]), int(history.steps[rows[-1]])
 
 
@@ -222,11 +224,11 @@ def _ending(run: RunRecord) -> tuple[State, str]:
 def _sentence(figures: Sequence[Figure], *, state: State, reason: str, done: int, planned: str) -> str:
     """The verdict: how it ended, and what changed."""
     moved = [one for one in figures if one.first is not None]
-    telling = [*[one for one in moved if one.is_validation][:1], *[one for one in moved if not one.is_validation][:1]]
-    what = " and ".join(one.in_words() for one in telling)
+    validated = [*(one for one in moved if one.is_validation), *(one for one in figures if one.is_validation)]
+    telling = [*validated[:1], *[one for one in moved if not one.is_validation][:1]] if moved else []
+    what = " and ".join(one.in_words() for one in telling) or "no reward, loss or validation was recorded"
     if not telling and figures:
         what = f"{figures[0].in_words()}, and one value does not tell whether it learns"
-    what = what or "no reward, loss or validation was recorded"
     because = f": {reason.rstrip('.')}" if reason else ""
     if not done and not telling:
         before = {"failed": "The run failed", "stopped": "It was stopped"}
@@ -240,9 +242,10 @@ def _sentence(figures: Sequence[Figure], *, state: State, reason: str, done: int
     }
     if state in ended:
         return f"{ended[state]}; {what}."
+    capital = f"{what[:1].upper()}{what[1:]}"
     if not telling:
-        return f"{where.capitalize()}: {what}."
-    return f"{what[:1].upper()}{what[1:]} in {done}{of_all} {'step' if where == 'step 1' else 'steps'}."
+        return f"{capital}." if figures else f"{where.capitalize()}: {what}."
+    return f"{capital} in {done}{of_all} {'step' if where == 'step 1' else 'steps'}."
 
 
 def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str]]:

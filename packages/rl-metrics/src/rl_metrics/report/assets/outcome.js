@@ -8,6 +8,8 @@ const PHASE_NAMES = {
 };
 const UNTIMED_SHARE = 0.01;
 const MAX_NEXT = 3;
+const MAX_CHARTS = 2;
+const LARGE_SHARE = 0.25; // of the time
 const MAX_DIFFERENCES = 12;
 
 /** Three digits: as exact as such figures are. */
@@ -100,7 +102,7 @@ function nextLooks(run, place, times) {
   if (bad.count) looks.push([`Read the ${bad.count} of ${plural(bad.all, "recorded rollout")} of step ${bad.step} that failed or scored below ${BAD_BELOW}.`, { view: "rollouts", run: place, worst: "any", s0: bad.step, s1: bad.step }]);
   const sum = times.reduce((all, { time }) => all + time, 0);
   const [longest] = times.filter(({ name }) => name !== PHASE_NAMES.rest);
-  if (times.length > 1) looks.push([`${capital(longest.name)} takes ${percent(Number((longest.time / sum).toPrecision(2)))} of the time: see it step by step.`, { view: "times" }]);
+  if (longest?.time > sum * LARGE_SHARE) looks.push([`${capital(longest.name)} takes ${percent(Number((longest.time / sum).toPrecision(2)))} of the time: see it step by step.`, { view: "times" }]);
   return looks.slice(0, MAX_NEXT);
 }
 
@@ -155,7 +157,9 @@ const outcomeView = {
     const hangs = runs.map((run) => hangSection(run, runs.length > 1)).filter(Boolean);
     const figures = runs.flatMap(({ header }) => header.outcome.figures);
     const charted = [false, true].flatMap((kind) => figures.filter((one) => one.is_validation === kind && one.first).slice(0, 1));
-    const names = [...new Set(charted.map(({ metric }) => metric))];
+    const known = [...chaptersOf(runs).values()].flatMap((of) => [...of]).filter((name) => !standsStill(runs, name));
+    const others = MAIN.flatMap((pattern) => known.filter((name) => pattern.test(name)));
+    const names = [...new Set([...charted.map(({ metric }) => metric), ...others])].slice(0, MAX_CHARTS);
     const health = runs.map(({ header }) =>
       make("section", { class: "checked" }, make("h2", {}, runs.length > 1 ? `Health of ${header.name}` : "Health"), findingList(header), checkFold(header)));
     place.replaceChildren(
