@@ -18,7 +18,7 @@ function stepLinks(step) {
     return [
       ...link(nearestStep(run.trajectories.columns.step, step), "rollouts", (near) => ({ view: "rollouts", s0: near, s1: near })),
       ...link(nearestStep(run.generations.columns.step, step), "validation", (near) => ({ view: "validation", vstep: near })),
-      ...link(curveOf(run, "timing_s/step") ? step : undefined, "time", () => ({ view: "times", at: step })),
+      ...link(viewState.get("view") !== "times" && curveOf(run, "timing_s/step") ? step : undefined, "time", () => ({ view: "times", at: step })),
     ];
   });
   return links.length ? [`Step ${step}`, ...links] : [`Step ${step}: the run recorded nothing but its metrics.`];
