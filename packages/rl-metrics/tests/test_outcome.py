@@ -69,8 +69,8 @@ def test_a_finished_run(tmp_path):
     assert reward["first"]["steps"] == (1, 5)
     assert reward["last"]["steps"] == (16, 20)
     assert reward["still"] == 1
-    assert "Wilson" in reward["how"]
-    assert "bootstrap" in validation["how"]
+    assert "Wilson" in reward["last"]["how"]
+    assert "bootstrap" in validation["last"]["how"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_each_way_to_end(tmp_path, events, said):
             FINISHED,
             "The training reward is 0.5 at step 1, and one value does not tell whether it learns.",
         ),
-        ([{"a": 1.0}], (), "Step 1: no reward, loss or validation was recorded."),
+        ([{"a": 1.0}], (), "No reward, loss or validation was recorded in 1 step."),
         ([{"other/loss": value} for value in (3.0, 2.0, 2.0, 1.0)], (), "The loss fell from 3 to 1 in 4 steps."),
         (
             [*rising(8), {VALIDATION: 0.4}],
@@ -131,7 +131,7 @@ def test_a_distillation(tmp_path):
     )
     divergence = found["figures"][0]
     assert not divergence["is_up_better"]
-    assert divergence["how"].startswith("none")  # of two steps at either end
+    assert divergence["last"]["how"].startswith("none")  # of two steps at either end
 
 
 def test_an_asynchronous_run(tmp_path):
@@ -149,7 +149,7 @@ def test_rewards_beyond_0_and_1_have_an_interval_of_their_steps(tmp_path):
         {SCORE: 10.0 + value, **BOUNDED, "critic/score/max": 20.0} for value in (0, 1, 2, 1, 0, 1, 2, 1, 0, 1, 2, 1)
     ]
     (reward,) = outcome_of(tmp_path, rows)["figures"]
-    assert reward["how"].startswith("Student's t")
+    assert reward["last"]["how"].startswith("Student's t")
     low, high = reward["first"]["interval"]["low"], reward["first"]["interval"]["high"]
     assert (low, high) == pytest.approx((11 - 4.3027 / math.sqrt(3), 11 + 4.3027 / math.sqrt(3)), rel=1e-3)
 

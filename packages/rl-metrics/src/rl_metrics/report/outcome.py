@@ -1,35 +1,32 @@
 """What a run came to, as the report's first view says it: what was trained, what changed, and how it ended."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.comparison.intervals import (
-    UNKNOWN,
-    Interval,
-    difference_of_estimates,
-    mean_of_draws,
-    wilson,
-)
+from rl_metrics.comparison.intervals import UNKNOWN, Interval, difference_of_estimates, mean_of_draws, wilson
 from rl_metrics.comparison.trends import mann_kendall_z
 from rl_metrics.health.common_rules import SCORE
 from rl_metrics.report.run_parts import flat_settings
-from rl_metrics.run_files.events import BEGUN, ENDED
 from rl_metrics.run_files.history import FloatColumn, History
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.run_record import RunRecord
 from rl_metrics.validation.summary import HEADLINE
 
-Rows = NDArray[np.intp]
-"""Of a history."""
-
-State = Literal["finished", "stopped", "failed", "open", "imported", "unknown"]
-"""How a run ended: "open" while it goes on, and after a kill; "unknown" where no events tell."""
+STATES = {
+    "run_started": "open",
+    "run_resumed": "open",
+    "run_finished": "finished",
+    "run_stopped": "stopped",
+    "run_failed": "failed",
+    "run_imported": "imported",
+}
+"""What the newest of these events makes a run: "open" while it goes on, and after a kill."""
 
 MAX_WINDOW = 10
 """Steps at either end whose mean stands for the training's first, or last, value: a quarter of the steps at most."""
@@ -39,8 +36,9 @@ MAX_VALIDATIONS = 6
 
 TREND_STEPS = 30
 CLEAR_TREND = 2.0
-MAX_REASON = 300
 """Standard deviations."""
+
+MAX_REASON = 300
 
 BY_PROBLEMS = "Wilson's over the problems of those steps; all responses to one problem count as one"
 BY_STEPS = "Student's t over the means of those steps"
@@ -54,13 +52,15 @@ class Estimate:
 
     Attributes:
         value: A mean over steps, or of one validation.
-        interval: 95 %.
         steps: The first and the last that it is of.
+        interval: 95 %.
+        how: Where the interval comes from.
     """
 
     value: float
-    interval: Interval
     steps: tuple[int, int]
+    interval: Interval
+    how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +75,20 @@ class Figure:
         first: None where the metric was written once.
         last: The newest.
         change: Interval of last minus first.
-        how: Where the intervals come from.
         still: 1 while it rises at the end, -1 while it falls, else 0.
     """
 
     label: str
     metric: str
-    is_validation: bool = False
-    is_up_better: bool = True
+    is_validation: bool
+    is_up_better: bool
     first: Estimate | None
     last: Estimate
     change: Interval
-    how: str
-    still: int = 0
+    still: int
 
     def in_words(self) -> str:
-        """Such as "the reward rose from 0.5 to 0.8"."""
+        """Such as "the training reward rose from 0.5 to 0.8"."""
         now = f"{self.last.value:.3g}"
         if self.first is None:
             return f"{self.label} is {now} at step {self.last.steps[1]}"
@@ -105,13 +103,11 @@ class Figure:
 def describe_outcome(run: RunRecord) -> dict[str, Any]:
     """The outcome as JSON values; what is not known is left out, None or NaN."""
     settings = dict(flat_settings(run.settings))
-    state, reason = _ending(run)
-    done = int(run.history.steps[-1]) if len(run.history.steps) else 0
-    planned = settings.get("trainer.steps", "")
     with np.errstate(all="ignore"):  # values may be as large as a float can be
-        figures = list(_figures(run.history))
+        figures = _figures(run.history)
+        state, sentence = _verdict(run, figures, planned=settings.get("trainer.steps", ""))
         return {
-            "sentence": _sentence(figures, state=state, reason=reason, done=done, planned=planned),
+            "sentence": sentence,
             "state": state,
             "trained": _trained(run, settings),
             "figures": msgspec.to_builtins(figures),
@@ -119,25 +115,21 @@ def describe_outcome(run: RunRecord) -> dict[str, Any]:
         }
 
 
-def _figures(history: History) -> Iterator[Figure]:
+def _figures(history: History) -> list[Figure]:
     """The training's first, then validations, then the test."""
     score = next((name for name in SCORE if name in history.values), SCORE[0])
-    trained = [
-        _of_training(history, "actor/distillation/loss", "the divergence from the teacher", is_up_better=False),
-        _of_training(history, score, "the training reward"),
-        _of_training(history, "sft/loss", "the cross entropy", is_up_better=False),
-    ]
     validated = [name for name in history.values if HEADLINE.fullmatch(name)]
     found = [
-        *trained,
-        *(_of_validation(history, name, _validation_label(name)) for name in validated[:MAX_VALIDATIONS]),
+        _figure(history, "actor/distillation/loss", "the divergence from the teacher", is_up_better=False),
+        _figure(history, score, "the training reward"),
+        _figure(history, "sft/loss", "the cross entropy", is_up_better=False),
+        *(_figure(history, name, _validation_label(name), is_validation=True) for name in validated[:MAX_VALIDATIONS]),
+        _figure(history, "test/accuracy", "the accuracy on the test set", is_validation=True),
     ]
-    found.append(_of_validation(history, "test/accuracy", "the accuracy on the test set"))
-    known = [figure for figure in found if figure is not None]
-    if not known:
-        losses = (name for name in history.values if name.rpartition("/")[2] == "loss")
-        known = [loss for name in losses if (loss := _of_training(history, name, "the loss", is_up_better=False))][:1]
-    yield from known
+    if not any(found):
+        losses = [name for name in history.values if name.rpartition("/")[2] == "loss"]
+        found = [_figure(history, name, "the loss", is_up_better=False) for name in losses[:1]]
+    return [figure for figure in found if figure is not None]
 
 
 def _validation_label(name: str) -> str:
@@ -146,55 +138,47 @@ def _validation_label(name: str) -> str:
     return f"validation on {'/'.join(source)} ({variable}{'' if each == '1' else f', mean of {each} responses'})"
 
 
-def _of_training(history: History, name: str, label: str, *, is_up_better: bool = True) -> Figure | None:
-    values = history.get(name)
-    rows = np.flatnonzero(np.isfinite(values)) if values is not None else np.zeros(0, int)
-    if values is None or not len(rows):
-        return None
-    width = max(1, min(MAX_WINDOW, len(rows) // 4))
-    ends = [rows[:width], rows[-width:]] if len(rows) > 1 else [rows]
-    intervals = [_over_steps(history, name, of_end) for of_end in ends]
-    estimates = [
-        Estimate(value=float(values[of_end].mean()), interval=interval, steps=_span(history, of_end))
-        for of_end, (interval, _) in zip(ends, intervals, strict=True)
-    ]
-    z = mann_kendall_z(values[rows[-min(TREND_STEPS, max(1, len(rows) // 2)) :]])
-    still = int(np.sign(z)) if abs(z) > CLEAR_TREND else 0
-    return _figure(label, name, estimates, how=intervals[-1][1], is_up_better=is_up_better, still=still)
-
-
-def _over_steps(history: History, name: str, rows: Rows) -> tuple[Interval, str]:
-    """The interval of a mean over steps, and where it comes from."""
-    values = history.values[name][rows]
-    groups = _column(history, "rollout/num_groups")[rows].sum()
-    lowest, highest = (_column(history, f"critic/score/{end}")[rows] for end in ("min", "max"))
-    if name in SCORE and groups >= 1 and lowest.min() >= 0 and highest.max() <= 1:  # NaN is neither
-        return wilson(float(values.mean()), float(groups)), BY_PROBLEMS
-    interval = mean_of_draws(values)
-    return interval, BY_STEPS if interval.is_known else BY_NOTHING
-
-
-def _of_validation(history: History, name: str, label: str) -> Figure | None:
+def _figure(
+    history: History, name: str, label: str, *, is_validation: bool = False, is_up_better: bool = True
+) -> Figure | None:
+    """None where the run has no finite value of the metric."""
     values = _column(history, name)
     rows = np.flatnonzero(np.isfinite(values))
     if not len(rows):
         return None
-    columns = [values, *(_column(history, f"{name}/{end}") for end in ("ci_low", "ci_high"))]
-    estimates = []
-    for row in [rows[:1], rows[-1:]] if len(rows) > 1 else [rows]:
-        value, low, high = (column[row].item() for column in columns)
-        estimates.append(Estimate(value=value, interval=Interval(low, high), steps=_span(history, row)))
-    how = BY_RECORD if estimates[-1].interval.is_known else BY_NOTHING
-    return _figure(label, name, estimates, how=how, is_validation=True)
+    width = 1 if is_validation else max(1, min(MAX_WINDOW, len(rows) // 4))
+    first = _estimate(history, name, rows[:width]) if len(rows) > 1 else None
+    last = _estimate(history, name, rows[-width:])
+    z = mann_kendall_z(values[rows[-min(TREND_STEPS, max(1, len(rows) // 2)) :]])
+    return Figure(
+        label=label,
+        metric=name,
+        is_validation=is_validation,
+        is_up_better=is_up_better,
+        first=first,
+        last=last,
+        change=difference_of_estimates(first.value, first.interval, last.value, last.interval) if first else UNKNOWN,
+        still=int(np.sign(z)) if abs(z) > CLEAR_TREND else 0,
+    )
 
 
-def _figure(label: str, metric: str, estimates: Sequence[Estimate], *, how: str, **more: Any) -> Figure:
-    *before, last = estimates
-    first = before[0] if before else None
-    change = UNKNOWN
-    if first is not None and first.interval.is_known and last.interval.is_known:
-        change = difference_of_estimates(first.value, first.interval, last.value, last.interval)
-    return Figure(label=label, metric=metric, first=first, last=last, change=change, how=how, **more)
+def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
+    """The mean over rows of the history."""
+    values, groups, low, high, least, most = (
+        _column(history, column)[rows]
+        for column in (
+            *(name, "rollout/num_groups", f"{name}/ci_low", f"{name}/ci_high"),
+            *("critic/score/min", "critic/score/max"),
+        )
+    )
+    interval, how = Interval(float(low[-1]), float(high[-1])), BY_RECORD
+    if not interval.is_known and name in SCORE and groups.sum() >= 1 and least.min() >= 0 and most.max() <= 1:
+        interval, how = wilson(float(values.mean()), float(groups.sum())), BY_PROBLEMS
+    elif not interval.is_known:
+        interval = mean_of_draws(values)
+        how = BY_STEPS if interval.is_known else BY_NOTHING
+    steps = history.steps[rows]
+    return Estimate(value=float(values.mean()), steps=(int(steps[0]), int(steps[-1])), interval=interval, how=how)
 
 
 def _column(history: History, name: str) -> FloatColumn:
@@ -203,66 +187,51 @@ def _column(history: History, name: str) -> FloatColumn:
     return np.full(len(history.steps), np.nan) if column is None else column
 
 
-def _span(history: History, rows: Rows) -> tuple[int, int]:
-    return int(history.steps[rows[0]]), int(history.steps[rows[-1]])
-
-
-def _ending(run: RunRecord) -> tuple[State, str]:
-    """How the newest launch ended, and why it failed or paused; "" where that says nothing."""
-    for event in reversed(run.events):
-        if event["event"] in ENDED:
-            reason = str(event.get("error") or event.get("paused_by") or "").partition("\n")[0]
-            states: Mapping[str, State] = {"run_finished": "finished", "run_stopped": "stopped", "run_failed": "failed"}
-            return states[event["event"]], reason[:MAX_REASON]
-        if event["event"] in BEGUN:
-            return "open", ""
-    if any(event["event"] == "run_imported" for event in run.events):
-        return "imported", ""
-    return ("finished" if run.is_finished else "unknown"), ""
-
-
-def _sentence(figures: Sequence[Figure], *, state: State, reason: str, done: int, planned: str) -> str:
-    """The verdict: how it ended, and what changed."""
-    moved = [one for one in figures if one.first is not None]
-    validated = [*(one for one in moved if one.is_validation), *(one for one in figures if one.is_validation)]
-    telling = [*validated[:1], *[one for one in moved if not one.is_validation][:1]] if moved else []
-    what = " and ".join(one.in_words() for one in telling) or "no reward, loss or validation was recorded"
-    if not telling and figures:
-        what = f"{figures[0].in_words()}, and one value does not tell whether it learns"
-    because = f": {reason.rstrip('.')}" if reason else ""
-    if not done and not telling:
-        before = {"failed": "The run failed", "stopped": "It was stopped"}
-        return f"{before[state]} before its first step{because}." if state in before else "No step is done yet."
+def _verdict(run: RunRecord, figures: Sequence[Figure], *, planned: str) -> tuple[str, str]:
+    """How the run ended, and that with what changed as a sentence."""
+    ending: Mapping[str, Any] = next((event for event in reversed(run.events) if event["event"] in [*STATES]), {})
+    state = STATES.get(ending.get("event", ""), "finished" if run.is_finished else "unknown")
+    reason = str(ending.get("error") or ending.get("paused_by") or "").partition("\n")[0][:MAX_REASON].rstrip(".")
+    because = f": {reason}" if reason else ""
+    done = int(run.history.steps[-1]) if len(run.history.steps) else 0
+    if not done and not figures:
+        before = {"failed": "The run failed", "stopped": "It was stopped"}.get(state)
+        return state, f"{before} before its first step{because}." if before else "No step is done yet."
     of_all = f" of {planned}" if planned.isdecimal() and int(planned) > done else ""
-    where = f"step {done}{of_all}"
     ended = {
-        "failed": f"The run failed after {where}{because}",
-        "stopped": f"It was stopped after {where}{because}",
-        "open": f"Not finished, at {where}",
-    }
-    if state in ended:
-        return f"{ended[state]}; {what}."
-    capital = f"{what[:1].upper()}{what[1:]}"
-    if not telling:
-        return f"{capital}." if figures else f"{where.capitalize()}: {what}."
-    return f"{capital} in {done}{of_all} {'step' if where == 'step 1' else 'steps'}."
+        "failed": f"The run failed after step {done}{of_all}{because}; ",
+        "stopped": f"It was stopped after step {done}{of_all}{because}; ",
+        "open": f"Not finished, at step {done}{of_all}; ",
+    }.get(state, "")
+    steps = "" if ended else f" in {done}{of_all} {'step' if f'{done}{of_all}' == '1' else 'steps'}"
+    sentence = ended + _what_changed(figures, steps=steps)
+    return state, f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def _what_changed(figures: Sequence[Figure], *, steps: str) -> str:
+    """Of the first validation and of the training."""
+    moved = [one for one in figures if one.first is not None]
+    if not figures:
+        return f"no reward, loss or validation was recorded{steps}"
+    if not moved:
+        return f"{figures[0].in_words()}, and one value does not tell whether it learns"
+    validated = [one for one in (*moved, *figures) if one.is_validation]
+    telling = [*validated[:1], *[one for one in moved if not one.is_validation][:1]]
+    return " and ".join(one.in_words() for one in telling) + steps
 
 
 def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str]]:
     """Names and values of what was trained, as far as the settings or the import say."""
-    imported = next((event for event in run.events if event["event"] == "run_imported"), {})
     prompts, group = settings.get("rollout.prompts_per_step"), settings.get("rollout.group_size")
-    kind = "" if "rollout.prompts_per_step" not in settings else "synchronous"
-    if "schedule.max_staleness" in settings:
-        kind = f"asynchronous, staleness at most {settings['schedule.max_staleness']}"
+    staleness = settings.get("schedule.max_staleness")
     known = (
         ("model", settings.get("policy.path")),
         ("method", _method(run.settings, settings)),
         ("data", settings.get("prompts.train")),
         ("reward", settings.get("reward.function")),
         ("a step", f"{prompts} prompts, {group} responses each" if prompts and group else ""),
-        ("training", kind),
-        ("imported from", str(imported.get("trainer", ""))),
+        ("training", f"asynchronous, staleness at most {staleness}" if staleness else "synchronous" if prompts else ""),
+        ("imported from", next((str(one.get("trainer")) for one in run.events if one["event"] == "run_imported"), "")),
     )
     return [(name, value) for name, value in known if value]
 
@@ -282,15 +251,16 @@ def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:
 
 def _speed(run: RunRecord) -> dict[str, float]:
     """Seconds and trajectories: of the summary where there is one, else of the steps."""
-    history, summary = run.history, run.summary
-    step_s = float(np.nansum(_column(history, "timing_s/step")))
-    span_s = float(history.times[-1] - history.times[0]) if len(history.times) else math.nan
-    num_samples = float(np.nansum(_column(history, "rollout/num_trajectories")))
-    known = {name: number_or_nan(summary.get(name)) for name in ("wall_s", "num_samples", "samples_per_s")}
+    history = run.history
+    step_s, num_samples = (
+        float(np.nansum(_column(history, name))) or math.nan for name in ("timing_s/step", "rollout/num_trajectories")
+    )
+    span_s = float(history.times[-1] - history.times[0]) or math.nan if len(history.times) else math.nan
     computed = {
-        "wall_s": max(step_s, span_s) if span_s > 0 else step_s or math.nan,
-        "num_samples": num_samples or math.nan,
-        "samples_per_s": num_samples / step_s if num_samples and step_s > 0 else math.nan,
+        "wall_s": span_s if span_s > step_s or math.isnan(step_s) else step_s,
+        "num_samples": num_samples,
+        "samples_per_s": num_samples / step_s,
     }
-    steps = {"step_s": step_s / max(1, int((history.steps > 0).sum())) or math.nan}
-    return steps | {name: computed[name] if math.isnan(value) else value for name, value in known.items()}
+    known = {name: number_or_nan(run.summary.get(name)) for name in computed}
+    step_s /= max(1, int((history.steps > 0).sum()))
+    return {"step_s": step_s} | {name: computed[name] if math.isnan(one) else one for name, one in known.items()}

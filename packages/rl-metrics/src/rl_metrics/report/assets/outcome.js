@@ -135,7 +135,7 @@ function outcomeSection(runs, place) {
 /** Where the intervals come from. */
 function intervalNote(figures) {
   const hows = new Map();
-  for (const { how, label } of figures) hows.set(how, (hows.get(how) ?? new Set()).add(label.replace(/^the /, "")));
+  for (const { last: { how }, label } of figures) hows.set(how, (hows.get(how) ?? new Set()).add(label.replace(/^the /, "")));
   const said = [...hows].map(([how, labels]) => ` ${capital([...labels].join(", "))}: ${how}.`);
   return make("p", { class: "note small" }, said.length ? "In brackets are 95 % intervals." : "", said);
 }
