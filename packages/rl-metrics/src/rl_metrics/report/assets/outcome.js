@@ -123,7 +123,7 @@ function outcomeSection(runs, place) {
   return make(
     "section", { class: "outcome" },
     runs.length > 1 ? make("h2", {}, make("span", { class: `swatch run-${place % 7}` }), name) : null,
-    make("p", { class: "sentence" }, outcome.sentence),
+    make(runs.length > 1 ? "p" : "h2", { class: "sentence" }, outcome.sentence),
     trained.length ? make("dl", { class: "facts wide" }, trained) : make("p", { class: "muted" }, "What was trained is not known: the run has no settings.toml."),
     make("ul", { class: "tiles" }, outcome.figures.map(figureTile), speedTiles(run.header)),
     make("div", { class: "beside" },

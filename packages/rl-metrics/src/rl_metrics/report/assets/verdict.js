@@ -63,7 +63,7 @@ function findingList({ name, verdict: { findings } }) {
 
 function findingNodes({ severity, what, since_step: since, evidence, causes, advice }) {
   const list = (kind, heading, items) =>
-    items.length ? [make("h5", {}, heading), make(kind, {}, items.map((item) => make("li", {}, item)))] : [];
+    items.length ? [make("h4", {}, heading), make(kind, {}, items.map((item) => make("li", {}, item)))] : [];
   const shown = evidence.map(({ metric, text }) => [
     make("a", { href: viewState.link({ view: "curves", chart: metric }, { isFresh: true }) }, metric),
     text.startsWith(`${metric} `) ? text.slice(metric.length) : `: ${text}`,
