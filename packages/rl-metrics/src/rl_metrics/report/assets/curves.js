@@ -6,7 +6,7 @@ const MAIN = [
   /^actor\/(ppo_kl|kl_loss|reference_kl)$/, /^response_length\/mean$/, /^actor\/grad_norm$/,
 ];
 const ALWAYS_DRAWN = 2; // of them, also where they stand still: reward and validation
-const ENDS = ["/ci_low", "/ci_high"];
+const INTERVAL_ENDS = ["/ci_low", "/ci_high"];
 const ALMOST_ZERO = 1e-6; // nats: what is left of a KL that is 0 by design
 
 /** Metrics by chapter in the order of the table; ends of intervals are drawn with what they are of. */
@@ -14,7 +14,7 @@ function chaptersOf(runs) {
   const chapters = new Map();
   for (const run of runs) {
     for (const { name, chapter } of run.header.curves) {
-      if (ENDS.some((end) => name.endsWith(end) && metricPlace(run, name.slice(0, -end.length)) !== undefined)) continue;
+      if (INTERVAL_ENDS.some((end) => name.endsWith(end) && metricPlace(run, name.slice(0, -end.length)) !== undefined)) continue;
       if (!chapters.has(chapter)) chapters.set(chapter, new Set());
       chapters.get(chapter).add(name);
     }
@@ -102,7 +102,7 @@ function linesOf(shown, name) {
   const bands = [];
   shown.forEach(({ run, place, curve: { x, y } }, number_) => {
     const look = { of: number_ + 1, width: 1, points: { show: false }, stroke: faded(runColor(place), 0.35) };
-    const ends = ENDS.map((end) => curveOf(run, name + end)).filter(Boolean);
+    const ends = INTERVAL_ENDS.map((end) => curveOf(run, name + end)).filter(Boolean);
     if (count > 1) lines.push({ x, y, ...look });
     else if (ends.length === 2) {
       bands.push({ series: [lines.length + 2, lines.length + 1], fill: faded(runColor(place), 0.15) });
@@ -158,7 +158,7 @@ const curvesView = {
 };
 
 function drawCurves(body, runs) {
-  const text = ENDS.reduce((name, end) => name.replace(end, ""), viewState.get("chart").trim().toLowerCase());
+  const text = INTERVAL_ENDS.reduce((name, end) => name.replace(end, ""), viewState.get("chart").trim().toLowerCase());
   const chapters = [...chaptersOf(runs)].map(([title, names]) => [title, [...names].filter((name) => name.toLowerCase().includes(text))]);
   const all = chapters.flatMap(([, names]) => names);
   const main = MAIN.map((pattern) => all.filter((name) => pattern.test(name)));
