@@ -141,7 +141,7 @@ function intervalNote(figures) {
 }
 
 /** Settings in which runs differ, but for their names; none where there is one run. */
-function differences(runs) {
+function differingSettings(runs) {
   const known = runs.map(({ header }) => new Map(header.settings));
   const names = [...new Set(known.flatMap((of) => [...of.keys()]))].filter((name) => name !== "run.name" && new Set(known.map((of) => of.get(name))).size > 1);
   if (!names.length) return null;
@@ -167,7 +167,7 @@ const outcomeView = {
       make("div", { class: "outcomes" }, runs.map((_, number_) => outcomeSection(runs, number_))),
       intervalNote(figures),
       make("div", { class: "cards large" }, names.map((name) => metricCard(runs, name))),
-      ...[differences(runs)].filter(Boolean),
+      ...[differingSettings(runs)].filter(Boolean),
       make("div", { class: "checklists" }, health),
     );
   },
