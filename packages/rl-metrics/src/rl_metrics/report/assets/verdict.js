@@ -88,7 +88,7 @@ function checkFold({ name, verdict }) {
   const sides = Object.entries(SIDES).map(([side, title]) => {
     const ofSide = checks.filter((check) => check.side === side);
     if (!ofSide.length) return null;
-    return make("section", { class: "side" }, make("h4", {}, title), make("ul", {}, ofSide.map(checkItem)));
+    return make("section", { class: "side" }, make("h3", {}, title), make("ul", {}, ofSide.map(checkItem)));
   });
   const summary = [statusBadge(shownStatus(verdict)), make("strong", {}, `${count("ok")} of ${plural(checks.length, "check")} pass`), others];
   return foldable(`checks, ${name}`, false, "checks", summary, make("div", { class: "checklist" }, sides));
