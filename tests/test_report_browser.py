@@ -53,7 +53,7 @@ def test_it_opens_from_disk_and_asks_nobody(page, runs):
 
 
 @pytest.mark.parametrize(
-    ("view", "least"), [("health", 4), ("curves", 4), ("distributions", 2), ("times", 1), ("worst", 1), ("probes", 1)]
+    ("view", "least"), [("outcome", 1), ("curves", 4), ("distributions", 2), ("times", 1), ("worst", 1), ("probes", 1)]
 )
 @pytest.mark.parametrize("report", ["one", "two"])
 def test_charts_are_drawn(page, runs, report, view, least):
@@ -347,7 +347,7 @@ def test_light_and_dark(page, runs):
 
 
 def test_it_prints(page, runs):
-    show(page, runs / "one.html", "view=health")
+    show(page, runs / "one.html", "view=outcome")
     assert len(page.call("Page.printToPDF")["data"]) > 10_000
 
 

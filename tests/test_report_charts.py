@@ -87,3 +87,84 @@ def test_a_curve_is_hidden_by_keyboard(page, report):
     for shown in ("false", "true"):
         page.press("Enter")
         page.wait(f"{pressed} === '{shown}' && {is_shown} === '{shown}'")
+
+
+def test_zoom_is_shared_and_kept_by_the_address(page, report):
+    show(page, report, "view=curves")
+    of_chart = "({ card: { chart: { scales: { x } } } }) => [x.min, x.max].join()"
+    scales = f"[...document.querySelectorAll('.chart')].map({of_chart})"
+    page.wait("[...document.querySelectorAll('.chart')].every(({ card }) => card.chart)")
+    page.run(
+        "(({ card: { chart } }) => chart.setSelect({ top: 0, height: 9, left: chart.valToPos(2, 'x'),"
+        " width: chart.valToPos(5, 'x') - chart.valToPos(2, 'x') }))(document.querySelector('.chart'))"
+    )
+    page.wait(f"{scales}.join(' ') === '2,5 2,5'")
+    assert page.run("location.hash") == "#view=curves&x0=2&x1=5"
+    assert page.run("[...document.querySelectorAll('.range input')].map(({ value }) => value)") == ["2", "5"]
+    page.call("Page.reload")
+    page.wait("performance.getEntriesByType('navigation')[0].type === 'reload'")
+    page.wait(f"{scales}.join(' ') === '2,5 2,5'")
+    page.run("document.querySelector('.chart').focus()")
+    page.press("Escape")
+    page.wait(f"{scales}.join(' ') === '1,7 1,7' && location.hash === '#view=curves'")
+
+
+def test_what_never_moves_is_a_line_of_a_table(page, tmp_path):
+    metrics = [
+        {METRIC: 0.0, "actor/lr": 1e-6, "actor/ppo_kl": step * 1e-9, "actor/grad_norm": step} for step in range(9)
+    ]
+    write_run(tmp_path / "run", metrics=metrics)
+    show(page, report_of(tmp_path / "run"), "view=curves")
+    assert page.run("[...document.querySelectorAll('.card h3')].map((one) => one.textContent)") == [
+        METRIC,
+        "actor/grad_norm",
+    ]
+    page.wait("document.querySelectorAll('canvas').length === 2")
+    y = "document.querySelector('.chart').card.chart.scales.y"
+    assert page.run(f"[{y}.min, {y}.max]") == [0, 1]
+    still = "[...document.querySelectorAll('.chapter')].at(-1)"
+    assert page.run(f"[{still}.open, {still}.querySelector('summary').textContent]") == [False, "Never moved 2 metrics"]
+    rows = page.run(
+        f"[...{still}.querySelectorAll('tbody tr')].map((row) => [...row.cells].slice(0, 2).map((c) => c.textContent))"
+    )
+    assert rows == [["actor/lr", "1e-6"], ["actor/ppo_kl", "0 but for rounding"]]
+
+
+def test_the_logarithmic_axis_says_what_it_leaves_out(page, tmp_path):
+    write_run(tmp_path / "run", metrics=[{"actor/grad_norm": value} for value in (0.0, 0.01, 100.0)])
+    show(page, report_of(tmp_path / "run"), "view=curves&axis=log")
+    page.wait(f"{LEGEND} === '3,100'")
+    y = "document.querySelector('.chart').card.chart.scales.y"
+    assert page.run(f"[{y}.distr, {y}.min, {y}.max]") == [3, 0.01, 100]
+    assert "leaves out what is not above 0" in page.run("document.querySelector('.card').innerText")
+
+
+def test_what_belongs_to_a_curve_is_hidden_with_it(page, tmp_path):
+    name = "val-core/sums/acc/mean@1"
+    write_run(
+        tmp_path / "run",
+        metrics=[{name: 0.5, f"{name}/ci_low": 0.4, f"{name}/ci_high": 0.6 + step} for step in range(2)],
+    )
+    show(page, report_of(tmp_path / "run"), "view=curves")
+    page.wait(f"{LEGEND} === '2,0.5'")
+    assert page.run("document.querySelectorAll('.card').length") == 1
+    shown = "document.querySelector('.chart').card.chart.series.slice(1).map(({ show }) => show).join()"
+    assert page.run(shown) == "true,true,true"
+    page.run("document.querySelector('.u-legend [role=button]').click()")
+    page.wait(f"{shown} === 'false,false,false'")
+
+
+def test_a_step_leads_to_its_rollouts(page, tmp_path):
+    InventedRun(steps=7).write(tmp_path / "run")
+    show(page, report_of(tmp_path / "run"), f"view=curves&chart={METRIC}")
+    page.wait("document.querySelector('canvas') !== null")
+    page.run("document.querySelector('.chart').focus()")
+    for key in ("ArrowLeft", "ArrowLeft", "ArrowLeft", "Enter"):
+        page.press(key)
+    links = "[...document.querySelectorAll('.at a')]"
+    page.wait(f"{links}.length === 3")
+    assert page.run("document.querySelector('.at').textContent") == "Step 5 · rollouts · validation · time"
+    page.point(".u-over", click=True)
+    page.wait("document.querySelector('.at').textContent.startsWith('Step 4 · rollouts · validation of step 5 · time')")
+    page.run(f"{links}[0].click()")
+    page.wait("document.getElementById('found')?.textContent.startsWith('16 of')")

@@ -66,11 +66,13 @@ def test_large_whole_numbers_are_shown_as_they_were_recorded(page, rewarded):
 
 
 def test_curves_of_large_whole_numbers(page, tmp_path):
-    metrics = [{"training/policy_version": 123456 + step, "perf/total_num_tokens": 2**24 + 1} for step in range(7)]
+    metrics = [
+        {"training/policy_version": 123456 + step, "perf/total_num_tokens": 2**24 + 1 + step} for step in range(7)
+    ]
     write_run(tmp_path / "run", metrics=metrics)
     show(page, report_of(tmp_path / "run"), "view=curves")
-    for name, value in (("training/policy_version", "123462"), ("perf/total_num_tokens", "16777217")):
-        page.run(f"location.hash = 'view=health'; location.hash = 'view=curves&chart={name}'")
+    for name, value in (("training/policy_version", "123462"), ("perf/total_num_tokens", "16777223")):
+        page.run(f"location.hash = 'view=outcome'; location.hash = 'view=curves&chart={name}'")
         newest = f"document.querySelector('[aria-label^=\"{name}\"] .u-legend tr:nth-child(2) .u-value')"
         page.wait(f"{newest}.textContent === '{value}'")
 
@@ -134,7 +136,7 @@ WITHOUT_CHARTS = """(() => {
         *(f"view=rollouts&row={place}" for place in ("0.5", "-1", "99", "Infinity")),
         *(
             "view=rollouts&row=0&beside=0.5",
-            "view=curves&smooth=constructor",
+            "view=curves&smooth=constructor&axis=constructor&x0=constructor&x1=1e999",
             "view=times&at=constructor",
             "view=constructor",
         ),
@@ -143,7 +145,7 @@ WITHOUT_CHARTS = """(() => {
 def test_what_an_address_cannot_mean_is_as_if_it_were_not_there(page, both, address):
     view, *odd = address.split("&")
     kept = [part for part in odd if part == "row=0"]
-    show(page, both, "&".join([view.replace("constructor", "health"), *kept]))
+    show(page, both, "&".join([view.replace("constructor", "outcome"), *kept]))
     drawn = f"!document.querySelector('progress:not([hidden])') && {WITHOUT_CHARTS}"
     ready = "document.querySelector('.token, tbody tr, .card, .pane > p') !== null"
     page.wait(ready)

@@ -27,7 +27,8 @@ FORMS = (
 )
 
 SHOWN = {
-    "health": (
+    "outcome": (
+        *("model", "training data", "reward function", "failure reason"),
         *("check title", "check reading", "finding", "evidence", "evidence metric", "cause", "advice", "hang verdict"),
         *("hang cause", "last progress", "hang at", "queue", "role", "state", "wait", "wait on", "stack", "count"),
         *("group", "group state", "holder"),
@@ -79,6 +80,7 @@ def plant(folder, form):
     events = [
         {"event": text("event"), "level": text("level"), text("event field"): [text("event text")]},
         {"event": "slowest_session", "step": 1, "prompt_uid": text("slowest uid"), "generate_s": 1.0},
+        {"event": "run_failed", "error": text("failure reason")},
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events))
     probe = {"step": 1, "time": 1.0, "policy_version": 1, "probe": text("probe"), "prompt": text("probe prompt"),
@@ -86,6 +88,14 @@ def plant(folder, form):
              "candidates": [[text("candidate"), -0.1]]}  # fmt: skip
     (folder / "probes.jsonl").write_text(json.dumps(probe) + "\n")
     settings = f"[{json.dumps(text('setting'))}]\n{json.dumps(text('setting'))} = {json.dumps(text('setting value'))}\n"
+    settings += "".join(
+        f"[{section}]\n{name} = {json.dumps(text(planted))}\n"
+        for section, name, planted in (
+            ("policy", "path", "model"),
+            ("prompts", "train", "training data"),
+            ("reward", "function", "reward function"),
+        )
+    )
     (folder / "settings.toml").write_text(settings)
     (folder / "summary.json").write_text(json.dumps({text("summary"): text("summary value")}))
     (folder / "health.json").write_text(json.dumps(verdict(text).to_json()))

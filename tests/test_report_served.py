@@ -56,12 +56,12 @@ def test_what_a_reader_does_outlives_a_renewal(page, tmp_path):
         assert page.run("document.querySelector('.list').scrollTop") == 600
         assert page.run("document.activeElement.name") == "s0"
         assert page.run("document.querySelector('.token.current').dataset.place") == "1"
-        page.run("location.hash = 'view=health'")
+        page.run("location.hash = 'view=outcome'")
         page.wait("document.querySelectorAll('details[open]').length")
         page.run("document.querySelectorAll('details').forEach((one) => { one.open = false; })")
-        page.run("scrollTo(0, 200)")
+        page.run("scrollTo(0, 50)")
         renew(22)
-        assert page.run("[scrollY, document.querySelectorAll('details[open]').length]") == [200, 0]
+        assert page.run("[scrollY, document.querySelectorAll('details[open]').length]") == [50, 0]
         page.open("about:blank")
     finally:
         writer.close()

@@ -104,6 +104,29 @@ def difference_over_runs(a: FloatColumn, b: FloatColumn) -> Interval:
     return Interval(difference - half, difference + half)
 
 
+def wilson(share: float, count: float) -> Interval:
+    """Interval of a mean of independent values from 0 to 1; wide where they are neither 0 nor 1.
+
+    Args:
+        share: The mean.
+        count: How many values.
+
+    Source: Wilson 1927, doi:10.1080/01621459.1927.10502953.
+    """
+    z2 = t_quantile(math.inf) ** 2
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = math.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return Interval(max(0.0, center - half), min(1.0, center + half))
+
+
+def mean_of_draws(values: FloatColumn) -> Interval:
+    """Interval of a mean of few independent values (Student's); unknown for fewer than three."""
+    if len(values) < 3:
+        return UNKNOWN
+    half = t_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return Interval(float(values.mean()) - half, float(values.mean()) + half)
+
+
 @functools.lru_cache(maxsize=1_000)
 def t_quantile(freedom: float) -> float:
     """How many standard errors LEVEL of Student's t distribution lie within; of 1 degree of freedom or more.

@@ -15,6 +15,7 @@ from rl_metrics.output_file import check_output
 from rl_metrics.report.blobs import BlobSink, page_blobs
 from rl_metrics.report.curves import never_finite, pack_curves
 from rl_metrics.report.generation_blobs import pack_generations
+from rl_metrics.report.outcome import describe_outcome
 from rl_metrics.report.packing import pack
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.rollout_blobs import RolloutPacker
@@ -108,6 +109,7 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "times": [float(history.times[0]), float(history.times[-1])] if len(history.times) else [None, None],
         "is_finished": run.is_finished,
         "verdict": read_verdict(run).to_json(),
+        "outcome": describe_outcome(run),
         "curves": [*curves, *never_finite(history)],  # these have no columns
         "distributions": distributions,
         "probes": probes,

@@ -1,10 +1,10 @@
 "use strict";
-// Charts, drawn when they come into view.
+// Charts, drawn when they come into view. They share the steps that they show, which the address keeps.
 
 const CHART_HEIGHT = 190;
+const LARGE_HEIGHT = 250;
 const MAX_MARKED = 60;
 const cards = new Set();
-const zooms = new Map(); // by a card's title, the steps that it shows
 
 function cssColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -39,10 +39,10 @@ const resized = new ResizeObserver((entries) => {
 function chartCard(title, note, label, draw) {
   const place = make("div", {
     class: "chart", "data-key": title, role: "group", "aria-label": visible(label), tabindex: "0",
-    "aria-keyshortcuts": "ArrowLeft ArrowRight Escape", onkeydown: onChartKey, onblur: onChartBlur,
+    "aria-keyshortcuts": "ArrowLeft ArrowRight Enter Escape", onkeydown: onChartKey, onblur: onChartBlur,
   });
   const figure = make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note), place);
-  place.card = { title, place, draw, chart: null };
+  place.card = { place, draw, chart: null };
   cards.add(place.card);
   inView.observe(place);
   resized.observe(place);
@@ -54,12 +54,13 @@ function plainCard(title, note) {
   return make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note));
 }
 
-/** Left and right move the cursor by a step; escape shows all steps, in all charts, as a double click does. */
+/** Left and right move the cursor by a step, enter chooses it; escape shows all steps, as a double click does. */
 function onChartKey(event) {
   const { chart } = event.currentTarget.card;
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!chart || event.target !== event.currentTarget || event.ctrlKey || event.altKey || event.metaKey) return;
-  if (event.key === "Escape") for (const card of cards) showAllSteps(card);
+  if (event.key === "Escape") zoomTo("", "");
+  if (event.key === "Enter") chart.choose();
   if (!by) return;
   event.preventDefault();
   legendOf(chart).setAttribute("aria-live", "polite"); // only what keys bring under the cursor is told
@@ -78,36 +79,44 @@ function legendOf(chart) {
   return chart?.root.querySelector(".u-legend");
 }
 
-function showAllSteps({ title, chart }) {
-  zooms.delete(title);
-  const steps = chart?.data[0];
-  if (steps?.length) chart.setScale("x", { min: steps[0], max: steps[steps.length - 1] });
+/** Show these steps in all charts, also in those that are drawn later; "" shows all. */
+function zoomTo(first, last) {
+  viewState.set({ x0: first, x1: last }, { isQuiet: true });
+  for (const field of document.querySelectorAll("input[name=x0], input[name=x1]")) field.value = viewState.get(field.name);
+  for (const { chart } of cards) if (chart) showSteps(chart);
+}
+
+function showSteps(chart) {
+  const steps = chart.data[0];
+  if (steps.length < 2) return;
+  const all = [steps[0], steps[steps.length - 1]];
+  const [min, max] = [viewState.number("x0", all[0]), viewState.number("x1", all[1])];
+  const isThere = min < max && min < all[1] && max > all[0];
+  chart.setScale("x", isThere ? { min, max } : { min: all[0], max: all[1] });
+}
+
+/** What was dragged over becomes what all charts show. */
+function zoomToSelected(chart) {
+  const { left, width } = chart.select;
+  if (!width) return;
+  chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  const first = Math.round(chart.posToVal(left, "x"));
+  zoomTo(first, Math.max(first + 1, Math.round(chart.posToVal(left + width, "x"))));
 }
 
 function drawCard(card) {
   const width = card.place.clientWidth;
   if (card.chart || !width) return;
   card.chart = card.draw(card.place, width);
-  if (zooms.has(card.title)) card.chart.setScale("x", zooms.get(card.title));
+  if (viewState.get("x0") + viewState.get("x1")) showSteps(card.chart);
   inView.unobserve(card.place);
-}
-
-/** What a reader has zoomed into stays when the chart is made anew. */
-function keepZoom({ title, chart }) {
-  const { min, max } = chart.scales.x;
-  const steps = chart.data[0];
-  if (min > steps[0] || max < steps[steps.length - 1]) zooms.set(title, { min, max });
-  else zooms.delete(title);
 }
 
 /** Charts that are no longer in the page let go of what they hold. */
 function dropCards() {
   for (const card of cards) {
     if (card.place.isConnected) continue;
-    if (card.chart) {
-      keepZoom(card);
-      card.chart.destroy();
-    }
+    card.chart?.destroy();
     inView.unobserve(card.place);
     resized.unobserve(card.place);
     cards.delete(card);
@@ -117,7 +126,6 @@ function dropCards() {
 function redrawCards() {
   for (const card of cards) {
     if (!card.chart) continue;
-    keepZoom(card);
     card.chart.destroy();
     card.chart = null;
     drawCard(card);
@@ -129,34 +137,45 @@ addEventListener("beforeprint", () => cards.forEach(drawCard));
 
 /**
  * A chart over steps.
- * data: [x, ...ys]; series: [{label, stroke, ...}] as uPlot takes them.
+ * data: [x, ...ys]; series: [{label, stroke, ...}] as uPlot takes them, `of` the place of the curve that one belongs to.
+ * more: healthy `band`, filled `bands` between series, options of the `y` scale, `height`, and `choose(step)`, which is
+ * called with a step that was clicked.
  */
 function stepChart(place, width, data, series, more = {}) {
   const text = cssColor("--muted");
   const grid = { stroke: cssColor("--line"), width: 1 };
   const axis = { stroke: text, grid, ticks: grid, font: "11px system-ui" };
-  const { band, y = {}, bands } = more;
-  return new uPlot(
+  const { band, y = {}, bands, height = CHART_HEIGHT, choose = (step) => showStepLinks(place, step) } = more;
+  const isZoom = (event) => ["mousedown", "mouseup", "dblclick"].includes(event);
+  const chart = new uPlot(
     {
       width,
-      height: CHART_HEIGHT,
+      height,
       bands,
-      cursor: { sync: { key: "steps" }, points: { size: 5 }, drag: { x: true, y: false } },
+      cursor: {
+        sync: { key: "steps", filters: { pub: (event) => !isZoom(event) } },
+        points: { size: 5 },
+        drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => zoomTo("", "") },
+      },
       legend: { live: true },
       scales: { x: { time: false }, y: { range: valueRange, ...y } },
       axes: [
         { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-        { ...axis, size: tickRoom, values: (_, ticks) => ticks.map(number) },
+        { ...axis, size: tickRoom, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
       ],
       series: [{ label: "step" }, ...series.map((one) => seriesOf(one, data[0].length))],
       hooks: {
-        ready: [tellNewest, makeSwitches], setCursor: [tellNewest], setSeries: [tellShown],
+        ready: [tellNewest, makeSwitches], setCursor: [tellNewest], setSeries: [tellShown], setSelect: [zoomToSelected],
         drawClear: band ? [(chart) => drawBand(chart, band)] : [],
       },
     },
     data,
     place,
   );
+  chart.choose = () => choose(chart.data[0][chart.cursor.idx ?? chart.series[0].idxs[1]]);
+  chart.over.addEventListener("click", () => chart.choose());
+  return chart;
 }
 
 /** While the cursor is elsewhere, the legend has the newest value of each curve. */
@@ -166,8 +185,10 @@ function tellNewest(chart) {
   chart.setLegend({ idxs: chart.data.map((values) => values.findLastIndex(isKnown)) }, false);
 }
 
-/** The names of a legend hide and show their curves, also by keyboard. */
+/** The names of a legend hide and show their curves, also by keyboard; what belongs to a curve has no name there. */
 function makeSwitches(chart) {
+  const entries = [...legendOf(chart).querySelectorAll(".u-series")];
+  chart.series.forEach(({ of }, place) => of && entries[place].remove());
   for (const name of switches(chart)) {
     name.setAttribute("role", "button");
     name.tabIndex = 0;
@@ -186,6 +207,9 @@ function switches(chart) {
 
 function tellShown(chart) {
   switches(chart).forEach((name, place) => name.setAttribute("aria-pressed", String(chart.series[place + 1].show)));
+  chart.series.forEach(({ of, show }, place) => {
+    if (of && show !== chart.series[of].show) chart.setSeries(place, { show: !show });
+  });
 }
 
 /** Room for the longest label of an axis. */
@@ -193,12 +217,15 @@ function tickRoom(_, labels) {
   return Math.max(44, 20 + 7 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 }
 
-/** A little more than the values; a curve that never moves lies in the middle. */
+/** A little more than the values; a curve that never moves lies in the middle, one of zeros on the ground. */
 function valueRange(_, low, high) {
-  if (low === null) return [0, 1];
-  const room = Math.abs(low) / 10 || 1;
+  if (low === null || (low === 0 && high === 0)) return [0, 1];
+  const room = Math.abs(low) / 10;
   return low === high ? [low - room, high + room] : uPlot.rangeNum(low, high, 0.1, true);
 }
+
+/** Of the y scale of a chart whose values are above 0. */
+const LOG_SCALE = { distr: 3, range: (_, low, high) => (low === null ? [0.1, 1] : uPlot.rangeLog(low, high, 10, false)) };
 
 function seriesOf(one, length) {
   const points = { show: length <= MAX_MARKED, size: 4 };
@@ -208,8 +235,9 @@ function seriesOf(one, length) {
 /** Healthy values, behind the curve. */
 function drawBand(chart, { low, high }) {
   const { left, top, width, height } = chart.bbox;
+  const isLog = chart.scales.y.distr === 3;
   const place = (value, otherwise) => {
-    if (value === null) return otherwise;
+    if (value === null || (isLog && value <= 0)) return otherwise;
     return Math.min(Math.max(chart.valToPos(value, "y", true), top), top + height);
   };
   const upper = place(high, top);

@@ -19,7 +19,7 @@ function hangSection({ header }, isOneOfMany) {
     ["last progress", hang.last_progress || "–"],
     ["queue", hang.queue.map(([what, count]) => `${what} ${number(count)}`).join(", ") || "–"],
   ];
-  const causes = hang.causes.length ? [make("h5", {}, "Where the waits end"), make("ol", {}, hang.causes.map((cause) => make("li", {}, cause)))] : [];
+  const causes = hang.causes.length ? [make("h3", {}, "Where the waits end"), make("ol", {}, hang.causes.map((cause) => make("li", {}, cause)))] : [];
   return foldable(
     title, !hang.is_over, hang.is_over ? "hang over" : "hang",
     [statusBadge(hang.is_over ? "warning" : "critical"), make("strong", {}, title)],

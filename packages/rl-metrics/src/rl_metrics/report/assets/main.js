@@ -1,7 +1,7 @@
 "use strict";
 // The page: loads the runs, shows the view that the URL names, and, served, follows the run.
 
-const VIEWS = [healthView, curvesView, distributionsView, timesView, rolloutsView, validationView, worstView, probesView, runView];
+const VIEWS = [outcomeView, curvesView, rolloutsView, validationView, worstView, timesView, distributionsView, probesView, runView];
 const POLL_MS = 2000;
 
 const page = { runs: [], written: 0, view: null };

@@ -35,6 +35,7 @@ function stepTimeline(run, phases) {
     make("figcaption", {}, make("h3", {}, `Timeline of step ${step} · ${run.header.name}`),
       make("p", { class: "note" }, `${whole === undefined ? "" : `The step took ${seconds(whole)}. `}${times || "No phase was timed"}.${besideStep(run, step)}`)),
     labelled("Step", input),
+    make("p", { class: "at" }, stepLinks(step)),
     bar,
   );
 }

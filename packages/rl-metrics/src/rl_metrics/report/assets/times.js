@@ -66,9 +66,8 @@ function phaseCard(run, phases) {
       series.push({ label: "whole step", stroke: cssColor("--text"), width: 1, points: { show: false }, paths: STAIRS, value: (_, value) => seconds(value) });
       data.push([whole.y[0], ...whole.y]);
     }
-    const chart = stepChart(place, width, data, series, { y: { range: (_, low, high) => [0, high || 1] } });
-    chart.over.addEventListener("click", () => chart.cursor.idx !== null && viewState.set({ at: steps[chart.cursor.idx] }));
-    return chart;
+    const choose = (step) => viewState.set({ at: step });
+    return stepChart(place, width, data, series, { choose, y: { range: (_, low, high) => [0, high || 1] } });
   });
 }
 

@@ -1,10 +1,12 @@
 "use strict";
-// Whether a run is healthy: the verdict on top of the page, and the checklist.
+// Whether a run is healthy: the verdict on top of the page, findings, and the checklist.
 
 const SIDES = { task: "Task", convergence: "Convergence", stability: "Stability", efficiency: "Efficiency" };
 const SIGNS = { ok: "✓", warning: "!", critical: "✗", unknown: "?" };
 const WORDS = { ok: "healthy", warning: "warnings", critical: "sick", unknown: "too early to say" };
 
+const ENOUGH_SHARE = 0.25; // of the checks, before a run is called healthy
+const ENDINGS = { finished: "finished", stopped: "stopped", failed: "failed", open: "not finished", imported: "imported", unknown: "no ending recorded" };
 const STATUSES = Object.keys(SIGNS);
 
 function statusBadge(status) {
@@ -12,20 +14,28 @@ function statusBadge(status) {
   return make("span", { class: `badge ${known}`, role: "img", "aria-label": known }, SIGNS[known]);
 }
 
+/** What is shown of a verdict: "unknown" also where nothing is wrong, but few checks could be made. */
+function shownStatus({ status, checks }) {
+  const passing = checks.filter((check) => check.status === "ok").length;
+  return STATUSES.includes(status) && !(status === "ok" && passing < checks.length * ENOUGH_SHARE) ? status : "unknown";
+}
+
 function showVerdicts(runs) {
   const lines = runs.map((run, place) => {
     const { header } = run;
     const { verdict } = header;
     const hangs = hangInShort(header);
-    const status = hangs ? "critical" : verdict.status;
-    const state = header.is_finished ? "finished" : "not finished";
+    const { state } = header.outcome;
+    const status = hangs || state === "failed" ? "critical" : shownStatus(verdict);
+    const health = `${WORDS[shownStatus(verdict)]} at step ${verdict.step}`;
+    const ended = `${ENDINGS[state]}, ${plural(header.steps, "step")}`;
     return make(
       "p",
-      { class: `verdict ${STATUSES.includes(status) ? status : "unknown"}` },
+      { class: `verdict ${status}` },
       statusBadge(status),
       runs.length > 1 ? make("span", { class: `swatch run-${place % 7}` }) : null,
-      make("strong", {}, header.name),
-      ` ${WORDS[verdict.status] ?? verdict.status} at step ${verdict.step}; ${state}, ${plural(header.steps, "step")}. `,
+      runs.length > 1 ? make("strong", {}, `${header.name} `) : null,
+      state === "failed" ? `${ended}; ${health}. ` : `${health}; ${ended}. `,
       hangs ? make("span", { class: "failure" }, snippet(hangs, 300), " ") : null,
       make("span", { class: "muted" }, snippet(inShort(verdict.findings), 300)),
     );
@@ -53,7 +63,7 @@ function findingList({ name, verdict: { findings } }) {
 
 function findingNodes({ severity, what, since_step: since, evidence, causes, advice }) {
   const list = (kind, heading, items) =>
-    items.length ? [make("h5", {}, heading), make(kind, {}, items.map((item) => make("li", {}, item)))] : [];
+    items.length ? [make("h4", {}, heading), make(kind, {}, items.map((item) => make("li", {}, item)))] : [];
   const shown = evidence.map(({ metric, text }) => [
     make("a", { href: viewState.link({ view: "curves", chart: metric }, { isFresh: true }) }, metric),
     text.startsWith(`${metric} `) ? text.slice(metric.length) : `: ${text}`,
@@ -67,32 +77,19 @@ function findingNodes({ severity, what, since_step: since, evidence, causes, adv
   ];
 }
 
-const OVERVIEW = [
-  /^critic\/score\/mean$/, /^val-core\//, /^actor\/entropy$/, /^actor\/(ppo_kl|kl_loss|reference_kl)$/,
-  /^actor\/grad_norm$/, /^response_length\/mean$/, /^training\/rollout_probs_diff_mean$/, /^timing_s\/step$/,
-];
+const COUNTED = [["critical", "critical"], ["warning", "to be watched"], ["unknown", "not judged"]];
 
-const healthView = {
-  id: "health",
-  title: "Health",
-  render(place, runs) {
-    const lists = runs.map(({ header }) => {
-      const sides = Object.entries(SIDES).map(([side, title]) => {
-        const checks = header.verdict.checks.filter((check) => check.side === side);
-        if (!checks.length) return null;
-        return make("section", { class: "side" }, make("h4", {}, title), make("ul", {}, checks.map(checkItem)));
-      });
-      return make(
-        "section", { class: "checked" },
-        runs.length > 1 ? make("h2", {}, header.name) : null,
-        findingList(header),
-        make("h3", {}, "Checklist"),
-        make("div", { class: "checklist" }, sides),
-      );
-    });
-    const names = OVERVIEW.flatMap((pattern) => metricNames(runs).filter((name) => pattern.test(name)));
-    const charts = make("div", { class: "cards" }, names.map((name) => metricCard(runs, name)));
-    const hangs = runs.map((run) => hangSection(run, runs.length > 1)).filter(Boolean);
-    place.replaceChildren(...hangs, make("div", { class: "checklists" }, lists), make("h2", {}, "Overview"), charts);
-  },
-};
+/** The checklist, folded behind how many of its checks pass; what does not is in the findings. */
+function checkFold({ name, verdict }) {
+  const { checks } = verdict;
+  if (!checks.length) return null;
+  const count = (status) => checks.filter((check) => check.status === status).length;
+  const others = COUNTED.map(([status, words]) => (count(status) ? `, ${count(status)} ${words}` : "")).join("");
+  const sides = Object.entries(SIDES).map(([side, title]) => {
+    const ofSide = checks.filter((check) => check.side === side);
+    if (!ofSide.length) return null;
+    return make("section", { class: "side" }, make("h3", {}, title), make("ul", {}, ofSide.map(checkItem)));
+  });
+  const summary = [statusBadge(shownStatus(verdict)), make("strong", {}, `${count("ok")} of ${plural(checks.length, "check")} pass`), others];
+  return foldable(`checks, ${name}`, false, "checks", summary, make("div", { class: "checklist" }, sides));
+}
