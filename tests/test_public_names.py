@@ -57,3 +57,18 @@ def test_the_page_shows_the_names_of_the_package_itself_at_work(package: str):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE))
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     assert names_of(package) - used == set()
+
+
+def test_documents_teach_public_names_alone():
+    public = {module: names for package in PACKAGES for module, names in names_in_table(page_of(package)).items()}
+    documents = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*/*.md")})
+    taught = {
+        (str(document.relative_to(ROOT)), f"{node.module}.{alias.name}")
+        for document in documents
+        for block in re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in PACKAGES
+        for alias in node.names
+        if alias.name not in public.get(node.module, set())
+    }
+    assert taught == set()

@@ -124,3 +124,12 @@ def test_every_load_of_a_model_refuses_its_code():
         and "trust_remote_code=False" not in [f"{word.arg}={ast.unparse(word.value)}" for word in node.keywords]
     ]
     assert asking == [], "transformers asks whether to run the code of the folder; pass trust_remote_code=False"
+
+
+def test_every_guide_and_example_is_linked_from_the_readme():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    guides = {file for file in tracked if re.fullmatch(r"docs/guides/[\w-]+\.md", file)}
+    examples = {found[0] for file in tracked if (found := re.match(r"examples/\w+", file))}
+    linked = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
+    assert sorted(guides - set(linked)) == []
+    assert [name for name in sorted(examples) if not any(link.startswith(name) for link in linked)] == []

@@ -34,6 +34,10 @@ UNIT_EXTRAS = {
     "rl-metrics": ("rl-core", "rl-metrics[plot,tensorboard,wandb,mlflow,parquet]"),
 }
 TORCH = "torch==2.13.0+cpu"
+CUDA_TORCH = TORCH.partition("+")[0]
+"""The build that every index has. It runs on CPUs too, and cannot be imported without CUDA's libraries."""
+PYTHONS = ("3.11", "3.12", "3.13")
+"""On which everything in locks/cpu.txt runs; megatron-core refuses newer ones."""
 CONSTRAINTS = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
@@ -154,8 +158,8 @@ def wheels_environment(name: str, built: Mapping[str, str], projects: Sequence[s
 
 def ensure(session: nox.Session, environment: Environment) -> str:
     """Make the environment unless it stands as its recipe says; gives its interpreter."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - nox itself runs on older ones
-        session.error(f"Python 3.11 or newer is needed; nox runs on {platform.python_version()}")
+    if said := interpreter_mistake(environment, platform.python_version()):
+        session.error(said)
     stamp = environment.folder / "made-from"
     with only_one(session, environment):
         recipe = environment.recipe()
@@ -174,6 +178,19 @@ def ensure(session: nox.Session, environment: Environment) -> str:
     return environment.python
 
 
+def interpreter_mistake(environment: Environment, version: str) -> str:
+    """What is wrong with the interpreter that nox runs on, before anything is downloaded; empty when nothing is."""
+    minor = int(version.split(".")[1])
+    allowed = [int(python.split(".")[1]) for python in PYTHONS]
+    if minor in allowed or (minor > max(allowed) and not any(TORCH in step for step in environment.steps)):
+        return ""
+    return (
+        f".nox/{environment.name} needs Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}; nox runs on {version}. "
+        "Get one (`apt-get install python3.11-venv`, `pyenv install 3.11` or `uv python install 3.11`), and run nox on "
+        "it: `python3.11 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train`"
+    )
+
+
 @contextlib.contextmanager
 def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
     """Let one nox at a time make an environment; the others wait for it."""
@@ -189,20 +206,62 @@ def only_one(session: nox.Session, environment: Environment) -> Iterator[None]:
 
 
 def install(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run pip; torch comes from pip's own sources where they have it, else from PyTorch's CPU index.
+    """Run pip; torch comes from pip's own sources where they have its CPU build, else from PyTorch's CPU index.
 
-    A failure ends the session with pip's last words.
+    Where neither has it for this interpreter, the build with CUDA takes its place in this environment. A failure ends
+    the session with pip's last words.
     """
-    lines = pip_install(session, python, *arguments)
-    if any(f"No matching distribution found for {TORCH}" in line for line in lines):
+    folder = Path(python).parents[1]
+    has_cuda_torch = (folder / "cuda-torch").is_dir()
+    words = with_cuda_torch(folder, arguments) if has_cuda_torch else list(arguments)
+    lines = pip_install(session, python, *words)
+    if lacks_torch(lines):
         session.log(f"pip's sources have no {TORCH}; trying PyTorch's CPU index.")
-        lines = pip_install(session, python, "--extra-index-url", TORCH_INDEX, *arguments)
+        lines = pip_install(session, python, "--extra-index-url", TORCH_INDEX, *words)
+    if lacks_torch(lines) and TORCH in arguments:
+        session.log(
+            f"Neither has {TORCH} for Python {platform.python_version()}. Taking {CUDA_TORCH}, the build for GPUs, "
+            "which runs on CPUs too: 2.3 GB more to download, 3.1 GB more on disk, and about 3 minutes."
+        )
+        (folder / "cuda-torch").mkdir()
+        words = with_cuda_torch(folder, arguments)
+        lines = pip_install(session, python, *words) or install_cuda_libraries(session, python, words)
     if lines:
         said = "\n".join(line for line in lines if not line.startswith("WARNING"))
         session.error(
-            f"pip could not install {' '.join(arguments)}. Is a package registry reachable (`pip config list`)? "
+            f"pip could not install {' '.join(words)}. Is a package registry reachable (`pip config list`)? "
             f"The half-made environment is made again by the next run. pip said:\n{said}"
         )
+
+
+def lacks_torch(lines: Sequence[str]) -> bool:
+    """Whether pip found no CPU build of torch for the interpreter; with constraints it says so in other words."""
+    said = (f"No matching distribution found for {TORCH}", f"Cannot install {TORCH} because")
+    return any(words in line for line in lines for words in said)
+
+
+def with_cuda_torch(folder: Path, arguments: Sequence[str]) -> list[str]:
+    """pip's arguments, and copies of the locks that they name, with torch's CUDA build in place of its CPU build."""
+    words = []
+    for argument in arguments:
+        if argument.startswith("locks/"):
+            copy = folder / "cuda-torch" / Path(argument).name
+            copy.write_text((ROOT / argument).read_text().replace(TORCH, CUDA_TORCH))
+            words.append(str(copy))
+        else:
+            words.append(CUDA_TORCH if argument == TORCH else argument)
+    return words
+
+
+def install_cuda_libraries(session: nox.Session, python: str, words: Sequence[str]) -> list[str]:
+    """Where torch came without what it needs, add its CUDA libraries, and not triton, with which vLLM fails on CPUs."""
+    if "--no-deps" not in words:
+        return []
+    asked = "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')"
+    needs = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.splitlines()
+    libraries = [need for need in needs if need.startswith(("cuda-toolkit", "nvidia-"))]
+    options = [word for word in words if word not in ("--no-deps", CUDA_TORCH)]
+    return pip_install(session, python, *options, *libraries)
 
 
 def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]:
@@ -218,7 +277,7 @@ def pip_install(session: nox.Session, python: str, *arguments: str) -> list[str]
                 process.wait(timeout=10)
             lines = Path(output.name).read_text(errors="replace").splitlines()
             if process.returncode is not None:
-                return lines[-15:] if process.returncode else []
+                return lines[-20:] if process.returncode else []
             num_found = sum(line.startswith(("Collecting", "Processing")) for line in lines)
             unpacks = any(line.startswith("Installing collected packages") for line in lines)
             state = f"unpacking {num_found} packages" if unpacks else f"{num_found} packages found"

@@ -4,11 +4,11 @@ Everything goes to `prepared/` beside this file, and is kept there until this fi
 it is made with changes. The policy is trained by the Megatron learner that later does GRPO.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -209,8 +209,15 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-if __name__ == "__main__":
-    if is_prepared() and "--force" not in sys.argv[1:]:
-        say(f"arithmetic: {PREPARED} is up to date")
-    else:
+def main() -> None:
+    """Prepare what is missing or out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
+    if parser.parse_args().force or not is_prepared():
         prepare()
+    else:
+        say(f"arithmetic: {PREPARED} is up to date")
+
+
+if __name__ == "__main__":
+    main()

@@ -56,7 +56,10 @@ def main(arguments: Sequence[str]) -> int:
     trainer = ASYNC if "--async" in words else SYNC
     words = [word for word in words if word != "--async"]
     seeds = take_seeds(words)
-    if "--help" not in words and "-h" not in words and not prepare.is_prepared():
+    if {"--help", "-h"} & {*words}:
+        print(__doc__)  # what follows is the trainer's own
+        seeds = None
+    elif not prepare.is_prepared():
         refuse_mistakes(trainer, words)
         try:
             prepare.prepare()

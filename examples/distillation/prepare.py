@@ -5,11 +5,11 @@ preparation, or a version of what it is made with changes. The Megatron learner 
 demonstrations: the teacher until it is good, the student until it writes what looks like an answer.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -178,8 +178,15 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-if __name__ == "__main__":
-    if is_prepared() and "--force" not in sys.argv[1:]:
-        say(f"distillation: {PREPARED} is up to date")
-    else:
+def main() -> None:
+    """Prepare what is missing or out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
+    if parser.parse_args().force or not is_prepared():
         prepare()
+    else:
+        say(f"distillation: {PREPARED} is up to date")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,9 @@ FOLDER = Path(__file__).parent
 def main(arguments: Sequence[str]) -> None:
     """Run the example; the trainer takes this process's place."""
     words = [word for word in arguments if word != "--grpo"]
-    if "--help" not in words and not prepare.is_prepared():
+    if {"--help", "-h"} & {*words}:
+        print(__doc__)  # what follows is the trainer's own
+    elif not prepare.is_prepared():
         prepare.prepare()
     settings = FOLDER / ("grpo.toml" if len(words) < len(arguments) else "settings.toml")
     sys.stdout.flush()

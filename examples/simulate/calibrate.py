@@ -7,6 +7,7 @@ hundred where a run became slower), and two to the asynchronous row of 64:64 (it
 are left for the simulation to predict.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ SEED = 0
 
 def main() -> None:
     """Fit the synchronous rows, then the two numbers of the asynchronous one."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = published_rows()
     sync = [row for row in rows if row.mode == "sync"]
     logs = gauss_newton(lambda logs: sync_residuals(np.exp(logs), sync), np.log(START))

@@ -1,5 +1,7 @@
 """The calculator of the tools example: an MCP server over stdin and stdout, by the official library."""
 
+import argparse
+
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("calculator", log_level="WARNING")
@@ -12,4 +14,5 @@ def multiply(left: int, right: int) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     server.run("stdio")

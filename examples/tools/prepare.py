@@ -4,12 +4,12 @@ Everything goes to `prepared/` beside this file, and is kept there until this fi
 it is made with changes. The policy is trained by the Megatron learner that later does GRPO.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import re
 import shutil
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -198,8 +198,15 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-if __name__ == "__main__":
-    if is_prepared() and "--force" not in sys.argv[1:]:
-        say(f"tools: {PREPARED} is up to date")
-    else:
+def main() -> None:
+    """Prepare what is missing or out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--force", action="store_true", help="prepare again, even where nothing has changed")
+    if parser.parse_args().force or not is_prepared():
         prepare()
+    else:
+        say(f"tools: {PREPARED} is up to date")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,9 @@ SETTINGS = Path(__file__).parent / "settings.toml"
 
 def main(arguments: Sequence[str]) -> None:
     """Run the example; the trainer takes this process's place."""
-    if "--help" not in arguments and not prepare.is_prepared():
+    if {"--help", "-h"} & {*arguments}:
+        print(__doc__)  # what follows is the trainer's own
+    elif not prepare.is_prepared():
         prepare.prepare()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "rl_sync_trainer.main", "train", str(SETTINGS), *arguments])

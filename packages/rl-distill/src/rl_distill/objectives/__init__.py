@@ -37,6 +37,7 @@ from rl_distill.objectives.policy import (
     policy_objective,
 )
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
+from rl_distill.objectives.ragged import spread_rows
 from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options
 from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.rewarded_rows import RewardedRows
@@ -81,6 +82,7 @@ __all__ = [
     "policy_objective",
     "rejection_limits",
     "selects_with",
+    "spread_rows",
     "try_advantage",
     "value_objective",
     "with_advantages",

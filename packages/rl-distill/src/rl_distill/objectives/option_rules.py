@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 from rl_core.errors import SettingsError
 
+__all__ = ["OptionRule", "checked", "number", "whole_number"]
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 

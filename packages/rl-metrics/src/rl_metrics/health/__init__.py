@@ -5,6 +5,7 @@ from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
 from rl_metrics.health.rules import Cause, Condition, Rule, Threshold, reads, require_rules, with_thresholds, without
+from rl_metrics.health.run_verdict import judge_run
 
 __all__ = [
     "GUIDE",
@@ -22,6 +23,7 @@ __all__ = [
     "Threshold",
     "Verdict",
     "judge",
+    "judge_run",
     "reads",
     "require_rules",
     "with_thresholds",

@@ -8,7 +8,8 @@ from rl_rollout.rewards.options import FailurePolicy, RewardOptions, RewardPart
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardOutput, RewardResult, quick
 from rl_rollout.rewards.registry import resolve_reward
 from rl_rollout.rewards.rules import exact_match, last_boxed, last_number, number_match
-from rl_rollout.rewards.scorer import RewardScorer, Scored
+from rl_rollout.rewards.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
+from rl_rollout.rewards.scorer import RewardScorer, Scored, reward_input
 from rl_rollout.rewards.weighted import WeightedReward
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LengthTarget",
     "MathVerify",
     "Overlong",
+    "ProgramRun",
     "RewardFunction",
     "RewardInput",
     "RewardOptions",
@@ -24,6 +26,9 @@ __all__ = [
     "RewardPart",
     "RewardResult",
     "RewardScorer",
+    "Sandbox",
+    "SandboxLimits",
+    "SandboxOptions",
     "Scored",
     "WeightedReward",
     "build_scorer",
@@ -33,4 +38,5 @@ __all__ = [
     "number_match",
     "quick",
     "resolve_reward",
+    "reward_input",
 ]

@@ -1,0 +1,127 @@
+"""Environments for an interpreter that no CPU build of torch exists for, with pip and wheels that are nearly empty."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDS = ("filelock", 'nvidia-blas==1.0; platform_system == "Linux"', "cuda-toolkit[blas]==1.0", "triton==1.0")
+
+
+class FailedError(Exception):
+    """What nox raises for session.error."""
+
+
+class Session:
+    """As much of a nox session as making environments needs."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def log(self, line: str) -> None:
+        self.said.append(line)
+
+    def error(self, line: str) -> None:
+        raise FailedError(line)
+
+
+@pytest.fixture
+def environments(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """tooling/environments.py, which names nox for its types alone."""
+    if importlib.util.find_spec("nox") is None:
+        monkeypatch.setitem(sys.modules, "nox", types.ModuleType("nox"))
+    spec = importlib.util.spec_from_file_location("tooling_environments", ROOT / "tooling" / "environments.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "tooling_environments", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_wheel(folder: Path, name: str, version: str, needs: tuple[str, ...] = ()) -> None:
+    stem = f"{name.replace('-', '_')}-{version}"
+    metadata = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {n}" for n in needs),
+    ]
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(metadata) + "\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, environments: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """pip's options for a folder with torch's build for GPUs, and a checkout whose lock pins the other one."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    write_wheel(folder, "torch", "2.13.0", NEEDS)
+    for name in ("filelock", "nvidia-blas", "cuda-toolkit", "triton", "numpy"):
+        write_wheel(folder, name, "1.0")
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks" / "cpu.txt").write_text(f"numpy==1.0\n{environments.TORCH}\n")
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return ("--no-index", "--find-links", str(folder))
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """The interpreter of a new environment."""
+    folder = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", folder], check=True)
+    return str(folder / "bin" / "python")
+
+
+def installed(python: str) -> set[str]:
+    (packages,) = Path(python).parents[1].glob("lib/python3*/site-packages")
+    return {path.stem.replace("_", "-") for path in packages.glob("*.dist-info")}
+
+
+def test_the_build_for_gpus_comes_with_its_libraries_and_without_triton(environments, sources, python):
+    before, session = installed(python), Session()
+    environments.install(session, python, *sources, "--no-deps", environments.TORCH)
+    environments.install(session, python, *sources, "--no-deps", "-r", "locks/cpu.txt")
+    assert installed(python) - before == {"torch-2.13.0", "nvidia-blas-1.0", "cuda-toolkit-1.0", "numpy-1.0"}
+    assert [line for line in session.said if "the build for GPUs" in line and "more to download" in line]
+
+
+def test_constraints_take_the_build_for_gpus_too(environments, sources, python):
+    environments.install(Session(), python, *sources, "-c", "locks/cpu.txt", environments.TORCH)
+    environments.install(Session(), python, *sources, "-c", "locks/cpu.txt", "numpy")
+    assert {"torch-2.13.0", "filelock-1.0", "numpy-1.0"} <= installed(python)
+
+
+def test_a_torch_that_exists_nowhere_is_told_with_what_pip_said(environments, sources, python):
+    for wheel in Path(sources[-1]).glob("torch-*"):
+        wheel.unlink()
+    with pytest.raises(FailedError, match=r"(?s)could not install .*torch==2\.13\.0\. .*No matching"):
+        environments.install(Session(), python, *sources, "--no-deps", environments.TORCH)
+
+
+@pytest.mark.parametrize("version", ["3.11.7", "3.12.1", "3.13.0"])
+def test_interpreters_that_serve(environments, version):
+    assert environments.interpreter_mistake(environments.WORKSPACE, version) == ""
+
+
+@pytest.mark.parametrize("version", ["3.10.13", "3.14.0rc1"])
+def test_interpreters_that_do_not_serve_are_told_with_one_that_does(environments, version):
+    said = environments.interpreter_mistake(environments.WORKSPACE, version)
+    assert said.startswith(f".nox/workspace needs Python 3.11, 3.12 or 3.13; nox runs on {version}. ")
+    assert "`pyenv install 3.11`" in said
+
+
+def test_tools_run_on_newer_interpreters(environments):
+    assert environments.interpreter_mistake(environments.TOOLS, "3.14.0") == ""
+    assert environments.interpreter_mistake(environments.TOOLS, "3.10.0") != ""
