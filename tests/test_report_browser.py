@@ -162,9 +162,9 @@ def test_a_trajectory_token_by_token(page, runs):
     for name in ("logprob, rollout", "logprob, policy", "advantage", "mask", "version", "entropy", "correction weight"):
         assert name in tip
     assert re.search(rf"entropy\s+{row.columns['entropy'][1]:.3g}"[:-1], tip), (tip, row.columns["entropy"][1])
-    page.point(".token:nth-child(3)")
+    page.point(".token.masked")
     page.wait("document.getElementById('tip').innerText.includes('0: not trained')")
-    assert page.run("document.querySelector('.token:nth-child(3)').className") == "token masked"
+    assert page.run("document.querySelector('.token.masked').className") == "token masked"
 
 
 def test_colours_by_column(page, runs):
@@ -278,7 +278,7 @@ def test_two_runs_beside_each_other(page, runs):
     row = next(number for number, row in enumerate(rows) if row.step == 12)
     page.run(f"location.hash = 'view=rollouts&run=0&row={row}'")
     page.wait("document.querySelectorAll('.pane .tokens').length === 2")
-    heads = page.run("[...document.querySelectorAll('.pane h3')].map((head) => head.textContent)")
+    heads = page.run("[...document.querySelectorAll('.pane h2')].map((head) => head.textContent)")
     assert heads == [f"first · {rows[row].problem}", f"second · {rows[row].problem}"]
     steps = page.run(
         "[...document.querySelectorAll('.pane .facts.wide')].map((d) => d.innerText.match(/step\\s+(\\d+)/)[1])"

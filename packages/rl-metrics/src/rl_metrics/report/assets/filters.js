@@ -18,7 +18,8 @@ const WORST = {
   part: `those, with that part below ${BAD_BELOW}`,
 };
 
-const FILTERS = ["s0", "s1", "r0", "r1", "worst", "part", "p0", "p1", "source", "finish", "failure", "problem", "sort", "q"];
+const NARROWING = ["s0", "s1", "r0", "r1", "worst", "part", "p0", "p1", "source", "finish", "failure", "problem"];
+const FILTERS = [...NARROWING, "sort", "q"];
 
 /** Rows that the filters of the URL let through, without the search of texts. */
 function matchingRows(trajectories) {
@@ -98,7 +99,7 @@ function stateInput(name, properties, set) {
 /** The form; `changed` is called when a filter was. */
 function filterForm(runs, trajectories, changed) {
   const set = (name) => (value) => {
-    viewState.set({ [name]: value, row: "" }, { isQuiet: true });
+    viewState.set({ [name]: value, row: "", ...NO_CHOICE }, { isQuiet: true });
     changed();
   };
   const field = (name, properties) => stateInput(name, properties, set(name));
@@ -124,18 +125,31 @@ function filterForm(runs, trajectories, changed) {
     { class: "filters", role: "search", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
     runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.trajectories === trajectories)) : null,
     labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
-    range("s0", "s1", "Steps", 1),
-    range("r0", "r1", "Reward", "any"),
-    labelled("Worst cases", makeSelect("Worst cases", worsts, viewState.get("worst"), set("worst"))),
-    trajectories.parts.length ? choice("part", "Part of the reward", trajectories.parts) : null,
-    trajectories.parts.length ? range("p0", "p1", "That part", "any") : null,
-    source.length > 1 ? choice("source", "Source", source) : null,
-    finish.length > 1 ? choice("finish", "Finish", finish) : null,
-    failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, wantedFailure, set("failure"))) : null,
-    labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
     labelled("Order", makeSelect("Order", sorts, viewState.get("sort"), set("sort"))),
-    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "" }, { isStep: true }) }, "Clear"),
+    moreFields(NARROWING, [
+      range("s0", "s1", "Steps", 1),
+      range("r0", "r1", "Reward", "any"),
+      labelled("Worst cases", makeSelect("Worst cases", worsts, viewState.get("worst"), set("worst"))),
+      trajectories.parts.length ? choice("part", "Part of the reward", trajectories.parts) : null,
+      trajectories.parts.length ? range("p0", "p1", "That part", "any") : null,
+      source.length > 1 ? choice("source", "Source", source) : null,
+      finish.length > 1 ? choice("finish", "Finish", finish) : null,
+      failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, wantedFailure, set("failure"))) : null,
+      labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
+    ]),
+    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "", ...NO_CHOICE }, { isStep: true }) }, "Clear"),
   );
+}
+
+/** Fields that fold, open where there is room; folded, they tell how many are used. */
+function moreFields(names, fields) {
+  const told = () => {
+    const used = names.filter((name) => viewState.get(name) !== "").length;
+    return `Filters${used ? `, ${used} used` : ""}`;
+  };
+  const folded = foldable("filters", !isNarrow(), "more-fields", told(), make("div", { class: "filters" }, fields));
+  folded.addEventListener("toggle", () => (folded.firstChild.textContent = told()));
+  return folded;
 }
 
 function noFilters() {
@@ -144,6 +158,6 @@ function noFilters() {
 
 function runChoice(runs, chosen) {
   const options = runs.map(({ header }, place) => [String(place), header.name]);
-  const select = (value) => viewState.set({ run: value, row: "" }, { isStep: true });
+  const select = (value) => viewState.set({ run: value, row: "", ...NO_CHOICE }, { isStep: true });
   return labelled("Run", makeSelect("Run", options, String(chosen), select));
 }

@@ -40,9 +40,14 @@ function goTo(event, view) {
 }
 
 function markView() {
-  for (const link of byId("views").children) {
-    if (link.dataset.view === page.view.id) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+  const views = byId("views");
+  for (const link of views.children) {
+    if (link.dataset.view !== page.view.id) {
+      link.removeAttribute("aria-current");
+      continue;
+    }
+    link.setAttribute("aria-current", "page");
+    views.scrollLeft = link.offsetLeft - views.offsetLeft - (views.clientWidth - link.offsetWidth) / 2; // a phone shows a few at once
   }
 }
 

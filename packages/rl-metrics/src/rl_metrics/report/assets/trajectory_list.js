@@ -72,7 +72,9 @@ class TrajectoryList {
 
   onClick(event) {
     const item = event.target.closest("[role=option]");
-    if (item) this.select(Number(item.dataset.row));
+    if (!item) return;
+    this.select(Number(item.dataset.row));
+    if (isNarrow()) document.querySelector(".panes").scrollIntoView(); // which is below the list
   }
 
   draw() {
