@@ -1,6 +1,8 @@
 """Reports on a phone, in the dark, by keyboard and by screen reader, in a browser."""
 
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from invented_runs import InventedRun
@@ -79,3 +81,29 @@ def test_on_a_phone_tabs_are_one_row_and_filters_fold(page, report, as_on):
     as_on(**DESKTOP)
     show(page, report, "view=rollouts")
     assert page.run("document.querySelector('.more-fields').open") is True
+
+
+@pytest.fixture(scope="module")
+def axe():
+    """axe-core's script, which a wheel brings: its own library would drive another browser."""
+    found = find_spec("axe_playwright_python")
+    assert found is not None, "no axe-core; run: pip install --no-deps axe-playwright-python"
+    (folder,) = found.submodule_search_locations or ()
+    return Path(folder, "axe.min.js").read_text("utf-8")
+
+
+VIOLATIONS = """
+axe.run(document, {resultTypes: ['violations']}).then(({ violations }) =>
+  violations.flatMap(({ id, nodes }) => nodes.map(({ html, any, all, none }) =>
+    [id, html.slice(0, 200), [...any, ...all, ...none].map(({ message }) => message).join('; ')])))
+"""
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "rollouts&row=5&with=6"])
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")])
+def test_axe_finds_nothing(page, report, as_on, axe, view, size, scheme):
+    as_on(**size, scheme=scheme)
+    show(page, report, f"view={view}")
+    page.wait("document.querySelector('.card, tbody tr, .token') !== null")
+    page.run(f"{axe}; true")
+    assert page.run(VIOLATIONS) == []

@@ -261,7 +261,7 @@ def test_worst_cases_lead_to_their_trajectories(page, runs):
     (of_sums,) = [row for row in cells if row[0] == "sums"]
     assert of_sums[1] == str(len(bad))
     newest = [row for row in bad if row.step == max(row.step for row in bad)][-1]
-    assert f"step {newest.step} {newest.prompt} → {' '.join(newest.response.split())[:40]}" in of_sums[5]
+    assert f"step {newest.step} {newest.prompt} → {' '.join(newest.response.removesuffix('<|im_end|>').split())[:40]}" in of_sums[5]
     label = page.run("document.querySelector('.chart').getAttribute('aria-label')")
     last = [row for row in rows if row.step == 30]
     share = sum(row.reward < 0.5 or row.failure is not None for row in last) / len(last)
@@ -294,7 +294,7 @@ def test_the_list_tells_what_was_asked_and_answered(page, runs):
     item = page.wait("document.querySelector('[role=option]').innerText")
     newest = next(row for row in rows if row.step == 30)
     assert newest.prompt in item
-    assert " ".join(newest.response.split())[:40] in item
+    assert " ".join(newest.response.removesuffix("<|im_end|>").split())[:40] in item
 
 
 def test_the_same_problem_across_steps(page, tmp_path):

@@ -19,7 +19,8 @@ function turnNodes(text, turns, show) {
 
 function blockNode(text, turn, { kind, start, end }, show) {
   if (kind === "end") return make("span", { class: "marker" }, show(start, end));
-  const said = make("pre", { class: "said", dir: "auto" }, show(start, end));
+  const shown = show(start, end); // tokens have a direction each
+  const said = make("pre", { class: "said", dir: typeof shown === "string" ? "auto" : null }, shown);
   const length = `${plural(text.slice(start, end).split(/\s+/).filter(Boolean).length, "word")}`;
   if (kind === "reasoning") return make("details", { class: "block reasoning" }, make("summary", {}, `Reasoning, ${length}`), said);
   if (kind === "text" && turn.role === "system" && end - start > FOLDED_FROM) {

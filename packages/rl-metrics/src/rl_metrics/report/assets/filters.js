@@ -126,6 +126,7 @@ function filterForm(runs, trajectories, changed) {
     runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.trajectories === trajectories)) : null,
     labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
     labelled("Order", makeSelect("Order", sorts, viewState.get("sort"), set("sort"))),
+    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "", ...NO_CHOICE }, { isStep: true }) }, "Clear"),
     moreFields(NARROWING, [
       range("s0", "s1", "Steps", 1),
       range("r0", "r1", "Reward", "any"),
@@ -137,7 +138,6 @@ function filterForm(runs, trajectories, changed) {
       failure.length > 1 ? labelled("Failure", makeSelect("Failure", failures, wantedFailure, set("failure"))) : null,
       labelled("Problem", field("problem", { type: "search", placeholder: "part of its name" })),
     ]),
-    make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "", ...NO_CHOICE }, { isStep: true }) }, "Clear"),
   );
 }
 

@@ -28,7 +28,7 @@ function chosenView() {
 
 function showNavigation() {
   const links = VIEWS.filter((view) => view.isThere?.(page.runs) ?? true).map(({ id, title }) =>
-    make("a", { href: viewState.link({ view: id }), "data-view": id, onclick: (event) => goTo(event, id) }, title),
+    make("a", { href: location.href.split("#")[0] + viewState.link({ view: id }), "data-view": id, onclick: (event) => goTo(event, id) }, title),
   );
   byId("views").replaceChildren(...links);
 }
@@ -40,6 +40,7 @@ function goTo(event, view) {
 }
 
 function markView() {
+  byId("view").textContent = page.view.title; // for who hears the page
   const views = byId("views");
   for (const link of views.children) {
     if (link.dataset.view !== page.view.id) {

@@ -29,11 +29,11 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
   place.replaceChildren(
     make("h2", {}, runs.length > 1 ? `${header.name} · ` : "", snippet(trajectories.name("problem", row), 80)),
     actionBar(trajectories, number_, row, own, isBeside ? [] : group),
-    trajectoryFacts(trajectories, row, text),
+    ...trajectoryFacts(trajectories, row, text),
     text.failure ? make("p", { class: "failure" }, `Failed: ${text.failure}`) : "",
-    rewardParts(text, trajectories, row, group),
     ...conversationNodes(place, trajectories.columns.version[row], own, { isBeside, differs: other && differences(own.response, other.response)[0] }),
     text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
+    rewardParts(text, trajectories, row, group, runs.length > 1 ? ` of ${header.name}` : ""),
     isBeside ? "" : groupTree(trajectories, number_, row, group),
     isBeside ? "" : sameProblem(runs, number_, row),
   );
@@ -45,10 +45,10 @@ function conversationNodes(place, version, { text, response, part }, { isBeside,
   const { asked, answered } = turnsOf({ text, response, part });
   const showPrompt = (start, end) => visible(text.prompt.slice(start, end));
   const lay = (show) => turnNodes(response, answered, show);
-  const prompt = [
-    make("h3", {}, "Prompt"),
+  const prompt = [make(
+    "details", { open: viewState.get("with") === "" }, make("summary", {}, make("h3", {}, "Prompt")), // which two of a group share
     make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Prompt" }, turnNodes(text.prompt, asked, showPrompt)),
-  ];
+  )];
   place.paint = null;
   if (!part) {
     const shown = lay((start, end) => markedText(response, differs, start, end));
@@ -111,8 +111,10 @@ function trajectoryFacts(trajectories, row, text) {
     ["source", trajectories.name("source", row)],
     ["finish", trajectories.name("finish", row)],
     ["tokens", length[row]],
-    ["policy version", version[row]],
     ["staleness", staleness[row] < 0 ? "–" : staleness[row]],
+  ];
+  const more = [
+    ["policy version", version[row]],
     ["mean advantage", number(advantage[row])],
     ["mean entropy", number(entropy[row])],
     ["mean mismatch", number(mismatch[row])],
@@ -121,11 +123,14 @@ function trajectoryFacts(trajectories, row, text) {
   const times = Object.entries(text.timings).map(([name, value]) => [
     name.replace(/_s$/, " time"), name.endsWith("_s") ? seconds(value) : number(value),
   ]);
-  return make("dl", { class: "facts wide" }, [...facts, ...times].map((fact) => make("div", {}, factNodes([fact]))));
+  return [
+    make("dl", { class: "facts wide" }, facts.map((fact) => make("div", {}, factNodes([fact])))),
+    make("details", {}, make("summary", { class: "note" }, "More of it"), make("dl", { class: "facts" }, factNodes([...more, ...times]))),
+  ];
 }
 
 /** The parts of the reward, beside their means over the group. */
-function rewardParts(text, trajectories, row, group) {
+function rewardParts(text, trajectories, row, group, ofRun) {
   const parts = Object.entries(text.components);
   if (!parts.length) return "";
   const most = Math.max(1e-9, ...parts.map(([, value]) => Math.abs(value ?? 0)));
@@ -134,9 +139,9 @@ function rewardParts(text, trajectories, row, group) {
     const known = group.map((one) => one.text.components[name]).filter((one) => one !== null && one !== undefined);
     return [name, number(value), bar, number(known.reduce((sum, one) => sum + one, 0) / known.length)];
   });
-  const headings = ["part", ["value", "number"], "", ["mean of the group", "number"]];
+  const headings = ["part", ["value", "number"], "", ["group's mean", "number"]];
   const count = group.length > 1 ? 4 : 3;
-  return makeTable(`Parts of the reward ${number(trajectories.columns.reward[row])}`, headings.slice(0, count), rows.map((cells) => cells.slice(0, count)));
+  return makeTable(`Parts of the reward ${number(trajectories.columns.reward[row])}, ${sessionName(text, group)}${ofRun}`, headings.slice(0, count), rows.map((cells) => cells.slice(0, count)));
 }
 
 const MAX_SAME = 60;

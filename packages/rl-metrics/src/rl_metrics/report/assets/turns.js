@@ -88,7 +88,8 @@ function conversationOf(prompt, response, replies = []) {
   return { asked, answered };
 }
 
-/** Blocks of a turn: {kind, start, end}, kind "text", "reasoning", "call", "result", or "end" for what ends it. */
+/** Blocks of a turn: {kind, start, end}, kind "text", "reasoning", "call", "result", or "end" for what ends it.
+ * What a system's turn says of tags is text. */
 function blocksOf(text, turn) {
   const ending = text.slice(Math.max(turn.start, turn.end - MOST_END), turn.end).match(ENDS)?.[0] ?? "";
   const end = turn.end - (ending.trim() ? ending.length : 0);
@@ -98,15 +99,16 @@ function blocksOf(text, turn) {
   let place = turn.start;
   if (whole) {
     add(whole, place, end);
-  } else {
+    place = end;
+  } else if (turn.role !== "system") {
     const body = text.slice(0, end);
     for (const [kind, start, stop] of innerBlocks(body, place)) {
       add("text", place, start);
       add(kind, start, stop);
       place = stop;
     }
-    add("text", place, end);
   }
+  add("text", place, end);
   add("end", end, turn.end);
   return blocks;
 }
