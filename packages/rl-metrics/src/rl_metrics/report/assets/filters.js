@@ -18,8 +18,7 @@ const WORST = {
   part: `those, with that part below ${BAD_BELOW}`,
 };
 
-const NARROWING = ["s0", "s1", "r0", "r1", "worst", "part", "p0", "p1", "source", "finish", "failure", "problem"];
-const FILTERS = [...NARROWING, "sort", "q"];
+const FILTERS = ["s0", "s1", "r0", "r1", "worst", "part", "p0", "p1", "source", "finish", "failure", "problem", "sort", "q"];
 
 /** Rows that the filters of the URL let through, without the search of texts. */
 function matchingRows(trajectories) {
@@ -127,7 +126,7 @@ function filterForm(runs, trajectories, changed) {
     labelled("Text in prompt or response", field("q", { type: "search", id: "search", placeholder: "search" }), "grow"),
     labelled("Order", makeSelect("Order", sorts, viewState.get("sort"), set("sort"))),
     make("button", { type: "button", onclick: () => viewState.set({ ...noFilters(), row: "", ...NO_CHOICE }, { isStep: true }) }, "Clear"),
-    moreFields(NARROWING, [
+    moreFields([
       range("s0", "s1", "Steps", 1),
       range("r0", "r1", "Reward", "any"),
       labelled("Worst cases", makeSelect("Worst cases", worsts, viewState.get("worst"), set("worst"))),
@@ -142,13 +141,14 @@ function filterForm(runs, trajectories, changed) {
 }
 
 /** Fields that fold, open where there is room; folded, they tell how many are used. */
-function moreFields(names, fields) {
-  const told = () => {
-    const used = names.filter((name) => viewState.get(name) !== "").length;
-    return `Filters${used ? `, ${used} used` : ""}`;
+function moreFields(fields) {
+  const folded = foldable("filters", !isNarrow(), "more-fields", "", make("div", { class: "filters" }, fields));
+  const tell = () => {
+    const used = [...folded.querySelectorAll("input, select")].filter((one) => (one.options ? one.selectedIndex > 0 : one.value !== "")).length;
+    folded.firstChild.textContent = `Filters${used ? `, ${used} used` : ""}`;
   };
-  const folded = foldable("filters", !isNarrow(), "more-fields", told(), make("div", { class: "filters" }, fields));
-  folded.addEventListener("toggle", () => (folded.firstChild.textContent = told()));
+  folded.addEventListener("toggle", tell);
+  tell();
   return folded;
 }
 

@@ -37,7 +37,7 @@ function sampleForm(runs, generations, changed) {
     runs.length > 1 ? runChoice(runs, runs.findIndex((run) => run.generations === generations)) : null,
     labelled("Text in prompt or response", field("vq", { type: "search", id: "search", placeholder: "search" }), "grow"),
     make("button", { type: "button", onclick: () => viewState.set(noSampleFilters(), { isStep: true }) }, "Clear"),
-    moreFields(["vstep", "vtable", "v0", "v1", "vsort"], [
+    moreFields([
       labelled("Validation", makeSelect("Validation", [...steps, ["all", "all steps"]], String(chosenValidation(generations)), set("vstep"))),
       tables.length > 1 ? labelled("Table", makeSelect("Table", [["", "all"], ...tables], viewState.get("vtable"), set("vtable"))) : null,
       labelled("Score", make("span", { class: "range" }, number_("v0", "Score from"), "–", number_("v1", "Score to"))),
