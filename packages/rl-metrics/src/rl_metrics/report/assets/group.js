@@ -65,7 +65,7 @@ function groupTree(trajectories, number_, row, group) {
   });
   const item = ({ rows: of, shared, children }) => {
     const roles = shared.map(({ role }) => role).join(", ");
-    if (!children.length) return of.map((one) => make("li", {}, leafNodes(trajectories, number_, row, one, group, shared)));
+    if (!children.length) return of.map((one) => make("li", {}, leafNodes(trajectories, number_, row, one, group)));
     const said = shared.length ? `: ${shared.at(-1).said}` : "";
     return make("li", {}, make("span", { class: "muted" }, `${roles || "nothing"}, shared by ${of.length}${said}`), make("ul", {}, children.map(item)));
   };
@@ -73,11 +73,11 @@ function groupTree(trajectories, number_, row, group) {
   return make("section", { class: "group" }, make("h3", {}, title), make("ul", { class: "tree" }, item(forks(rows))));
 }
 
-function leafNodes(trajectories, number_, row, { row: own, text }, group, turns) {
+function leafNodes(trajectories, number_, row, { row: own, text }, group) {
   const link = make(
     "a", { href: viewState.link({ run: number_ || "", row: own, ...NO_CHOICE }), "aria-current": own === row ? "true" : null },
     sessionName(text, group),
   );
   const score = make("span", { class: `score ${trajectories.kind(own)}` }, number(trajectories.columns.reward[own]));
-  return [link, " ", score, " ", turns.length ? turns[0].said : "nothing more"];
+  return [link, " ", score, " ", trajectories.responses[own] || "∅"];
 }

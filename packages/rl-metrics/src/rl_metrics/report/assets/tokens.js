@@ -54,7 +54,7 @@ function repliesOf(mask, starts) {
 function tokenView(part, learnerVersion, { coloring, lay, told }) {
   const spans = part.tokens.map((token, place) => {
     const isSampled = !part.columns.mask || part.columns.mask[place] > 0;
-    const span = make("bdi", { class: isSampled ? "token" : "token masked", "data-place": place });
+    const span = make("bdi", { class: `token${isSampled ? "" : " masked"}${part.columns.differs?.[place] ? " differs" : ""}`, "data-place": place });
     span.textContent = visible(part.texts[place]).replace(LINE_ENDS, "↵\n") || (token ? "" : "∅");
     return span;
   });

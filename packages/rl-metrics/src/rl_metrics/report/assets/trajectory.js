@@ -27,7 +27,7 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
   if (place.shown !== key) return null;
   const { text } = own;
   place.replaceChildren(
-    make("h2", {}, runs.length > 1 ? `${header.name} · ` : "", snippet(trajectories.name("problem", row), 80)),
+    make("h2", {}, runs.length > 1 ? `${header.name} · ` : "", snippet(trajectories.name("problem", row), 80), viewState.get("with") === "" ? "" : ` · ${sessionName(text, group)}`),
     actionBar(trajectories, number_, row, own, isBeside ? [] : group),
     ...trajectoryFacts(trajectories, row, text),
     text.failure ? make("p", { class: "failure" }, `Failed: ${text.failure}`) : "",
@@ -125,7 +125,7 @@ function trajectoryFacts(trajectories, row, text) {
   ]);
   return [
     make("dl", { class: "facts wide" }, facts.map((fact) => make("div", {}, factNodes([fact])))),
-    make("details", {}, make("summary", { class: "note" }, "More of it"), make("dl", { class: "facts" }, factNodes([...more, ...times]))),
+    make("details", {}, make("summary", { class: "note" }, "More"), make("dl", { class: "facts" }, factNodes([...more, ...times]))),
   ];
 }
 

@@ -83,7 +83,7 @@ function otherWithSamples(runs, number_) {
 function sampleHeadings(runs, number_) {
   const beside = otherWithSamples(runs, number_);
   const ofRun = (name, run) => (runs.length > 1 ? `${name}, ${runs[run].header.name}` : name);
-  const own = [["step", "number"], ["prompt", "long"], "expected", ["score", "number"], [ofRun("response", number_), "long"], ""];
+  const own = [["step", "number"], ["prompt", "long"], "expected", ["score", "number"], [ofRun("response", number_), "long"], ["", "long"]];
   return beside < 0 ? own : [...own, ["step", "number"], ["score", "number"], [ofRun("response", beside), "long"]];
 }
 
